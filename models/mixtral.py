@@ -33,9 +33,13 @@ class MixtralConfig(DecoderConfig):
 class MixtralLayer(DecoderLayer):
     def __init__(self, config: MixtralConfig) -> None:
         experts = SparseMLP(
-            config.hidden_size, config.intermediate_size, config.num_local_experts, config.num_experts_per_tok,
-            renormalize=True, names=("w1", "w3", "w2"),
-        )  # fmt: skip
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            renormalize=True,
+            names=("w1", "w3", "w2"),
+        )
         attention = SelfAttention(config, sliding_window=config.sliding_window)
         super().__init__(config, attention, experts, mlp_name="block_sparse_moe")
 

@@ -80,9 +80,12 @@ class Qwen2MoeMLP(SparseMLP):
 
     def __init__(self, config: Qwen2MoeConfig) -> None:
         super().__init__(
-            config.hidden_size, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
             renormalize=config.norm_topk_prob,
-        )  # fmt: skip
+        )
         self.shared_expert = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size)
         self.shared_expert_gate = Gate(config.hidden_size, 1)
 

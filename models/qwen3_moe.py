@@ -33,9 +33,12 @@ class Qwen3MoeConfig(QwenMoeConfig):
 class Qwen3MoeLayer(DecoderLayer):
     def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
         mlp = config.mlp(layer) or SparseMLP(
-            config.hidden_size, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
             renormalize=config.norm_topk_prob,
-        )  # fmt: skip
+        )
         super().__init__(config, Qwen3Attention(config, config.window()), mlp)
 
 

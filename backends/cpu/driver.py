@@ -45,9 +45,15 @@ GROUPED = ("grouped_linear", "grouped_linear_int8", "quant_grouped_linear_dynami
 """Operations whose kernels read the number of rows of each expert: a tape records each as one call."""
 
 INDUCTOR = (
-    "expert_mlp", *GROUPED, "linear", "linear_int8", "paged_attention", "quant_linear_dynamic", "quant_linear_static",
+    "expert_mlp",
+    *GROUPED,
+    "linear",
+    "linear_int8",
+    "paged_attention",
+    "quant_linear_dynamic",
+    "quant_linear_static",
     "store_kv_cache",
-)  # fmt: skip
+)
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
 COLLECTIVES = ("all_gather", "all_gather_rows", "all_reduce", "all_to_all", "reduce_scatter")

@@ -76,9 +76,18 @@ def paged_attention(
         first = end - start > 1 or length == 1  # the first step checks the keys for all later steps
         if broken or (first and not _finite(keys[start - end :])):
             reference: Tensor = ops.operation("paged_attention").reference(
-                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
-                kv_lens_host, scale, causal, sliding_window,
-            )  # fmt: skip
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                query_start_loc,
+                kv_lens,
+                query_start_loc_host,
+                kv_lens_host,
+                scale,
+                causal,
+                sliding_window,
+            )
             return reference
         by_queries = _decode if end - start == 1 and causal else _prefill
         output[start:end] = by_queries(query[start:end], keys, values, scale, causal, sliding_window)

@@ -33,10 +33,15 @@ _WRITE_WELL = frozenset(
 _READ_VALUES = frozenset(
     f"aten::{name}"
     for name in (
-        "is_nonzero", "narrow.Tensor", "tensor_split.tensor_indices_or_sections", "nonzero_numpy", "where",
-        "repeat_interleave.Tensor", "repeat_interleave.self_Tensor",
+        "is_nonzero",
+        "narrow.Tensor",
+        "tensor_split.tensor_indices_or_sections",
+        "nonzero_numpy",
+        "where",
+        "repeat_interleave.Tensor",
+        "repeat_interleave.self_Tensor",
     )
-)  # fmt: skip
+)
 
 
 class Recorder(TorchDispatchMode):

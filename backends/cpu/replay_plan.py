@@ -133,10 +133,11 @@ def _referenced_elsewhere(launches: list[Launch], outputs: Any) -> set[int]:
     one = torch.empty(1)
     extra = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1
     return {
-        storage_of(tensor) for tensor in known.values()
+        storage_of(tensor)
+        for tensor in known.values()
         if storage_of(tensor) in made
         and torch._C._storage_Use_Count(storage_of(tensor)) > count[storage_of(tensor)] + extra
-    }  # fmt: skip
+    }
 
 
 def _assign_offsets(lives: Iterable[_Life], held: Iterable[tuple[int, int]], ends: Iterable[int], last: int) -> int:

@@ -64,9 +64,18 @@ class ByLength:
         long = tokens > sequences and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
         attended: Tensor = attend(
-            query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host, kv_lens_host,
-            scale, causal, sliding_window,
-        )  # fmt: skip
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            kv_lens,
+            query_start_loc_host,
+            kv_lens_host,
+            scale,
+            causal,
+            sliding_window,
+        )
         return attended
 
 
@@ -110,17 +119,24 @@ class TorchAttention:
         queried = tokens if captured else starts[-1]
         if not queried:
             return torch.zeros_like(query, memory_format=torch.contiguous_format)
-        flash = (
-            self._flash and query.dtype in HALVES and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
-        )  # fmt: skip
+        flash = self._flash and query.dtype in HALVES and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
         block_size = key_cache.shape[1]
         if flash and self.pages and block_size % PAGE == 0:
             longest = tokens if captured else int(query_start_loc_host.diff().max())
             attended = _flash(
-                query[:queried], key_cache, value_cache, query_start_loc, query_start_loc, 1 if decodes else longest,
-                block_table.shape[1] * block_size, scale, causal, sliding_window,
-                seqused_k=kv_lens.contiguous(), block_table=block_table.contiguous(),
-            )  # fmt: skip
+                query[:queried],
+                key_cache,
+                value_cache,
+                query_start_loc,
+                query_start_loc,
+                1 if decodes else longest,
+                block_table.shape[1] * block_size,
+                scale,
+                causal,
+                sliding_window,
+                seqused_k=kv_lens.contiguous(),
+                block_table=block_table.contiguous(),
+            )
             if captured and not decodes:  # flash attention does not write padding rows
                 past = torch.arange(tokens, device=query.device) >= query_start_loc[-1]
                 return attended.masked_fill(past[:, None, None], 0.0)
@@ -135,9 +151,17 @@ class TorchAttention:
             ends = functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
             keys, values = gathered(key_cache, value_cache, block_table, kv_lens, kv_lens_host)
             attended = _flash(
-                query[:queried], keys, values, query_start_loc, ends, int(query_start_loc_host.diff().max()),
-                int(kv_lens_host.max()), scale, causal, sliding_window,
-            )  # fmt: skip
+                query[:queried],
+                keys,
+                values,
+                query_start_loc,
+                ends,
+                int(query_start_loc_host.diff().max()),
+                int(kv_lens_host.max()),
+                scale,
+                causal,
+                sliding_window,
+            )
         else:
             return one_by_one(
                 query, key_cache, value_cache, block_table, starts, kv_lens_host.tolist(), scale, causal, sliding_window
@@ -146,17 +170,35 @@ class TorchAttention:
 
 
 def _flash(
-    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, longest_query: int, longest: int,
-    scale: float, causal: bool, window: int | None, **paged: Tensor,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    longest_query: int,
+    longest: int,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    **paged: Tensor,
+) -> Tensor:
     attended: Tensor = torch.ops.aten._flash_attention_forward(
-        query, keys, values, starts.contiguous(), ends, longest_query, longest, 0.0, causal and window is None, False,
+        query,
+        keys,
+        values,
+        starts.contiguous(),
+        ends,
+        longest_query,
+        longest,
+        0.0,
+        causal and window is None,
+        False,
         scale=scale,
         window_size_left=-1 if window is None else window - 1,
         # A causal mask implies 0. Passing it would keep flash attention from grouping a decode's heads.
         window_size_right=0 if causal and window is not None else -1,
         **paged,
-    )[0]  # fmt: skip
+    )[0]
     return attended
 
 
@@ -174,9 +216,14 @@ def gathered(
 
 
 def decode(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, scale: float,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    scale: float,
     window: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attend with one query per sequence over all slots of its blocks, with a mask.
 
     Lengths are read on the device only. The query heads that share a key head become rows of one product, so that keys
@@ -192,16 +239,26 @@ def decode(
     # Unwritten slots may hold NaN, which a mask of the scores does not remove.
     keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
     attended = functional.scaled_dot_product_attention(
-        query.reshape(sequences, kv_heads, heads // kv_heads, head_dim), keys, values,
-        attn_mask=seen[:, None, None, :], scale=scale,
-    )  # fmt: skip
+        query.reshape(sequences, kv_heads, heads // kv_heads, head_dim),
+        keys,
+        values,
+        attn_mask=seen[:, None, None, :],
+        scale=scale,
+    )
     return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
 
 
 def one_by_one(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, starts: list[int], lengths: list[int],
-    scale: float, causal: bool, window: int | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
     """Attend with any number of queries per sequence, in one call for each sequence."""
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row, length in enumerate(lengths):

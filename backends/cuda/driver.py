@@ -28,10 +28,21 @@ if TYPE_CHECKING:
 LIBRARIES = ("flashinfer", "triton", "torch", "reference")
 """Valid values in the option ``kernels``."""
 INDUCTOR = (
-    "expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "grouped_linear_int8", "paged_attention",
-    "quant_expert_mlp_dynamic", "quant_expert_mlp_static", "quant_grouped_linear_dynamic",
-    "quant_grouped_linear_static", "quant_linear_dynamic", "quant_linear_static", "store_kv_cache", "topk_route",
-)  # fmt: skip
+    "expert_mlp",
+    "expert_permute",
+    "expert_unpermute",
+    "grouped_linear",
+    "grouped_linear_int8",
+    "paged_attention",
+    "quant_expert_mlp_dynamic",
+    "quant_expert_mlp_static",
+    "quant_grouped_linear_dynamic",
+    "quant_grouped_linear_static",
+    "quant_linear_dynamic",
+    "quant_linear_static",
+    "store_kv_cache",
+    "topk_route",
+)
 """Operations that Inductor calls as opaque kernels; it decomposes the others, and calls cuBLAS for projections."""
 
 log = logging.getLogger("hal.cuda")

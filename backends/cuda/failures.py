@@ -11,44 +11,83 @@ _MOVE = "move it out of the captured function, or keep the value on the device"
 CAPTURE_REMEDIES = (
     # The first match wins: the general ones are last.
     ("unless the CPU tensor is pinned", "it copies between the GPU and host memory that is not pinned", _MOVE),
-    ("Triton Error", "it could not load or launch a Triton kernel",
-     "run the function without a capture to find out whether the capture causes the error"),
-    ("has unjoined work", "it leaves a stream that was not joined",
-     "make the capturing stream wait for every stream it forked"),
-    ("dependency created on uncaptured work", "it depends on work that was not captured",
-     "launch all of it inside the captured function"),
-    ("legacy stream depend on a capturing", "it uses the default stream, which no capture can join",
-     "launch everything on the current stream"),
-    ("not ended in the same stream", "it ends on another stream than it began on",
-     "restore the current stream before it returns"),
+    (
+        "Triton Error",
+        "it could not load or launch a Triton kernel",
+        "run the function without a capture to find out whether the capture causes the error",
+    ),
+    (
+        "has unjoined work",
+        "it leaves a stream that was not joined",
+        "make the capturing stream wait for every stream it forked",
+    ),
+    (
+        "dependency created on uncaptured work",
+        "it depends on work that was not captured",
+        "launch all of it inside the captured function",
+    ),
+    (
+        "legacy stream depend on a capturing",
+        "it uses the default stream, which no capture can join",
+        "launch everything on the current stream",
+    ),
+    (
+        "not ended in the same stream",
+        "it ends on another stream than it began on",
+        "restore the current stream before it returns",
+    ),
     ("would result in a merge of separate capture", "it depends on two captures", "capture one graph at a time"),
     ("capture sequence from another thread", "it ends on another thread than it began on", "capture in one thread"),
-    ("not permitted when stream is capturing",
-     "it synchronizes, allocates outside torch or makes another call that a capture does not allow, such as a read "
-     "back to the host", _MOVE),
-    ("not permitted on an event last recorded in a capturing stream",
-     "it waits on the host for an event recorded in the capture", _MOVE),
+    (
+        "not permitted when stream is capturing",
+        "it synchronizes, allocates outside torch or makes another call that a capture does not allow, such as a read "
+        "back to the host",
+        _MOVE,
+    ),
+    (
+        "not permitted on an event last recorded in a capturing stream",
+        "it waits on the host for an event recorded in the capture",
+        _MOVE,
+    ),
     ("due to a previous error during capture", "an earlier error broke the capture", "see the first error"),
-)  # fmt: skip
+)
 """A phrase of the error, its cause in the captured function, and its remedy."""
 
 _RESTART = "restart the process, which cannot use CUDA after this error"
 DEVICE_REMEDIES = (
-    ("illegal memory access", "a kernel accessed memory out of bounds",
-     f"{_RESTART}. CUDA_LAUNCH_BLOCKING=1 names the call, compute-sanitizer the kernel"),
+    (
+        "illegal memory access",
+        "a kernel accessed memory out of bounds",
+        f"{_RESTART}. CUDA_LAUNCH_BLOCKING=1 names the call, compute-sanitizer the kernel",
+    ),
     ("misaligned address", "a kernel accessed a misaligned address", f"{_RESTART}. compute-sanitizer names the kernel"),
-    ("device-side assert", "a kernel found a value out of range, such as a token id or a slot",
-     f"check the batch's indices, and {_RESTART}. CUDA_LAUNCH_BLOCKING=1 names the call"),
+    (
+        "device-side assert",
+        "a kernel found a value out of range, such as a token id or a slot",
+        f"check the batch's indices, and {_RESTART}. CUDA_LAUNCH_BLOCKING=1 names the call",
+    ),
     ("unspecified launch failure", "a kernel failed", f"{_RESTART}. compute-sanitizer names the kernel"),
-    ("no kernel image is available", "the installed torch, or a library, has no code for this GPU's generation",
-     "install a build for it; torch.cuda.get_arch_list() lists the generations of the installed torch"),
-    ("uncorrectable ECC", "the GPU's memory is damaged",
-     "take the GPU out of service; nvidia-smi -q -d ECC has the details"),
-    ("driver version is insufficient", "NVIDIA's driver is older than the CUDA that torch is built for",
-     "upgrade the driver, or install a torch for an older CUDA"),
-    ("busy or unavailable", "another process has exclusive use of the GPU",
-     "end that process, or set the option device_index to another GPU"),
-)  # fmt: skip
+    (
+        "no kernel image is available",
+        "the installed torch, or a library, has no code for this GPU's generation",
+        "install a build for it; torch.cuda.get_arch_list() lists the generations of the installed torch",
+    ),
+    (
+        "uncorrectable ECC",
+        "the GPU's memory is damaged",
+        "take the GPU out of service; nvidia-smi -q -d ECC has the details",
+    ),
+    (
+        "driver version is insufficient",
+        "NVIDIA's driver is older than the CUDA that torch is built for",
+        "upgrade the driver, or install a torch for an older CUDA",
+    ),
+    (
+        "busy or unavailable",
+        "another process has exclusive use of the GPU",
+        "end that process, or set the option device_index to another GPU",
+    ),
+)
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 

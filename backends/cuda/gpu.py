@@ -22,7 +22,5 @@ def limits(capability: tuple[int, int], *, pages: bool) -> Limits:
     """
     halves = (torch.bfloat16, torch.float16) if capability >= (8, 0) else (torch.float16,)
     return Limits(
-        dtypes=(*halves, torch.float32),
-        block_sizes=BLOCK_SIZES_OF_PAGES if pages else (),
-        capture_sizes=CAPTURE_SIZES,
+        dtypes=(*halves, torch.float32), block_sizes=BLOCK_SIZES_OF_PAGES if pages else (), capture_sizes=CAPTURE_SIZES
     )

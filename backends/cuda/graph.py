@@ -264,12 +264,7 @@ def _clear_cublas() -> None:
 def weakly(tensor: Tensor) -> Tensor:
     """Return a tensor on the same memory that does not keep it alive."""
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes_spanned(tensor))
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage,
-        0,
-        tensor.shape,
-        tensor.stride(),
-    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def nbytes_spanned(tensor: Tensor) -> int:

@@ -15,9 +15,13 @@ from hal.drivers.torch_build import FindSpec, TorchBuild, installed_torch
 LIBRARY = "libcuda.so.1"
 """The NVIDIA driver's library, which torch loads."""
 FOLDERS = (
-    "/usr/lib/wsl/lib", "/usr/local/nvidia/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64", "/usr/lib",
-)  # fmt: skip
+    "/usr/lib/wsl/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+)
 """Folders to search in addition to LD_LIBRARY_PATH and the loader's cache."""
 CACHE = Path("/etc/ld.so.cache")
 DEVICES = Path("/dev")
@@ -57,9 +61,7 @@ def probe(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return Probe(
-            False,
-            f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU",
-            "unset it, or list the GPUs to use",
+            False, f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides every GPU", "unset it, or list the GPUs to use"
         )
     if not (library or loadable)(environ):
         return Probe(

@@ -16,10 +16,7 @@ CAPTURE_BROKEN = 507903
 EXECUTION = range(507000, 507900)
 """Codes of execution on the device; higher codes are those of captures."""
 
-OTHER_RANKS = {
-    107020: "another rank did not join a collective in time",
-    507057: "another rank failed or ended",
-}
+OTHER_RANKS = {107020: "another rank did not join a collective in time", 507057: "another rank failed or ended"}
 """Codes of collectives that other ranks made fail. Sources: rt_error_codes.h; HCCL's HCCL_EXEC_TIMEOUT.md."""
 RANKS_REMEDY = "look for the first error of another rank; the group cannot be used again, so start the ranks anew"
 
@@ -38,8 +35,10 @@ CAPTURE_REMEDIES = {
     107027: ("it synchronizes with or queries a stream that is being captured", _NOT_CAPTURED),
     107028: ("it uses an event recorded in the capture in a call that a capture does not allow", _NOT_CAPTURED),
     107029: ("it waits outside the capture for an event recorded in it", _NOT_CAPTURED),
-    107030: ("it makes a call that a capture does not allow, such as a read back to the host or a copy from unpinned "
-             "memory", _NOT_CAPTURED),
+    107030: (
+        "it makes a call that a capture does not allow, such as a read back to the host or a copy from unpinned memory",
+        _NOT_CAPTURED,
+    ),
     107031: ("it uses the default stream, which no capture can join", "launch everything on the current stream"),
     107032: ("it depends on two captures", "capture one graph at a time"),
     107033: ("a task group was left open", "see the first error"),
@@ -54,7 +53,7 @@ CAPTURE_REMEDIES = {
         "processes on the device take streams too",
     ),
     507009: ("it launches a task that a task group cannot hold", "see the first error"),
-}  # fmt: skip
+}
 
 _AGAIN = "run the step again: all work enqueued since the last wait is lost"
 DEVICE_REMEDIES = {
@@ -65,7 +64,7 @@ DEVICE_REMEDIES = {
     507018: ("an AI CPU kernel on the device failed", _AGAIN),
     507046: ("a wait for the device timed out", "look for a wait on an event that no stream records"),
     OUT_OF_STREAMS: CAPTURE_REMEDIES[OUT_OF_STREAMS],
-}  # fmt: skip
+}
 
 
 def codes_of(error: BaseException) -> list[int]:

@@ -240,8 +240,10 @@ def _table(rows: list[list[str]], *, widths: tuple[int, ...] | None = None, head
         lines.append(f"{INDENT}:widths: {' '.join(map(str, widths))}")
     lines.append("")
     for row in rows:
-        lines += [f"{INDENT}{'-' if column else '* -'} {cell}".replace(f"{INDENT}- ", f"{INDENT}  - ", 1)
-                  for column, cell in enumerate(row)]  # fmt: skip
+        lines += [
+            f"{INDENT}{'-' if column else '* -'} {cell}".replace(f"{INDENT}- ", f"{INDENT}  - ", 1)
+            for column, cell in enumerate(row)
+        ]
     return lines
 
 

@@ -27,9 +27,7 @@ def references(result: Result) -> list[str]:
 
 def find(result: Result, batch_size: int, contender: str) -> Measurement:
     """Return the measurement of a contender at a batch size."""
-    return next(
-        each for each in result.measurements if (each.batch_size, each.contender) == (batch_size, contender)
-    )  # fmt: skip
+    return next(each for each in result.measurements if (each.batch_size, each.contender) == (batch_size, contender))
 
 
 def speedup(result: Result, measurement: Measurement, reference: str) -> float:
@@ -193,9 +191,7 @@ def as_json(result: Result) -> dict[str, Any]:
         }
         for each in result.measurements
     ]
-    floors = [
-        {**attrs.asdict(each), "rate": each.rate, "seconds": each.seconds} for each in result.floors
-    ]  # fmt: skip
+    floors = [{**attrs.asdict(each), "rate": each.rate, "seconds": each.seconds} for each in result.floors]
     agreements = [
         {"batch_size": size, **attrs.asdict(each)} for size, found in result.agreements.items() for each in found
     ]

@@ -130,12 +130,7 @@ def run(plan: Plan, say: Say = silent) -> Result:
 
 
 def _measure(
-    setting: Setting,
-    sides: Mapping[str, Side],
-    probe: floor.Probe,
-    size: int,
-    result: Result,
-    say: Say,
+    setting: Setting, sides: Mapping[str, Side], probe: floor.Probe, size: int, result: Result, say: Say
 ) -> None:
     ours = sides["hal"]
     inputs = Inputs(setting, size, ours.prefilled(size) if isinstance(ours, HalSide) else ())
@@ -191,8 +186,9 @@ def _compare(
 def _meet(backend: Backend) -> None:
     """Wait until all ranks come here."""
     if backend.mesh.size > 1:
-        backend.ops.all_reduce(torch.ones(1, dtype=backend.limits.dtypes[0], device=backend.device.torch),
-                               backend.mesh.tensor.name)  # fmt: skip
+        backend.ops.all_reduce(
+            torch.ones(1, dtype=backend.limits.dtypes[0], device=backend.device.torch), backend.mesh.tensor.name
+        )
 
 
 @contextmanager

@@ -67,8 +67,7 @@ class Checkpoint:
             for name, info in tensors_of(file):
                 if name in tensors:
                     raise CheckpointError(
-                        f"{file.name} and {tensors[name].file.name} both hold {name}",
-                        "remove the obsolete file",
+                        f"{file.name} and {tensors[name].file.name} both hold {name}", "remove the obsolete file"
                     )
                 tensors[name] = info
         return cls(folder, config, tensors)

@@ -44,8 +44,12 @@ def put_layers(model: CausalLM, backend: Backend) -> bool:
                 model.set_submodule(path, made[layer])
                 counts[f"{type(made[layer]).__name__} for {type(layer).__name__}"] += 1
     if counts:
-        log.info("layers of %s in %s: %s", backend.name, type(model).__name__,
-                 ", ".join(f"{which} ({times} times)" for which, times in counts.items()))  # fmt: skip
+        log.info(
+            "layers of %s in %s: %s",
+            backend.name,
+            type(model).__name__,
+            ", ".join(f"{which} ({times} times)" for which, times in counts.items()),
+        )
     return bool(counts)
 
 

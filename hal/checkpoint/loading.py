@@ -94,8 +94,10 @@ def load_model(
     if prepared or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
-        raise CheckpointError(f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills", "make "
-                              "it a parameter, or compute it in forward")  # fmt: skip
+        raise CheckpointError(
+            f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",
+            "make it a parameter, or compute it in forward",
+        )
     model.loaded = LoadedWeights(tuple(bindings), quantized, frozenset(beside), dtype)
     return model.eval()
 

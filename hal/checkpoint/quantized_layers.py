@@ -184,8 +184,12 @@ class QuantizedLayers:
         """Return another rank's expert as a part without rows. Only its numbers for all rows are read."""
         weight: Any = part.layer.weight
         statistics = part.scheme.row_statistics(torch.empty(0, weight.shape[-1], dtype=weight.dtype))
-        rows = {suffix: info for suffix, spec in part.specs.items() if not spec.whole
-                if (info := self._tensors.get(f"{part.name}.{suffix}")) is not None}  # fmt: skip
+        rows = {
+            suffix: info
+            for suffix, spec in part.specs.items()
+            if not spec.whole
+            if (info := self._tensors.get(f"{part.name}.{suffix}")) is not None
+        }
         return attrs.evolve(
             part,
             rows=0,

@@ -28,10 +28,17 @@ REMAPS = 128
 LEAST_REMAP_BYTES = 1 << 20
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 """The supported dtypes, by safetensors name. 8-bit ones are read only where a quantization scheme binds them."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 """Dtypes of unscaled numbers, which can be rounded to one another."""

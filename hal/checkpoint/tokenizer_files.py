@@ -173,8 +173,9 @@ def _differences(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping
     """Yield how settings that versions of transformers read differently differ from the tokenizer."""
     around = tokenizer.encode("").ids
     for key, name, place, where in (
-        ("add_bos_token", "bos_token", 0, "begins"), ("add_eos_token", "eos_token", -1, "ends"),
-    ):  # fmt: skip
+        ("add_bos_token", "bos_token", 0, "begins"),
+        ("add_eos_token", "eos_token", -1, "ends"),
+    ):
         token = named[name] and _text(named[name])
         adds = bool(around) and token is not None and around[place] == tokenizer.token_to_id(token)
         if isinstance(config.get(key), bool) and token is not None and config[key] != adds:

@@ -83,8 +83,12 @@ class Filling:
         if prepared is tensor:
             return False
         setattr(binding.module, use.attribute, prepared)
-        log.info("%s is held twice, as it is and prepared for %s: %d MiB more", binding.full_name,
-                 use.consumer.operation, prepared.numel() * prepared.element_size() >> 20)  # fmt: skip
+        log.info(
+            "%s is held twice, as it is and prepared for %s: %d MiB more",
+            binding.full_name,
+            use.consumer.operation,
+            prepared.numel() * prepared.element_size() >> 20,
+        )
         return True
 
 

@@ -98,13 +98,15 @@ def _check(
 ) -> None:
     """Raise CheckpointError unless the tensors have the names, shapes and dtypes of those that were loaded."""
     problems = [
-        f"{name} is {tensor.dtype}, which no checkpoint has" for name, tensor in given.items()
+        f"{name} is {tensor.dtype}, which no checkpoint has"
+        for name, tensor in given.items()
         if tensor.dtype not in _NAMES
-    ]  # fmt: skip
+    ]
     infos = {
         name: TensorInfo(Path(), tuple(tensor.shape), _NAMES[tensor.dtype])
-        for name, tensor in given.items() if tensor.dtype in _NAMES
-    }  # fmt: skip
+        for name, tensor in given.items()
+        if tensor.dtype in _NAMES
+    }
     for binding in bindings:
         pieces = binding.pieces()
         for piece in pieces:
@@ -117,9 +119,10 @@ def _check(
     names = {piece.source for binding in loaded.bindings for piece in binding.pieces()}
     names |= {*model.tied, *loaded.beside}
     problems += [
-        f"{name} is not in the model ({nearest(name, names)})" for name in given
+        f"{name} is not in the model ({nearest(name, names)})"
+        for name in given
         if name not in names and not name.endswith(model.ignored)
-    ]  # fmt: skip
+    ]
     problems += _tied_problems(model, given, loaded.dtype)
     if problems := list(dict.fromkeys(problems)):
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -59,8 +59,10 @@ def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
     at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
     with _capturing_only(on, size), on.explaining():
         pieces = _form(model, on, size).num_graphs
-    echo(f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
-               f"eagerly; {NO_REWRITES}")  # fmt: skip
+    echo(
+        f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
+        f"eagerly; {NO_REWRITES}"
+    )
 
 
 def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
@@ -73,8 +75,10 @@ def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     states = on.allocate(_spec(model, on, 2))
     traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
     _print_stages((traced,))
-    echo(f"\nInductor compiles the traced graph; {NO_REWRITES}; it calls the driver's kernels of "
-               f"{', '.join(kept) or 'no operation'}")  # fmt: skip
+    echo(
+        f"\nInductor compiles the traced graph; {NO_REWRITES}; it calls the driver's kernels of "
+        f"{', '.join(kept) or 'no operation'}"
+    )
     return (traced,)
 
 
@@ -100,8 +104,10 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
         names = sorted({name for each in between for name in each.operations})
-        echo(f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
-                   f"{', '.join(names)} and where lengths are read; logits are computed after them")  # fmt: skip
+        echo(
+            f"\n{len(pieces)} pieces are captured; {len(between)} parts between them run eagerly, at "
+            f"{', '.join(names)} and where lengths are read; logits are computed after them"
+        )
     return (*step.stages, *later), split
 
 

@@ -36,22 +36,38 @@ def explain_devices(model: Path, devices: int, assume: Path) -> None:
         echo(f"\n{workload.name}: {tokens}\n")
         print_table(
             (
-                "copies x ranks", "GiB held", "step ms", "memory", "compute", "launches", "collectives",
-                "KiB sent a layer", "tokens/s", "",
+                "copies x ranks",
+                "GiB held",
+                "step ms",
+                "memory",
+                "compute",
+                "launches",
+                "collectives",
+                "KiB sent a layer",
+                "tokens/s",
+                "",
             ),
             [
                 (
-                    each.name, f"{each.work.held / 2**30:.1f}",
-                    *(f"{1e3 * part:.2f}" for part in (
-                        each.time.total, each.time.memory, each.time.compute, each.time.launches, each.time.collectives
-                    )),
+                    each.name,
+                    f"{each.work.held / 2**30:.1f}",
+                    *(
+                        f"{1e3 * part:.2f}"
+                        for part in (
+                            each.time.total,
+                            each.time.memory,
+                            each.time.compute,
+                            each.time.launches,
+                            each.time.collectives,
+                        )
+                    ),
                     f"{sum(exchange.sent for exchange in each.layer) / 2**10:.0f}",
                     f"{each.tokens_per_second:.0f}",
                     "does not fit" if not each.fits else "fastest" if each.time.total == fastest else "",
                 )
                 for each in found
             ],
-        )  # fmt: skip
+        )
     echo("\nassumed:")
     for name, figure in figures(assumed).items():
         source = assumed.sources.get(name)

@@ -25,11 +25,36 @@ from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 aten = torch.ops.aten
 
-METHODS = frozenset({
-    "abs", "add", "argmax", "clone", "cos", "div", "expand", "gather", "index_select", "mean", "mm", "mul",
-    "neg", "permute", "pow", "reciprocal", "repeat", "rsqrt", "sigmoid", "sin", "squeeze", "sub", "sum", "t",
-    "transpose", "unsqueeze",
-})  # fmt: skip
+METHODS = frozenset(
+    {
+        "abs",
+        "add",
+        "argmax",
+        "clone",
+        "cos",
+        "div",
+        "expand",
+        "gather",
+        "index_select",
+        "mean",
+        "mm",
+        "mul",
+        "neg",
+        "permute",
+        "pow",
+        "reciprocal",
+        "repeat",
+        "rsqrt",
+        "sigmoid",
+        "sin",
+        "squeeze",
+        "sub",
+        "sum",
+        "t",
+        "transpose",
+        "unsqueeze",
+    }
+)
 """Overloads of ATen that become methods of the same name if they have no keyword arguments."""
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 

@@ -77,15 +77,17 @@ class OptimizedStep:
 
 def kept_whole(backend: Backend) -> frozenset[str]:
     """Return the operations that a trace keeps as nodes: a fused operation only if the backend has a kernel for it."""
-    return frozenset(
-        each.name for each in ops.catalogue().values() if not each.fused or each.name in backend.kernels
-    )  # fmt: skip
+    return frozenset(each.name for each in ops.catalogue().values() if not each.fused or each.name in backend.kernels)
 
 
 def optimize_model(
-    model: CausalLM, states: StateMemory, sizes: StepSizes, backend: Backend, passes: Mapping[str, bool],
+    model: CausalLM,
+    states: StateMemory,
+    sizes: StepSizes,
+    backend: Backend,
+    passes: Mapping[str, bool],
     rows: Rows = NONE,
-) -> OptimizedStep:  # fmt: skip
+) -> OptimizedStep:
     """Trace a model's step and rewrite it for a backend; see :func:`optimize`.
 
     Logs the warnings of :meth:`hal.compile.rewrite_report.Report.missed`.

@@ -111,24 +111,29 @@ def split(step: TracedStep, *, at: Collection[str]) -> SplitStep:
     segments = []
     for index, nodes in enumerate(groups):
         outputs = [
-            node for node in nodes
+            node
+            for node in nodes
             if isinstance(value(node), Tensor)
             and (node in returned or any(place.get(user, index) != index for user in readers_of(node)))
-        ]  # fmt: skip
+        ]
         inputs, run = _function(nodes, outputs, constants)
-        segments.append(Segment(
-            nodes[0] in captured,
-            tuple(name for node in nodes if (name := operation_of(node)) in at),  # type: ignore[misc]
-            run,
-            tuple(names.get(node, node.name) for node in inputs),
-            tuple(
-                Output(
-                    node.name, tuple(value(node).shape[1:]) if _per_token(tokens, node) else None, value(node).dtype,
-                    last[node],
-                )
-                for node in outputs
-            ),
-        ))  # fmt: skip
+        segments.append(
+            Segment(
+                nodes[0] in captured,
+                tuple(name for node in nodes if (name := operation_of(node)) in at),  # type: ignore[misc]
+                run,
+                tuple(names.get(node, node.name) for node in inputs),
+                tuple(
+                    Output(
+                        node.name,
+                        tuple(value(node).shape[1:]) if _per_token(tokens, node) else None,
+                        value(node).dtype,
+                        last[node],
+                    )
+                    for node in outputs
+                ),
+            )
+        )
     return SplitStep(tuple(segments), tuple(names.get(node, node.name) for node in returned))
 
 

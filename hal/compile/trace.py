@@ -133,9 +133,10 @@ class TracedStep:
         """The axes that the trace specialized to the example's size, such as ``blocks = 7``."""
         shapes: Any = self.mode.shape_env
         return [
-            f"{name} = {known}" for name, size in self.sizes.items()
+            f"{name} = {known}"
+            for name, size in self.sizes.items()
             if not isinstance(size, int) and (known := shapes.replace(size.node.expr)).is_number
-        ]  # fmt: skip
+        ]
 
     def serves(self, shape: StepShape) -> bool:
         """Return whether the graph is valid for a step of equal query lengths."""
@@ -165,9 +166,14 @@ class TracedStep:
 
 
 def trace_step(
-    model: CausalLM, states: StateMemory, sizes: StepSizes, *, whole: Collection[str], decompose: bool = True,
+    model: CausalLM,
+    states: StateMemory,
+    sizes: StepSizes,
+    *,
+    whole: Collection[str],
+    decompose: bool = True,
     rows: Rows = NONE,
-) -> TracedStep:  # fmt: skip
+) -> TracedStep:
     """Trace ``model(batch, states)``. Other threads can run the model meanwhile, but only one thread traces at a time.
 
     Args:
@@ -237,10 +243,14 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _trace(
-    model: CausalLM, inputs: Mapping[str, Tensor], states: Mapping[str, Tensor],
-    step: Callable[[CausalLM, Sequence[Tensor], Iterator[Tensor]], Outputs], mode: FakeTensorMode,
-    whole: Collection[str], decompose: bool,
-) -> tuple[fx.GraphModule, list[Tensor]]:  # fmt: skip
+    model: CausalLM,
+    inputs: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    step: Callable[[CausalLM, Sequence[Tensor], Iterator[Tensor]], Outputs],
+    mode: FakeTensorMode,
+    whole: Collection[str],
+    decompose: bool,
+) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace ``step(copy of the model, inputs, states)``, and return its graph and fixed tensors."""
     weights: dict[str, Tensor] = dict((*model.named_parameters(), *model.named_buffers()))
     fakes = [*inputs.values(), *(mode.from_tensor(tensor, static_shapes=True) for tensor in weights.values())]

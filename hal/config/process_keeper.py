@@ -58,9 +58,12 @@ class ProcessKeeper:
         packages = Path(psutil.__file__).parents[1]
         # Interrupts of the terminal do not reach a new session. This process's streams must end with this process.
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, token, str(self.folder), str(packages)], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", __file__, token, str(self.folder), str(packages)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Self:
         return self

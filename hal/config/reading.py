@@ -21,9 +21,15 @@ T = TypeVar("T")
 INTEGERS = 1 << 63
 """Integers range from -INTEGERS to INTEGERS - 1: 64 bits, as in torch."""
 DTYPES = {
-    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
-    "float": "float32", "single": "float32", "fp32": "float32", "f32": "float32",
-}  # fmt: skip
+    "half": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "single": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+}
 """Other words for dtypes, which errors translate."""
 log = logging.getLogger("hal.config")
 
@@ -60,13 +66,37 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
 
 
 # Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.
-INERT_MODEL_KEYS = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype",
-    "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
-    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "problem_type", "return_dict", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef",
-    "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
-})  # fmt: skip
+INERT_MODEL_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
 
 
 def read_model_config(cls: type[T], config: Mapping[str, Any]) -> T:

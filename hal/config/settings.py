@@ -87,8 +87,11 @@ class CompilationConfig:
         given = {name: each for name, each in attrs.asdict(getattr(self, phase)).items() if each is not None}
         if phase == "prefill":
             # The sizes above are decode batch sizes, and only pieces can be captured for any number of tokens.
-            rest = {"compiler": self.compiler if self.compiler.startswith("piecewise") else "eager",
-                    "capture_sizes": None, "max_capture_size": None}  # fmt: skip
+            rest = {
+                "compiler": self.compiler if self.compiler.startswith("piecewise") else "eager",
+                "capture_sizes": None,
+                "max_capture_size": None,
+            }
             given = rest | given
         given["passes"] = self.passes | given.get("passes", {})
         return attrs.evolve(self, **given, decode=PhaseConfig(), prefill=PhaseConfig())

@@ -20,9 +20,12 @@ JSON_BYTES = 1 << 28
 """A limit above any JSON file of a checkpoint: the index of a model of 10**12 parameters takes some tens of MB."""
 AGAIN = "download or save it again"
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
-}  # fmt: skip
+}
 
 
 def is_there(file: Path) -> bool:

@@ -82,11 +82,7 @@ def examine(
 
 
 def _examine(
-    drivers: Sequence[Driver],
-    options: Mapping[str, Any],
-    seconds: float,
-    deadline: float,
-    say: Callable[[str], None],
+    drivers: Sequence[Driver], options: Mapping[str, Any], seconds: float, deadline: float, say: Callable[[str], None]
 ) -> bool:
     """Examine all drivers in parallel; return False if the time ran out."""
     left = {each.name: each for each in drivers}

@@ -76,9 +76,10 @@ def packages(drivers: Iterable[findings.Driver]) -> list[findings.Package]:
     needed += [(each.name, requirement) for each in drivers for requirement in each.requires]
     found = [package for by, requirement in needed for package in _package(by, requirement)]
     return found + [
-        package for extra, requirement in optional_requirements()
+        package
+        for extra, requirement in optional_requirements()
         for package in _package(f"{DISTRIBUTION}[{extra}]", f"{requirement.name}{requirement.specifier}")
-    ]  # fmt: skip
+    ]
 
 
 def _package(required_by: str, text: str) -> Iterator[findings.Package]:

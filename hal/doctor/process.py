@@ -50,9 +50,13 @@ class Process:
         # A file and not a pipe: an orphaned grandchild that holds the pipe's end would block reading.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-X", "faulthandler", *arguments], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=self._stderr, env=keeper.environ, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-P", "-X", "faulthandler", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            env=keeper.environ,
+            start_new_session=True,
+        )
 
     def poll(self) -> int | None:
         """Return its exit status, or None while it runs."""

@@ -27,8 +27,15 @@ def examine_ranks(driver: Driver, number: int, options: Mapping[str, Any], secon
     from hal.parallel.launch import run_ranks  # imports torch, which works: the driver does
 
     with ProcessKeeper() as keeper:
-        arguments = ["-m", "hal.doctor.rank_program", driver.name, json.dumps(dict(options)), str(keeper.folder),
-                     str(number), str(seconds)]  # fmt: skip
+        arguments = [
+            "-m",
+            "hal.doctor.rank_program",
+            driver.name,
+            json.dumps(dict(options)),
+            str(keeper.folder),
+            str(number),
+            str(seconds),
+        ]
         failure = run_ranks(arguments, number, seconds=seconds)
         keeper.ended()
         told = [_told(keeper.folder / str(rank)) for rank in range(number)]

@@ -11,9 +11,7 @@ from hal.drivers.driver import Driver
 from hal.errors import DriverIncompatible
 from hal.version import API_VERSION
 
-CHANGED = MappingProxyType({
-    3: ": a form's `plan` replaces `refusal` and `run`, and a step returns hidden states",
-})  # fmt: skip
+CHANGED = MappingProxyType({3: ": a form's `plan` replaces `refusal` and `run`, and a step returns hidden states"})
 """Summary of the changes in each major version of the driver API; ``docs/how-to/moving-to-N.md`` has the details."""
 
 

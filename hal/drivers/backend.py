@@ -126,12 +126,24 @@ class Backend(BackendResources):
         check_arguments(
             name,
             {
-                "name": name, "device": device, "kernels": kernels, "graphs": graphs, "compilers": compilers,
-                "aliases": aliases, "rewrites": rewrites, "layers": layers, "native_names": native_names,
-                "capabilities": capabilities, "limits": limits, "inductor": inductor, "state_layout": state_layout,
-                "sources": sources, "conditions": conditions, "distributed": distributed,
+                "name": name,
+                "device": device,
+                "kernels": kernels,
+                "graphs": graphs,
+                "compilers": compilers,
+                "aliases": aliases,
+                "rewrites": rewrites,
+                "layers": layers,
+                "native_names": native_names,
+                "capabilities": capabilities,
+                "limits": limits,
+                "inductor": inductor,
+                "state_layout": state_layout,
+                "sources": sources,
+                "conditions": conditions,
+                "distributed": distributed,
             },
-        )  # fmt: skip
+        )
         if distributed is not None:
             kernels = {**collectives.KERNELS, **expert_exchange.KERNELS, **kernels}
         for each, kernel in kernels.items():

@@ -140,9 +140,10 @@ def check_layers(driver: str, layers: Iterable[type[nn.Module]]) -> None:
 def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> None:
     """Raise DriverIncompatible if the layout is not canonical and an operation on keys or values has no kernel."""
     without = [
-        each.name for each in ops.catalogue().values()
+        each.name
+        for each in ops.catalogue().values()
         if each.touches_state and KEY_VALUE.intersection(each.state) and each.name not in kernels
-    ]  # fmt: skip
+    ]
     if without and layout != "canonical":
         raise DriverIncompatible(
             f"the driver {driver} has state_layout = {layout!r} but no kernel for {', '.join(without)}",

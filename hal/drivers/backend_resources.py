@@ -104,8 +104,7 @@ class BackendResources(Closable):
             ConfigError: the backend cannot count launches.
         """
         raise ConfigError(
-            f"the backend {self.name} does not count launches",
-            "use a backend that does, such as an emulated device",
+            f"the backend {self.name} does not count launches", "use a backend that does, such as an emulated device"
         )
 
     def _release(self) -> None:

@@ -53,9 +53,12 @@ class FormContext:
     def static_batch(self, shape: StepShape, **sizes: Any) -> StaticBatch:
         """Return a batch of a shape in fixed memory, for this model and backend."""
         return StaticBatch(
-            self.model.batch_type, shape, **{"max_blocks": self.max_blocks} | sizes,
-            block_size=self.states.spec.block_size, device=self.backend.device.torch,
-        )  # fmt: skip
+            self.model.batch_type,
+            shape,
+            **{"max_blocks": self.max_blocks} | sizes,
+            block_size=self.states.spec.block_size,
+            device=self.backend.device.torch,
+        )
 
     @property
     def rows(self) -> Rows:

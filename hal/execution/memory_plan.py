@@ -76,11 +76,15 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows: list[tuple[str, int | None]] = [
-            ("device", self.total), (f"usable, {self.share:.0%}", self._usable + self.held),
-            ("weights", self.weights), ("held beside the weights", self.held - self.weights),
-            ("largest step", self.step), ("captures, estimated", self.captures),
-            ("states per sequence", self.sequence_bytes), ("left for blocks", self.available - self.sequence_bytes),
-        ]  # fmt: skip
+            ("device", self.total),
+            (f"usable, {self.share:.0%}", self._usable + self.held),
+            ("weights", self.weights),
+            ("held beside the weights", self.held - self.weights),
+            ("largest step", self.step),
+            ("captures, estimated", self.captures),
+            ("states per sequence", self.sequence_bytes),
+            ("left for blocks", self.available - self.sequence_bytes),
+        ]
         lines = [
             f"{name:<32}{'not measured' if size is None else f'{size / (1 << 20):,.1f} MiB':>16}" for name, size in rows
         ]
@@ -136,9 +140,15 @@ def plan_memory(
     known = [each for each in captured if each is not None]
     captures = round(MARGIN * sum(known)) if len(known) == len(captured) else None
     return MemoryPlan(
-        total=stats.total, share=share, free=stats.free, held=stats.allocated, weights=_weight_bytes(model), step=step,
-        captures=captures, spec=spec,
-    )  # fmt: skip
+        total=stats.total,
+        share=share,
+        free=stats.free,
+        held=stats.allocated,
+        weights=_weight_bytes(model),
+        step=step,
+        captures=captures,
+        spec=spec,
+    )
 
 
 def _captured(backend: Backend, max_sequences: int, longest: int) -> Iterator[list[int]]:

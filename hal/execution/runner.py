@@ -75,9 +75,14 @@ class Runner(Closable):
     """
 
     def __init__(
-        self, model: CausalLM, backend: Backend, *, max_sequences: int | None = None, max_length: int | None = None,
+        self,
+        model: CausalLM,
+        backend: Backend,
+        *,
+        max_sequences: int | None = None,
+        max_length: int | None = None,
         num_blocks: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(f"this runner on the backend {backend.name}", "create another hal.Runner, on an open backend")
         self.backend = backend
         self._model: CausalLM | None = model
@@ -155,9 +160,11 @@ class Runner(Closable):
 
     def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> Form:
         config = self.backend.config.compilation.of(phase)
-        return self.backend.compiler(config.compiler).make(FormContext(
-            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
-        ))  # fmt: skip
+        return self.backend.compiler(config.compiler).make(
+            FormContext(
+                self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
+            )
+        )
 
     @property
     def _running(self) -> Steps:
@@ -224,10 +231,14 @@ class Runner(Closable):
         self.uses.check_open()
         check_count(max_sequences, SEQUENCES, "max_sequences must be")
         return InputBatch(
-            self.model.batch_type, max_sequences=max_sequences, max_length=max_length or self._max_length,
-            block_size=self.spec.block_size, device=self.backend.device, bounds=self.bounds,
+            self.model.batch_type,
+            max_sequences=max_sequences,
+            max_length=max_length or self._max_length,
+            block_size=self.spec.block_size,
+            device=self.backend.device,
+            bounds=self.bounds,
             window=self.spec.window,
-        )  # fmt: skip
+        )
 
     def step(self, batch: Batch, rows: Wanted = LAST) -> StepOutput:
         """Run the new tokens of all sequences, in steps of at most ``max_prefill_tokens``.

@@ -25,9 +25,14 @@ HOST_BYTES = 48
 
 
 def state_spec(
-    checkpoint: str | Path | Checkpoint, *, block_size: int, num_blocks: int = DUMMY_BLOCK + 1, num_sequences: int = 0,
-    dtype: torch.dtype | None = None, ranks: int = 1,
-) -> StateSpec:  # fmt: skip
+    checkpoint: str | Path | Checkpoint,
+    *,
+    block_size: int,
+    num_blocks: int = DUMMY_BLOCK + 1,
+    num_sequences: int = 0,
+    dtype: torch.dtype | None = None,
+    ranks: int = 1,
+) -> StateSpec:
     """Return the specification of a checkpoint's states, without a backend, from its config.
 
     Args:
@@ -46,9 +51,12 @@ def state_spec(
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     model = build_model(opened, tensor=SOLO if ranks == 1 else Group("planned", size=ranks, planned=True))
     return StateSpec(
-        tuple(model.states), dtype or opened.dtype, num_blocks, block_size,
+        tuple(model.states),
+        dtype or opened.dtype,
+        num_blocks,
+        block_size,
         num_sequences + DUMMY_SLOT + 1 if states_per_sequence(model) else 0,
-    )  # fmt: skip
+    )
 
 
 def states_per_sequence(model: CausalLM) -> list[str]:

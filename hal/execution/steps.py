@@ -49,9 +49,14 @@ class Steps:
     """
 
     def __init__(
-        self, model: CausalLM, queries: AbstractSet[int], uncaptured: Mapping[Phase, Uncaptured],
-        lockstep: Lockstep | None, *, debug: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: CausalLM,
+        queries: AbstractSet[int],
+        uncaptured: Mapping[Phase, Uncaptured],
+        lockstep: Lockstep | None,
+        *,
+        debug: bool,
+    ) -> None:
         self.forms: dict[Phase, Form] = {}
         self.uncaptured = uncaptured
         self._model, self._queries, self._lockstep, self._debug = model, queries, lockstep, debug

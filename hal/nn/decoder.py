@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(kv_heads, self.head_dim, sliding_window=sliding_window)
         self.o_proj = Linear(
             width, config.hidden_size, bias=output_bias, shard="in_features", share=Share(self.head_dim)
-        )  # fmt: skip
+        )
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query and key, ``[tokens, heads, head_dim]``. A family overrides it to transform the heads before."""
@@ -224,7 +224,7 @@ class DecoderLM(CausalLM):
         else:
             self.lm_head = Linear(
                 config.hidden_size, config.vocab_size, shard="out_features", share=PADDED, gather=True
-            )  # fmt: skip
+            )
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already."""

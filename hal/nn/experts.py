@@ -240,9 +240,16 @@ class SparseMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape."""
         weights, experts = ops.topk_route(
-            self.gate(hidden), None, self.top_k, sigmoid=False, renormalize=self.renormalize, scale=1.0, num_groups=1,
-            top_groups=1, group_best=1,
-        )  # fmt: skip
+            self.gate(hidden),
+            None,
+            self.top_k,
+            sigmoid=False,
+            renormalize=self.renormalize,
+            scale=1.0,
+            num_groups=1,
+            top_groups=1,
+            group_best=1,
+        )
         return self.experts(hidden, weights, experts)
 
     if TYPE_CHECKING:

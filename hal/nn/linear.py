@@ -77,9 +77,7 @@ class Projection(nn.Module):
 
 def projection_weight(layer: Projection, consumer: Consumer) -> Weight:
     """Return the declaration of a projection's weight ``[out_features, in_features]``, merged from its parts if any."""
-    return Weight.merged(
-        layer.parts, "weight", f"{OUT} {IN}", shard=layer.shard, consumer=consumer, share=layer.share
-    )  # fmt: skip
+    return Weight.merged(layer.parts, "weight", f"{OUT} {IN}", shard=layer.shard, consumer=consumer, share=layer.share)
 
 
 def row_weight(layer: Projection, name: str, consumer: Consumer | None = None) -> Weight:
@@ -90,7 +88,7 @@ def row_weight(layer: Projection, name: str, consumer: Consumer | None = None) -
     shard = layer.shard if layer.shard == OUT else None
     return Weight.merged(
         layer.parts, name, OUT, shard=shard, consumer=consumer, share=layer.share, once=layer.shard == IN
-    )  # fmt: skip
+    )
 
 
 class Linear(Projection):
@@ -125,10 +123,7 @@ class Linear(Projection):
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
-        return {
-            "weight": projection_weight(self, Consumer("linear", "weight")),
-            "bias": row_weight(self, "bias"),
-        }
+        return {"weight": projection_weight(self, Consumer("linear", "weight")), "bias": row_weight(self, "bias")}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of this rank if the layer is split."""

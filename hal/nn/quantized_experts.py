@@ -85,9 +85,7 @@ class StaticQuantizedGroupedLinear(QuantizedGroupedLinear):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`GroupedLinear`."""
         quantized = ops.quantize(x, self.input_scale, self.input_offset)
-        return ops.quant_grouped_linear_static(
-            quantized, self.weight, self.deq_scale, self.quant_bias, counts, x.dtype
-        )  # fmt: skip
+        return ops.quant_grouped_linear_static(quantized, self.weight, self.deq_scale, self.quant_bias, counts, x.dtype)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -118,9 +116,7 @@ class DynamicQuantizedGroupedLinear(ScaledGroupedLinear):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`GroupedLinear`."""
         quantized, scale = ops.dynamic_quantize(x)
-        return ops.quant_grouped_linear_dynamic(
-            quantized, scale, self.weight, self.weight_scale, counts, x.dtype
-        )  # fmt: skip
+        return ops.quant_grouped_linear_dynamic(quantized, scale, self.weight, self.weight_scale, counts, x.dtype)
 
     if TYPE_CHECKING:
         __call__ = forward

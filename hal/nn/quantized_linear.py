@@ -29,9 +29,13 @@ class QuantizedLinear(Projection):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__(
-            linear.in_features, linear.out_features, parts=linear.parts, shard=linear.shard, share=linear.share,
+            linear.in_features,
+            linear.out_features,
+            parts=linear.parts,
+            shard=linear.shard,
+            share=linear.share,
             gather=linear.gather,
-        )  # fmt: skip
+        )
         self.weight: Tensor
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=torch.int8))
 
@@ -131,9 +135,7 @@ class DynamicQuantizedLinear(ScaledLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
         quantized, scale = ops.dynamic_quantize(x)
-        return self.join(
-            ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
-        )  # fmt: skip
+        return self.join(ops.quant_linear_dynamic(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype))
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -35,10 +35,8 @@ _REFUSED = {
         "which vLLM multiplies the attention factor by, and transformers ignores",
         "remove it, or replace it by attention_factor, the factor of cos and sin",
     ),
-    "partial_rotary_factor": (
-        "and this model rotates all elements of a head", "use a checkpoint in which it is 1",
-    ),
-}  # fmt: skip
+    "partial_rotary_factor": ("and this model rotates all elements of a head", "use a checkpoint in which it is 1"),
+}
 """Why a factor other than 1 is refused, and the remedy, where an unknown key's error would mislead."""
 
 

@@ -80,14 +80,20 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
         "return": "tokens num_heads head_dim",
     },
     dtypes={
-        "query": FLOATING, "key_cache": "query", "value_cache": "query", "block_table": torch.int32,
-        "query_start_loc": torch.int32, "kv_lens": torch.int32, "query_start_loc_host": torch.int32,
-        "kv_lens_host": torch.int32, "return": "query",
+        "query": FLOATING,
+        "key_cache": "query",
+        "value_cache": "query",
+        "block_table": torch.int32,
+        "query_start_loc": torch.int32,
+        "kv_lens": torch.int32,
+        "query_start_loc_host": torch.int32,
+        "kv_lens_host": torch.int32,
+        "return": "query",
     },
     rowwise="tokens",
     state=("key_cache", "value_cache"),
     host=("query_start_loc_host", "kv_lens_host"),
-)  # fmt: skip
+)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

@@ -39,13 +39,11 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
         "value_cache": "num_blocks block_size num_kv_heads head_dim",
         "slot_mapping": "tokens",
     },
-    dtypes={
-        "key": FLOATING, "value": "key", "key_cache": "key", "value_cache": "key", "slot_mapping": torch.int32,
-    },
+    dtypes={"key": FLOATING, "value": "key", "key_cache": "key", "value_cache": "key", "slot_mapping": torch.int32},
     rowwise="tokens",
     state=("key_cache", "value_cache"),
     mutates=("key_cache", "value_cache"),
-)  # fmt: skip
+)
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value into its slot of the paged cache. Other slots stay unchanged.
 

@@ -14,11 +14,15 @@ from hal.ops.declaration.samples import Draw, Sample
 
 def _samples(draw: Draw) -> Iterator[Sample]:
     for batch, heads, kv_heads, queries, keys, head_dim, causal in (
-        (1, 4, 2, 5, 5, 64, True), (2, 4, 4, 1, 9, 32, False), (3, 2, 1, 4, 7, 128, True), (2, 8, 2, 1, 6, 64, True),
-    ):  # fmt: skip
-        tensors = draw.normal(batch, heads, queries, head_dim), *(
-            draw.normal(batch, kv_heads, keys, head_dim) for _ in range(2)
-        )  # fmt: skip
+        (1, 4, 2, 5, 5, 64, True),
+        (2, 4, 4, 1, 9, 32, False),
+        (3, 2, 1, 4, 7, 128, True),
+        (2, 8, 2, 1, 6, 64, True),
+    ):
+        tensors = (
+            draw.normal(batch, heads, queries, head_dim),
+            *(draw.normal(batch, kv_heads, keys, head_dim) for _ in range(2)),
+        )
         mask = draw.integers(0, 2, batch, 1, queries, keys).bool()
         mask[..., 0] = True
         yield *tensors, None, head_dim**-0.5, causal
@@ -33,13 +37,15 @@ def _samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_samples,
     axes={
-        "query": "batch num_heads queries head_dim", "key": "batch num_kv_heads keys head_dim",
-        "value": "batch num_kv_heads keys head_dim", "mask": "batch 1 queries keys",
+        "query": "batch num_heads queries head_dim",
+        "key": "batch num_kv_heads keys head_dim",
+        "value": "batch num_kv_heads keys head_dim",
+        "mask": "batch 1 queries keys",
         "return": "batch num_heads queries head_dim",
     },
     dtypes={"query": FLOATING, "key": "query", "value": "query", "mask": torch.bool, "return": "query"},
     rowwise=None,  # Rows are independent, but torch's kernel for the CPU does not keep a NaN.
-)  # fmt: skip
+)
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:

@@ -58,7 +58,7 @@ def _linear_all_reduce_samples(draw: Draw) -> Iterator[Sample]:
     dtypes=DTYPES,
     rowwise="...",
     over_shards=lambda shards: _over_shards(all_reduce, _products(shards)),
-)  # fmt: skip
+)
 def linear_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     """Return the sum over the ranks of :func:`linear`: ``all_reduce(linear(x, weight, bias), group)``.
 
@@ -87,7 +87,7 @@ def linear_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str
             _over_shards(all_gather_rows, [(shard[0], shard[3]) for shard in shards]), shards, strict=True
         )
     ],
-)  # fmt: skip
+)
 def all_gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     """Return :func:`linear` of the rows of all ranks: ``linear(all_gather_rows(x, group), weight, bias)``.
 
@@ -109,7 +109,7 @@ def all_gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: str
     dtypes=DTYPES,
     rowwise=None,
     over_shards=lambda shards: _over_shards(reduce_scatter, _products(shards)),
-)  # fmt: skip
+)
 def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     """Return this rank's rows of the sum over the ranks of :func:`linear`.
 

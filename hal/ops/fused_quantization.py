@@ -32,16 +32,24 @@ def _add_norm_quantize_samples(draw: Draw) -> Iterator[Sample]:
 @fused_op(
     samples=_add_norm_quantize_samples,
     axes={
-        "x": "... width", "residual": "... width", "weight": "width", "scale": "channels=1|width",
-        "offset": "channels", "return": ("... width", "... width"),
+        "x": "... width",
+        "residual": "... width",
+        "weight": "width",
+        "scale": "channels=1|width",
+        "offset": "channels",
+        "return": ("... width", "... width"),
     },
     dtypes={
-        "x": FLOATING, "residual": "x", "weight": "x", "scale": torch.float32, "offset": torch.int32,
+        "x": FLOATING,
+        "residual": "x",
+        "weight": "x",
+        "scale": torch.float32,
+        "offset": torch.int32,
         "return": (torch.int8, "x"),
     },
     rowwise="...",
     off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
+)
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -64,14 +72,12 @@ def add_rms_norm_quantize(
 
 @fused_op(
     samples=_add_norm_samples,
-    axes={
-        "x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "...", "... width"),
-    },
+    axes={"x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "...", "... width")},
     dtypes={"x": FLOATING, "residual": "x", "weight": "x", "return": (torch.int8, torch.float32, "x")},
     rowwise="...",
     tolerance=SCALES,
     off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
+)
 def add_rms_norm_dynamic_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,13 +105,11 @@ def _silu_quantize_samples(draw: Draw) -> Iterator[Sample]:
 
 @fused_op(
     samples=_silu_quantize_samples,
-    axes={
-        "x": "... merged", "scale": "channels=1|merged//2", "offset": "channels", "return": "... merged//2",
-    },
+    axes={"x": "... merged", "scale": "channels=1|merged//2", "offset": "channels", "return": "... merged//2"},
     dtypes={"x": FLOATING, "scale": torch.float32, "offset": torch.int32, "return": torch.int8},
     rowwise="...",
     off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
+)
 def silu_and_mul_quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     """Apply :func:`silu_and_mul`, then :func:`quantize` to the product, which a kernel may keep in float32.
 

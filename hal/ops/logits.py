@@ -35,17 +35,26 @@ def _penalize_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_penalize_samples,
     axes={
-        "logits": "rows vocab_size", "counts": "rows vocab_size", "prompted": "rows vocab_size",
-        "repetition_penalty": "rows", "frequency_penalty": "rows", "presence_penalty": "rows",
+        "logits": "rows vocab_size",
+        "counts": "rows vocab_size",
+        "prompted": "rows vocab_size",
+        "repetition_penalty": "rows",
+        "frequency_penalty": "rows",
+        "presence_penalty": "rows",
         "return": "rows vocab_size",
     },
     dtypes={
-        "logits": FLOATING, "counts": torch.int32, "prompted": torch.bool, "repetition_penalty": torch.float32,
-        "frequency_penalty": torch.float32, "presence_penalty": torch.float32, "return": torch.float32,
+        "logits": FLOATING,
+        "counts": torch.int32,
+        "prompted": torch.bool,
+        "repetition_penalty": torch.float32,
+        "frequency_penalty": torch.float32,
+        "presence_penalty": torch.float32,
+        "return": torch.float32,
     },
     rowwise="rows",
     tolerance={torch.bfloat16: (1e-5, 1e-5), torch.float16: (1e-5, 1e-5)},
-)  # fmt: skip
+)
 def penalize(
     logits: Tensor,
     counts: Tensor,

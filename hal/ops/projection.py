@@ -24,13 +24,15 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_linear_samples,
     axes={
-        "x": "... in_features", "weight": "out_features in_features", "bias": "out_features",
+        "x": "... in_features",
+        "weight": "out_features in_features",
+        "bias": "out_features",
         "return": "... out_features",
     },
     dtypes={"x": FLOATING, "weight": "x", "bias": "x", "return": "x"},
     rowwise="...",
     weights=("weight",),
-)  # fmt: skip
+)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, accumulated in float32 and rounded to x's dtype.
 

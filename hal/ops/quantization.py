@@ -120,16 +120,22 @@ def _static_linear_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_static_linear_samples,
     axes={
-        "x": "... in_features", "weight": "out_features in_features", "deq_scale": "out_features",
-        "quant_bias": "out_features", "return": "... out_features",
+        "x": "... in_features",
+        "weight": "out_features in_features",
+        "deq_scale": "out_features",
+        "quant_bias": "out_features",
+        "return": "... out_features",
     },
     dtypes={
-        "x": torch.int8, "weight": torch.int8, "deq_scale": torch.float32, "quant_bias": torch.int32,
+        "x": torch.int8,
+        "weight": torch.int8,
+        "deq_scale": torch.float32,
+        "quant_bias": torch.int32,
         "return": "dtype",
     },
     rowwise="...",
     weights=("weight", "deq_scale"),
-)  # fmt: skip
+)
 def quant_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -168,16 +174,24 @@ def _dynamic_linear_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_dynamic_linear_samples,
     axes={
-        "x": "... in_features", "x_scale": "...", "weight": "out_features in_features",
-        "weight_scale": "out_features", "bias": "out_features", "return": "... out_features",
+        "x": "... in_features",
+        "x_scale": "...",
+        "weight": "out_features in_features",
+        "weight_scale": "out_features",
+        "bias": "out_features",
+        "return": "... out_features",
     },
     dtypes={
-        "x": torch.int8, "x_scale": torch.float32, "weight": torch.int8, "weight_scale": torch.float32,
-        "bias": (torch.float32, "dtype"), "return": "dtype",
+        "x": torch.int8,
+        "x_scale": torch.float32,
+        "weight": torch.int8,
+        "weight_scale": torch.float32,
+        "bias": (torch.float32, "dtype"),
+        "return": "dtype",
     },
     rowwise="...",
     weights=("weight",),
-)  # fmt: skip
+)
 def quant_linear_dynamic(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -217,16 +231,22 @@ def _weight_only_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_weight_only_samples,
     axes={
-        "x": "... in_features", "weight": "out_features in_features", "weight_scale": "out_features",
-        "bias": "out_features", "return": "... out_features",
+        "x": "... in_features",
+        "weight": "out_features in_features",
+        "weight_scale": "out_features",
+        "bias": "out_features",
+        "return": "... out_features",
     },
     dtypes={
-        "x": FLOATING, "weight": torch.int8, "weight_scale": (torch.float32, "x"), "bias": (torch.float32, "x"),
+        "x": FLOATING,
+        "weight": torch.int8,
+        "weight_scale": (torch.float32, "x"),
+        "bias": (torch.float32, "x"),
         "return": "x",
     },
     rowwise="...",
     weights=("weight", "weight_scale", "bias"),
-)  # fmt: skip
+)
 def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """Project with an int8 weight and floating activations: ``x @ (weight * weight_scale).T + bias``.
 

@@ -35,12 +35,15 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_rotary_samples,
     axes={
-        "query": "tokens num_heads head_dim", "key": "tokens num_kv_heads head_dim", "cos": "tokens head_dim",
-        "sin": "tokens head_dim", "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim"),
+        "query": "tokens num_heads head_dim",
+        "key": "tokens num_kv_heads head_dim",
+        "cos": "tokens head_dim",
+        "sin": "tokens head_dim",
+        "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim"),
     },
     dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query", "return": ("query", "query")},
     rowwise="tokens",
-)  # fmt: skip
+)
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate query and key by their positions; the halves of a head are the real and imaginary parts (Neox).
 
@@ -76,9 +79,12 @@ def _split_samples(draw: Draw) -> Iterator[Sample]:
 
 
 _SPLIT_AXES = {
-    "qkv": "tokens (num_heads+2*num_kv_heads)*head_dim", "q_weight": "head_dim", "k_weight": "head_dim",
-    "cos": "tokens head_dim", "sin": "tokens head_dim",
-}  # fmt: skip
+    "qkv": "tokens (num_heads+2*num_kv_heads)*head_dim",
+    "q_weight": "head_dim",
+    "k_weight": "head_dim",
+    "cos": "tokens head_dim",
+    "sin": "tokens head_dim",
+}
 _SPLIT_DTYPES = {"qkv": FLOATING, "q_weight": "qkv", "k_weight": "qkv", "cos": "qkv", "sin": "qkv"}
 
 
@@ -86,13 +92,11 @@ _SPLIT_DTYPES = {"qkv": FLOATING, "q_weight": "qkv", "k_weight": "qkv", "cos": "
     samples=_split_samples,
     axes={
         **_SPLIT_AXES,
-        "return": (
-            "tokens num_heads head_dim", "tokens num_kv_heads head_dim", "tokens num_kv_heads head_dim",
-        ),
+        "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim", "tokens num_kv_heads head_dim"),
     },
     dtypes={**_SPLIT_DTYPES, "return": ("qkv", "qkv", "qkv")},
     rowwise="tokens",
-)  # fmt: skip
+)
 def split_qkv_rmsnorm_rope(
     qkv: Tensor,
     q_weight: Tensor,
@@ -144,13 +148,11 @@ def _split_cache_samples(draw: Draw) -> Iterator[Sample]:
         "slot_mapping": "tokens",
         "return": "tokens num_heads head_dim",
     },
-    dtypes={
-        **_SPLIT_DTYPES, "key_cache": "qkv", "value_cache": "qkv", "slot_mapping": torch.int32, "return": "qkv",
-    },
+    dtypes={**_SPLIT_DTYPES, "key_cache": "qkv", "value_cache": "qkv", "slot_mapping": torch.int32, "return": "qkv"},
     rowwise="tokens",
     state=("key_cache", "value_cache"),
     mutates=("key_cache", "value_cache"),
-)  # fmt: skip
+)
 def split_qkv_rmsnorm_rope_cache(
     qkv: Tensor,
     q_weight: Tensor,

@@ -41,9 +41,13 @@ def _sample_samples(draw: Draw) -> Iterator[Sample]:
     for batch, vocabulary in ((1, 32), (6, 500)):
         seeds, steps = draw.integers(0, 2**62, batch), draw.integers(0, 4096, batch)
         for temperature, top_k, top_p, min_p in (
-            (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2),
+            (1.0, 0, 1.0, 0.0),
+            (0.0, 0, 1.0, 0.0),
+            (0.7, 5, 1.0, 0.0),
+            (1.3, 0, 0.8, 0.0),
+            (1.0, 0, 1.0, 0.2),
             (0.9, 20, 0.9, 0.05),
-        ):  # fmt: skip
+        ):
             yield (
                 draw.normal(batch, vocabulary, scale=3.0),
                 draw.tensor([temperature] * batch, torch.float32),
@@ -58,15 +62,27 @@ def _sample_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_sample_samples,
     axes={
-        "logits": "rows vocab_size", "temperature": "rows", "top_k": "rows", "top_p": "rows", "min_p": "rows",
-        "seed": "rows", "step": "rows", "return": "rows",
+        "logits": "rows vocab_size",
+        "temperature": "rows",
+        "top_k": "rows",
+        "top_p": "rows",
+        "min_p": "rows",
+        "seed": "rows",
+        "step": "rows",
+        "return": "rows",
     },
     dtypes={
-        "logits": FLOATING, "temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32,
-        "min_p": torch.float32, "seed": torch.int64, "step": torch.int64, "return": torch.int64,
+        "logits": FLOATING,
+        "temperature": torch.float32,
+        "top_k": torch.int32,
+        "top_p": torch.float32,
+        "min_p": torch.float32,
+        "seed": torch.int64,
+        "step": torch.int64,
+        "return": torch.int64,
     },
     rowwise="rows",
-)  # fmt: skip
+)
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor
 ) -> Tensor:

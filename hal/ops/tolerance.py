@@ -73,9 +73,16 @@ class Error:
 
 
 def error(
-    operation: Operation | None, dtype: torch.dtype, found: Tensor, expected: Tensor, *, result: str = "result",
-    size: float | Tensor = 1.0, times: float = 1.0, equal_nan: bool = False,
-) -> Error:  # fmt: skip
+    operation: Operation | None,
+    dtype: torch.dtype,
+    found: Tensor,
+    expected: Tensor,
+    *,
+    result: str = "result",
+    size: float | Tensor = 1.0,
+    times: float = 1.0,
+    equal_nan: bool = False,
+) -> Error:
     """Return the worst error of a tensor.
 
     Args:
@@ -115,9 +122,16 @@ def error(
 
 
 def assert_agree(
-    operation: Operation | None, dtype: torch.dtype, found: Any, expected: Any, what: str = "", *,
-    size: float = 1.0, times: float = 1.0, equal_nan: bool = False,
-) -> None:  # fmt: skip
+    operation: Operation | None,
+    dtype: torch.dtype,
+    found: Any,
+    expected: Any,
+    what: str = "",
+    *,
+    size: float = 1.0,
+    times: float = 1.0,
+    equal_nan: bool = False,
+) -> None:
     """Assert that results agree with those of the reference.
 
     Args:

@@ -88,9 +88,14 @@ def all_to_all(x: Tensor, group: str, out: Tensor | None = None) -> Tensor:
 
 
 def _exchanged(
-    name: str, x: Tensor, ranks: Group, rows: int, call: Callable[..., Any], traced: Callable[[str], Tensor],
+    name: str,
+    x: Tensor,
+    ranks: Group,
+    rows: int,
+    call: Callable[..., Any],
+    traced: Callable[[str], Tensor],
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Run a collective on rows.
 
     Args:
@@ -136,8 +141,13 @@ def _run(group: Group, name: str, x: Tensor, call: Callable[[], Any]) -> None:
         ) from error
 
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType({
-    "all_gather": all_gather, "all_gather_rows": all_gather_rows, "all_reduce": all_reduce,
-    "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
-})  # fmt: skip
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "all_gather": all_gather,
+        "all_gather_rows": all_gather_rows,
+        "all_reduce": all_reduce,
+        "all_to_all": all_to_all,
+        "reduce_scatter": reduce_scatter,
+    }
+)
 """Kernels by operation. They run in every group whose process group supports the device."""

@@ -117,13 +117,15 @@ def run_ranks(
             process = subprocess.Popen(
                 [*child_python(), *arguments],
                 env={
-                    **keeper.environ, **variables_of_rank(rank, ranks, store.port), **files,
+                    **keeper.environ,
+                    **variables_of_rank(rank, ranks, store.port),
+                    **files,
                     **({} if rank else of_first),
                 },
                 stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
-            )  # fmt: skip
+            )
             started.append((process, errors))
         failure = _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds, memory)
         if failure is None:
@@ -134,9 +136,14 @@ def run_ranks(
 def variables_of_rank(rank: int, ranks: int, port: int) -> Mapping[str, str]:
     """Return torchrun's variables for one of the ranks of this machine, which meet at a store on ``port``."""
     found = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     if "OMP_NUM_THREADS" not in os.environ:  # The ranks share the cores.
         found["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
     if "GLOO_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":

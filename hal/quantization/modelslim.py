@@ -79,7 +79,4 @@ class ModelSlimWriter(Writer):
     ) -> dict[str, dict[str, Any]]:
         kind = scheme.spellings[MODELSLIM]
         types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
-        return {
-            "config.json": dict(config),
-            FILE: {"model_quant_type": kind, "version": "1.0.0", **types},
-        }
+        return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": "1.0.0", **types}}

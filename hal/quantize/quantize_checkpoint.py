@@ -38,9 +38,15 @@ from hal.quantize.calibration import input_ranges
 Format = Literal["compressed-tensors", "modelslim"]
 WRITERS: dict[str, Writer] = {"compressed-tensors": CompressedTensorsWriter(), "modelslim": ModelSlimWriter()}
 COPIED = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
-    "generation_config.json", "LICENSE*",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+)
 """Patterns of the files to copy beside the weights."""
 CALIBRATION_TOKENS = 8192
 
@@ -155,8 +161,7 @@ def _check_request(scheme: str, format: Format, calibration: str | None, tokens:
     others = " or ".join(name for name, each in writable.items() if each.calibrated != chosen.calibrated)
     if chosen.calibrated and calibration is None:
         raise ConfigError(
-            f"the scheme {scheme} requires a calibration text",
-            f"use --calibration FILE, or {others}, which needs none",
+            f"the scheme {scheme} requires a calibration text", f"use --calibration FILE, or {others}, which needs none"
         )
     if not chosen.calibrated and calibration is not None:
         raise ConfigError(f"the scheme {scheme} uses no calibration text", f"omit it, or use {others}")

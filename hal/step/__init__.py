@@ -15,7 +15,26 @@ from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
 from hal.step.static_batch import StaticBatch
 
 __all__ = [
-    "ALL", "LAST", "NONE", "SEQUENCE", "TOKEN", "Batch", "Bounds", "Field", "InputBatch", "Rows", "SlotBatch", "State",
-    "StateMemory", "StateSpec", "StaticBatch", "StepShape", "Wanted", "field", "fields_of", "host_twin", "last_rows",
+    "ALL",
+    "LAST",
+    "NONE",
+    "SEQUENCE",
+    "TOKEN",
+    "Batch",
+    "Bounds",
+    "Field",
+    "InputBatch",
+    "Rows",
+    "SlotBatch",
+    "State",
+    "StateMemory",
+    "StateSpec",
+    "StaticBatch",
+    "StepShape",
+    "Wanted",
+    "field",
+    "fields_of",
+    "host_twin",
+    "last_rows",
     "to_device",
-]  # fmt: skip
+]

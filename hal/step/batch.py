@@ -115,9 +115,7 @@ class Batch:
         # A sequence's length in this step excludes the tokens of later steps.
         lengths = (self.kv_lens_host - (starts[1:] - clipped[1:])).to(torch.int32)[first:last]
         offsets = (clipped[first : last + 1] - start).to(torch.int32)
-        cut = {
-            "query_start_loc": offsets, "query_start_loc_host": offsets, "kv_lens": lengths, "kv_lens_host": lengths,
-        }  # fmt: skip
+        cut = {"query_start_loc": offsets, "query_start_loc_host": offsets, "kv_lens": lengths, "kv_lens_host": lengths}
         for name, declared in fields_of(type(self)).items():
             tensor = getattr(self, name)
             if name in cut:

@@ -117,9 +117,13 @@ class Field:
 
 
 def field(
-    axes: str, dtype: torch.dtype, *, pad: Pad = 0, by_shape: bool = False,
+    axes: str,
+    dtype: torch.dtype,
+    *,
+    pad: Pad = 0,
+    by_shape: bool = False,
     default: Callable[[Any], Tensor] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Declare a tensor of a batch, on the device.
 
     Args:

@@ -41,13 +41,25 @@ class InputBatch(SequenceRows):
     """
 
     def __init__(
-        self, batch_type: type[Batch], *, max_sequences: int, max_length: int, block_size: int, device: Device,
-        bounds: Bounds, window: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        batch_type: type[Batch],
+        *,
+        max_sequences: int,
+        max_length: int,
+        block_size: int,
+        device: Device,
+        bounds: Bounds,
+        window: int | None = None,
+    ) -> None:
         super().__init__(
-            max_sequences=max_sequences, max_length=max_length, block_size=block_size, bounds=bounds,
-            slotted=issubclass(batch_type, SlotBatch), device=device.torch, window=window,
-        )  # fmt: skip
+            max_sequences=max_sequences,
+            max_length=max_length,
+            block_size=block_size,
+            bounds=bounds,
+            slotted=issubclass(batch_type, SlotBatch),
+            device=device.torch,
+            window=window,
+        )
         self._type = batch_type
         self._staging = Staging(SlotBatch if self._slotted else Batch, device)
         self._ones = np.ones(max_sequences, np.int64)

@@ -14,9 +14,13 @@ from hal.step.fields import Field, Padding, fields_of
 
 
 def padding_batch(
-    batch_type: type[Batch], lengths: Sequence[int], *, block_size: int, device: torch.device,
+    batch_type: type[Batch],
+    lengths: Sequence[int],
+    *,
+    block_size: int,
+    device: torch.device,
     cached: Sequence[int] | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Return a batch of padding only: sequences of token 0, which write to the dummy block.
 
     Unlike the padding rows of a :class:`hal.step.StaticBatch`, they have their length, so that any kernel runs them.
@@ -53,12 +57,14 @@ def padding_batch(
 def extended(batch: Batch, padding: Batch) -> Batch:
     """Return ``batch`` followed by the sequences of ``padding``, a batch of the same class."""
     shifts = {"query_start_loc": batch.num_tokens}
-    return type(batch)(**{
-        name: _joined(
-            declared, getattr(batch, name), getattr(padding, name), shifts.get(declared.twin_of or name, 0)
-        )
-        for name, declared in fields_of(type(batch)).items()
-    })  # fmt: skip
+    return type(batch)(
+        **{
+            name: _joined(
+                declared, getattr(batch, name), getattr(padding, name), shifts.get(declared.twin_of or name, 0)
+            )
+            for name, declared in fields_of(type(batch)).items()
+        }
+    )
 
 
 def _joined(declared: Field, first: Tensor, second: Tensor, shift: int) -> Tensor:

@@ -39,9 +39,16 @@ class SequenceRows:
     """
 
     def __init__(
-        self, *, max_sequences: int, max_length: int, block_size: int, bounds: Bounds, slotted: bool,
-        device: torch.device, window: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        max_sequences: int,
+        max_length: int,
+        block_size: int,
+        bounds: Bounds,
+        slotted: bool,
+        device: torch.device,
+        window: int | None = None,
+    ) -> None:
         sizes = {"max_sequences": max_sequences, "max_length": max_length, "block_size": block_size}
         for name, size in {**sizes, **({} if window is None else {"window": window})}.items():
             check_size(name, size)

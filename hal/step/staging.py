@@ -49,9 +49,10 @@ class Staging:
     def __init__(self, batch_type: type[Batch], device: Device) -> None:
         declared = fields_of(batch_type)
         self.fields: Mapping[str, Field] = {
-            name: each for name, each in sorted(declared.items(), key=lambda item: -item[1].dtype.itemsize)
+            name: each
+            for name, each in sorted(declared.items(), key=lambda item: -item[1].dtype.itemsize)
             if each.twin_of is None and each.default is None
-        }  # fmt: skip
+        }
         self._twins = {name: each.twin_of for name, each in declared.items() if each.twin_of in self.fields}
         self._device = device
         self._copies = device.torch.type != "cpu"

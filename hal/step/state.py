@@ -114,17 +114,16 @@ class StateSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of all states in the canonical layout."""
-        return sum(
-            math.prod(self.shape_of(state)) * self.dtype_of(state).itemsize for _, _, state in self.states()
-        )  # fmt: skip
+        return sum(math.prod(self.shape_of(state)) * self.dtype_of(state).itemsize for _, _, state in self.states())
 
     @property
     def token_bytes(self) -> int:
         """Bytes per token, of all layers."""
         return sum(
             math.prod(state.shape) * self.dtype_of(state).itemsize
-            for _, _, state in self.states() if state.per is TOKEN
-        )  # fmt: skip
+            for _, _, state in self.states()
+            if state.per is TOKEN
+        )
 
     @property
     def window(self) -> int | None:
@@ -196,16 +195,29 @@ def key_value_states(num_kv_heads: int, head_dim: int, *, window: int | None = N
 def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:
     """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write."""
     with torch.inference_mode():
-        return StateMemory(spec, tuple(
-            {
-                name: torch.zeros(spec.shape_of(state), dtype=spec.dtype_of(state), device=device)
-                for name, state in layer.items()
-            }
-            for layer in spec.layers
-        ))  # fmt: skip
+        return StateMemory(
+            spec,
+            tuple(
+                {
+                    name: torch.zeros(spec.shape_of(state), dtype=spec.dtype_of(state), device=device)
+                    for name, state in layer.items()
+                }
+                for layer in spec.layers
+            ),
+        )
 
 
 __all__ = [
-    "DUMMY_BLOCK", "DUMMY_SLOT", "KEY_VALUE", "SEQUENCE", "TOKEN", "LayerStates", "Per", "State", "StateMemory",
-    "StateSpec", "canonical_states", "key_value_states",
-]  # fmt: skip
+    "DUMMY_BLOCK",
+    "DUMMY_SLOT",
+    "KEY_VALUE",
+    "SEQUENCE",
+    "TOKEN",
+    "LayerStates",
+    "Per",
+    "State",
+    "StateMemory",
+    "StateSpec",
+    "canonical_states",
+    "key_value_states",
+]

@@ -36,9 +36,15 @@ class StaticBatch:
     """
 
     def __init__(
-        self, batch_type: type[Batch], shape: StepShape, *, max_blocks: int, block_size: int, device: torch.device,
+        self,
+        batch_type: type[Batch],
+        shape: StepShape,
+        *,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
         length: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self._block_size = shape, block_size
         self._fields = fields_of(batch_type)
         sizes = {"tokens": shape.tokens, "sequences": shape.sequences, "blocks": max_blocks}
@@ -56,8 +62,9 @@ class StaticBatch:
         # The padding of each field: a number, or a tensor on the device.
         self._padding: dict[str, int | float | Tensor] = {
             name: whole[name].to(device) if callable(each.pad) else each.pad
-            for name, each in self._fields.items() if each.twin_of is None and not each.by_shape
-        }  # fmt: skip
+            for name, each in self._fields.items()
+            if each.twin_of is None and not each.by_shape
+        }
 
     def first(self, shape: StepShape) -> Self:
         """Return a smaller batch that shares the memory of this one's first rows."""

@@ -22,9 +22,20 @@ from hal.testing.ranks import rank_cases
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
-    device_cases, stream_cases, memory_cases, operation_cases, rewrite_cases, graph_cases, runner_cases, model_cases,
-    error_cases, limit_cases, leak_cases, closing_cases, rank_cases,
-)  # fmt: skip
+    device_cases,
+    stream_cases,
+    memory_cases,
+    operation_cases,
+    rewrite_cases,
+    graph_cases,
+    runner_cases,
+    model_cases,
+    error_cases,
+    limit_cases,
+    leak_cases,
+    closing_cases,
+    rank_cases,
+)
 """Modules that generate cases."""
 
 

@@ -10,9 +10,13 @@ import attrs
 
 COLUMNS = ("cases", "passed", "skipped", "expected to fail", "failed")
 _COLUMN_OF = {
-    "passed": "passed", "skipped": "skipped", "xfailed": "expected to fail", "failed": "failed", "error": "failed",
+    "passed": "passed",
+    "skipped": "skipped",
+    "xfailed": "expected to fail",
+    "failed": "failed",
+    "error": "failed",
     "xpassed": "failed",
-}  # fmt: skip
+}
 
 
 @attrs.frozen

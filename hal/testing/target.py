@@ -129,8 +129,10 @@ def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int, max_
 
     backend = Backend("reference", HostDevice(), kernels={})
     config = {
-        "backend": "reference", "dtype": dtype_name(dtype), "max_prefill_tokens": max_prefill_tokens,
+        "backend": "reference",
+        "dtype": dtype_name(dtype),
+        "max_prefill_tokens": max_prefill_tokens,
         "cache": {"num_tokens": num_tokens, "block_size": block_size},
-    }  # fmt: skip
+    }
     backend.configure(read(Config, config))
     return backend

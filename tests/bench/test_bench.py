@@ -46,9 +46,13 @@ from hal.nn import CausalLM
 
 TINY = SHAPES["tiny"]
 SPARSE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12, "norm_topk_prob": True,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +116,9 @@ class TestDecode:
         assert [label for row in rows for label in labels if row.startswith(label)] == labels
         figures = json.loads(file.read_text())
         assert [(each["batch_size"], each["contender"]) for each in figures["agreements"]] == [
-            (1, "hal graph"), (3, "hal graph"),
-        ]  # fmt: skip
+            (1, "hal graph"),
+            (3, "hal graph"),
+        ]
         for size in (1, 3):
             assert f"- batch {size}: all contenders agree: logits differ by at most " in result.stdout
 
@@ -134,9 +139,18 @@ class TestDecode:
         figures = ran[1]
         assert figures["format"] == bench_report.FORMAT
         assert set(figures) == {
-            "format", "plan", "dtype", "weight_bytes", "environment", "agreements", "measurements", "floors",
-            "launches", "launches_per_layer_of_peers", "notes",
-        }  # fmt: skip
+            "format",
+            "plan",
+            "dtype",
+            "weight_bytes",
+            "environment",
+            "agreements",
+            "measurements",
+            "floors",
+            "launches",
+            "launches_per_layer_of_peers",
+            "notes",
+        }
         assert figures["launches"] == []
         assert figures["launches_per_layer_of_peers"] == {}
         assert figures["environment"]["emulated"] is False
@@ -191,9 +205,15 @@ class TestCheckpoints:
         """A random cache made contenders that are right differ by 0.85 of the logits' norm."""
         pytest.importorskip("transformers", reason="transformers is the other contender")
         chosen = plan.Plan(
-            workload="decode", checkpoint=str(folder), backend="cpu", batch_sizes=(8,), length=40, repeats=3,
-            compilers=("eager",), against=("transformers",),
-        )  # fmt: skip
+            workload="decode",
+            checkpoint=str(folder),
+            backend="cpu",
+            batch_sizes=(8,),
+            length=40,
+            repeats=3,
+            compilers=("eager",),
+            against=("transformers",),
+        )
         found = measurement.run(chosen).agreements[8]
         assert {each.contender for each in found} == {"transformers eager", "transformers compiled"}
         assert all(each.difference < 0.1 for each in found)
@@ -231,8 +251,19 @@ class TestPrefill:
 
     def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers is the other contender")
-        small = {key: TINY[key] for key in ("dtype", "vocab_size", "hidden_size", "intermediate_size", "head_dim",
-                 "num_hidden_layers", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
+        small = {
+            key: TINY[key]
+            for key in (
+                "dtype",
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "head_dim",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+            )
+        }
         llama = {**SHAPES["llama-3.2-1b"], **small, "tie_word_embeddings": False}
         monkeypatch.setattr(plan, "SHAPES", {"llama": llama})
         result = measurement.run(tiny(workload="prefill", shapes="llama", length=200, against=("transformers",)))
@@ -280,11 +311,7 @@ class TestTurns:
             return float(next(ticks))
 
         seconds = timing.interleave(
-            [contender("a"), contender("b")],
-            rounds,
-            warm=warm,
-            synchronize=lambda: events.append("wait"),
-            clock=clock,
+            [contender("a"), contender("b")], rounds, warm=warm, synchronize=lambda: events.append("wait"), clock=clock
         )
         return events, seconds
 
@@ -357,8 +384,10 @@ class TestFloor:
         dense = 2 * (self.LAYER - 3 * 32 * 48 + 32 * 6) + self.NORMS + 96 * 32
         found = floor.decode_bytes(model, torch.bfloat16, 3, 20, chosen)
         assert found.parts == {
-            "weights": 2 * dense, "experts": 2 * (2 + 5) * 3 * 32 * 12, "cache": 2 * (3 * 20 * 2 * 2 * 2 * 16),
-        }  # fmt: skip
+            "weights": 2 * dense,
+            "experts": 2 * (2 + 5) * 3 * 32 * 12,
+            "cache": 2 * (3 * 20 * 2 * 2 * 2 * 16),
+        }
         prefill = floor.prefill_operations(model, 4, 3, 20, chosen)
         assert prefill.parts["experts"] == 2 * (6 + 6) * 3 * 32 * 12
         assert prefill.parts["projections"] == 2 * (dense - self.NORMS - 96 * 32) * 20 * 3
@@ -750,25 +779,33 @@ class TestLaunches:
     def test_the_table_and_what_stands_beneath(self) -> None:
         counted = [
             launches.Launches(name, size, Counter({"linear": 4, "copy": size - 1}), Counter({"copy": copies}))
-            for size in (1, 2) for name, copies in (("hal eager", 0), ("hal graph", 6))
-        ]  # fmt: skip
+            for size in (1, 2)
+            for name, copies in (("hal eager", 0), ("hal graph", 6))
+        ]
         result = attrs.evolve(TestReport.result(eager=[1.0, 1.0, 1.0]), launches=counted)
         columns, rows = bench_report.launches_table(result)
         assert columns == ["batch", "kernel"] + [
             f"hal {mode}, {where}" for mode in ("eager", "graph") for where in ("a layer", "outside")
         ]
         assert rows == [
-            ["1", "linear", "4", "0", "4", "0"], ["1", "copy", "0", "0", "0", "6"], ["1", "all", "4", "0", "4", "6"],
-            ["2", "linear", "4", "0", "4", "0"], ["2", "copy", "1", "0", "1", "6"], ["2", "all", "5", "0", "5", "6"],
-        ]  # fmt: skip
+            ["1", "linear", "4", "0", "4", "0"],
+            ["1", "copy", "0", "0", "0", "6"],
+            ["1", "all", "4", "0", "4", "6"],
+            ["2", "linear", "4", "0", "4", "0"],
+            ["2", "copy", "1", "0", "1", "6"],
+            ["2", "all", "5", "0", "5", "6"],
+        ]
         assert list(bench_report.launches_notes(result))[1:] == [
             "other implementations, per layer: 10 by SGLang 0.5.23, Qwen3, graph mode"
         ]
         figures = bench_report.as_json(result)
         assert figures["launches"][2] == {
-            "contender": "hal eager", "batch_size": 2, "layer": {"linear": 4, "copy": 1}, "outside": {"copy": 0},
+            "contender": "hal eager",
+            "batch_size": 2,
+            "layer": {"linear": 4, "copy": 1},
+            "outside": {"copy": 0},
             "per_layer": 5,
-        }  # fmt: skip
+        }
         assert figures["launches_per_layer_of_peers"] == {"SGLang 0.5.23, Qwen3, graph mode": 10}
 
     def test_a_kernel_of_the_first_layer_alone_is_outside(self) -> None:
@@ -807,7 +844,12 @@ class TestExtensions:
             "train": ["checkpoints/train.py", "--help"],
         }
         result = subprocess.run(
-            [sys.executable, *arguments[command]], cwd=repository, env={**kept, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, check=False, timeout=400,
-        )  # fmt: skip
+            [sys.executable, *arguments[command]],
+            cwd=repository,
+            env={**kept, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
         assert result.returncode == 0, result.stderr

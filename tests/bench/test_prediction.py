@@ -107,9 +107,13 @@ class TestWholeExperts:
     def test_a_dispatch(self) -> None:
         work = self.work(1, 4, "dispatch")
         rows = self.TOKENS * self.CHOSEN * self.HIDDEN * 2
-        assert work.exchanges == tuple(
-            Exchange(rows, 1, 4, personal=True, operation=name) for name in ("expert_dispatch", "expert_combine")
-        ) * 3  # fmt: skip
+        assert (
+            work.exchanges
+            == tuple(
+                Exchange(rows, 1, 4, personal=True, operation=name) for name in ("expert_dispatch", "expert_combine")
+            )
+            * 3
+        )
         assert work.exchanges[0].sent == rows * 3 // 4
 
     def test_all_ranks_gather_the_tokens(self) -> None:
@@ -119,8 +123,9 @@ class TestWholeExperts:
         summed = Exchange(self.TOKENS * self.HIDDEN * 2, 2, 2, operation="all_reduce")
         found = self.work(2, 2, "all_gather").exchanges
         assert [each for each in found if each.operation != "all_gather"] == [
-            summed, *[summed, gathered, scattered, summed] * 3
-        ]  # fmt: skip
+            summed,
+            *[summed, gathered, scattered, summed] * 3,
+        ]
 
     def test_weights_and_products_of_the_busiest_rank(self) -> None:
         split = self.work(4, 1, "split")

@@ -47,11 +47,20 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
     table, final = decoder.embed_tokens.weight, decoder.norm.weight
     projection = table if decoder.embed_tokens.projection is None else decoder.embed_tokens.projection
     weights = [
-        (each.input_layernorm.weight, each.self_attn.qkv_proj.weight, each.self_attn.q_norm.weight,
-         each.self_attn.k_norm.weight, each.self_attn.o_proj.weight, each.post_attention_layernorm.weight,
-         each.mlp.gate_up_proj.weight, each.mlp.down_proj.weight, cache["key"], cache["value"])
+        (
+            each.input_layernorm.weight,
+            each.self_attn.qkv_proj.weight,
+            each.self_attn.q_norm.weight,
+            each.self_attn.k_norm.weight,
+            each.self_attn.o_proj.weight,
+            each.post_attention_layernorm.weight,
+            each.mlp.gate_up_proj.weight,
+            each.mlp.down_proj.weight,
+            cache["key"],
+            cache["value"],
+        )
         for each, cache in zip(layers, caches, strict=True)
-    ]  # fmt: skip
+    ]
     weights = [
         (*each, following) for each, following in zip(weights, [*(w[0] for w in weights[1:]), final], strict=True)
     ]
@@ -74,8 +83,9 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
                 query, key_cache, value_cache, table_of_blocks, starts, lens, starts_host, lens_host, scale, True, None
             )
             normed, hidden = add_rms_norm(linear(attended.view(-1, queries), out, None), hidden, post, eps)
-            normed, hidden = add_rms_norm(linear(silu_and_mul(linear(normed, gate_up, None)), down, None), hidden,
-                                          following, eps)  # fmt: skip
+            normed, hidden = add_rms_norm(
+                linear(silu_and_mul(linear(normed, gate_up, None)), down, None), hidden, following, eps
+            )
         return normed, linear(normed, projection, None)
 
     return step
@@ -98,18 +108,25 @@ def main() -> None:
     assert isinstance(backend, CpuBackend)
     with tempfile.TemporaryDirectory() as folder:
         write(
-            Path(folder), num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, vocab_size=256, dtype=torch.float32,
-        )  # fmt: skip
+            Path(folder),
+            num_hidden_layers=LAYERS,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=256,
+            dtype=torch.float32,
+        )
         model = hal.load_model(folder, backend)
     runner = hal.Runner(model, backend)
     caches = runner.states.layers
     blocks = [[1 + row] for row in range(ROWS)]
     runner.step(runner.batch([[5] * 20] * ROWS, blocks))
     batch = runner.batch([[7]] * ROWS, blocks, cached=[20] * ROWS)
-    optimized = OptimizedModel(FormContext(
-        model, backend, runner.states, backend.config.compilation, "decode", None, model.max_length
-    ))  # fmt: skip
+    optimized = OptimizedModel(
+        FormContext(model, backend, runner.states, backend.config.compilation, "decode", None, model.max_length)
+    )
     lowered, tensors = optimized.prepare(StepShape.uniform(ROWS)), batch.tensors()
     hand = hand_written(model, backend, caches)
     ways: dict[str, Callable[[], object]] = {
@@ -127,9 +144,16 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in figures.items()}
     ratios = [one / other for one, other in zip(figures["compiled_us"], figures["hand_us"], strict=True)]
     operations = 4 + LAYERS * 17 + 4
-    sys.stdout.write(json.dumps({
-        **medians, "compiled_over_hand": statistics.median(ratios), "operations": operations, "difference": difference,
-    }))  # fmt: skip
+    sys.stdout.write(
+        json.dumps(
+            {
+                **medians,
+                "compiled_over_hand": statistics.median(ratios),
+                "operations": operations,
+                "difference": difference,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -43,9 +43,12 @@ def block() -> Any:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
         config = Qwen3MoeConfig(
-            hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+            hidden_size=HIDDEN,
+            moe_intermediate_size=WIDTH,
+            num_experts=EXPERTS,
+            num_experts_per_tok=TOP_K,
             norm_topk_prob=True,
-        )  # fmt: skip
+        )
         with torch.device("meta"):
             made = Qwen3MoeSparseMoeBlock(config)
     made = made.to(torch.bfloat16).to_empty(device="cpu").eval()

@@ -74,9 +74,15 @@ def opened_runner() -> hal.Runner:
     backend = hal.open({"backend": "npu", "options": {"emulator": True}, "compilation": config})
     with tempfile.TemporaryDirectory() as folder:
         write(
-            Path(folder), num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, vocab_size=256,
-        )  # fmt: skip
+            Path(folder),
+            num_hidden_layers=LAYERS,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=256,
+        )
         return hal.Runner(hal.load_model(folder, backend), backend)
 
 

@@ -33,18 +33,29 @@ from hal.step.state import canonical_states
 
 DEPTHS, ROUNDS = (16, 32, 64), 3
 REWRITES = (
-    "split_qkv_rmsnorm_rope_cache", "split_qkv_rmsnorm_rope", "add_rms_norm_quantize", "add_rms_norm",
+    "split_qkv_rmsnorm_rope_cache",
+    "split_qkv_rmsnorm_rope",
+    "add_rms_norm_quantize",
+    "add_rms_norm",
     "silu_and_mul_quantize",
-)  # fmt: skip
+)
 HIDDEN, EPS = 64, 1e-6
 
 
 def traced(layers: int) -> TracedStep:
-    model = Qwen3ForCausalLM.from_config({
-        "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-        "rms_norm_eps": EPS,
-    })  # fmt: skip
+    model = Qwen3ForCausalLM.from_config(
+        {
+            "vocab_size": 64,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": EPS,
+        }
+    )
     spec = StateSpec(tuple(model.states), torch.float32, num_blocks=8, block_size=16)
     states = canonical_states(spec, torch.device("cpu"))
     return trace_step(model, states, StepSizes(4), whole=ops.catalogue(), decompose=False)

@@ -60,8 +60,23 @@ def bench(hal: str, checkpoint: str, threads: int | None) -> float:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        run(hal, ["bench", "decode", checkpoint, "--compiler", "graph", "--context", "64", "--repeats", "100",
-                  "--figures", str(file)], threads)  # fmt: skip
+        run(
+            hal,
+            [
+                "bench",
+                "decode",
+                checkpoint,
+                "--compiler",
+                "graph",
+                "--context",
+                "64",
+                "--repeats",
+                "100",
+                "--figures",
+                str(file),
+            ],
+            threads,
+        )
         return 1 / statistics.mean(json.loads(file.read_text(encoding="utf-8"))["measurements"][0]["seconds"])
 
 

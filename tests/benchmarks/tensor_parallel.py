@@ -59,14 +59,18 @@ def all_reduces(backend: hal.Backend) -> dict[str, Any]:
         x = torch.randn(size // 2).bfloat16()
         out = torch.empty_like(x)
         rounds = [
-            (median_us(lambda: collectives.all_reduce(x, group, out), 10),  # noqa: B023
-             median_us(lambda: kernels["all_reduce"](x, group, out), 10))  # noqa: B023
+            (
+                median_us(lambda: collectives.all_reduce(x, group, out), 10),  # noqa: B023
+                median_us(lambda: kernels["all_reduce"](x, group, out), 10),  # noqa: B023
+            )
             for _ in range(7)
-        ]  # fmt: skip
+        ]
         gloo, shared = (statistics.median(each) for each in zip(*rounds, strict=True))
         found[str(size)] = {
-            "gloo_us": gloo, "shared_us": shared, "ratio": statistics.median(one / other for one, other in rounds),
-        }  # fmt: skip
+            "gloo_us": gloo,
+            "shared_us": shared,
+            "ratio": statistics.median(one / other for one, other in rounds),
+        }
     return found
 
 
@@ -99,10 +103,16 @@ def worker(folder: str, ranks: int) -> None:
     """Answer each line of stdin: ``all_reduce``, ``launches batch steps``, or ``batch steps``, for the milliseconds."""
     torch.set_num_threads(2 // ranks)
     compilation = {"compiler": "graph", "capture_sizes": list(BATCHES)}
-    backend = hal.open({
-        "backend": "cpu", "dtype": "bfloat16", "cache": {"num_tokens": 64 + max(BATCHES) * 2 * CONTEXT},
-        "parallel": {"tensor": ranks}, "compilation": compilation, "options": {"native": True},
-    })  # fmt: skip
+    backend = hal.open(
+        {
+            "backend": "cpu",
+            "dtype": "bfloat16",
+            "cache": {"num_tokens": 64 + max(BATCHES) * 2 * CONTEXT},
+            "parallel": {"tensor": ranks},
+            "compilation": compilation,
+            "options": {"native": True},
+        }
+    )
     runner = hal.Runner(hal.load_model(folder, backend), backend)
     per_sequence = -(-(CONTEXT + 1) // backend.block_size)
     batches = {}
@@ -138,13 +148,22 @@ class Contender:
             environment = {**os.environ, "OMP_NUM_THREADS": str(2 // ranks), "GLOO_SOCKET_IFNAME": "lo"}
             if ranks > 1:
                 environment |= {
-                    "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                }  # fmt: skip
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-P", __file__, "--worker", folder, "--ranks", str(ranks)], env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            ))  # fmt: skip
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(self.store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", __file__, "--worker", folder, "--ranks", str(ranks)],
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
         self.answers()
 
     def answers(self) -> str:
@@ -190,15 +209,17 @@ def main() -> None:
                 two, one = (statistics.median(each) for each in zip(*rounds, strict=True))
                 fastest = [min(min(each) for each in side) for side in zip(*times, strict=True)]
                 decode[str(size)] = {
-                    "tensor_parallel_ms": two, "one_process_ms": one,
+                    "tensor_parallel_ms": two,
+                    "one_process_ms": one,
                     "ratio": statistics.median(first / second for first, second in rounds),
-                    "fastest_tensor_parallel_ms": fastest[0], "fastest_one_process_ms": fastest[1],
+                    "fastest_tensor_parallel_ms": fastest[0],
+                    "fastest_one_process_ms": fastest[1],
                     "fastest_ratio": fastest[0] / fastest[1],
                     "launches": {
                         name: each.ask(f"launches {size} {steps * arguments.rounds}")
                         for name, each in zip(("tensor_parallel", "one_process"), contenders, strict=True)
                     },
-                }  # fmt: skip
+                }
         finally:
             for each in contenders:
                 each.close()

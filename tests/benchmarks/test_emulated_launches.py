@@ -12,9 +12,13 @@ from .measuring import EMULATE, measured, report
 def test_an_emulated_launch(benchmark: BenchmarkFixture, task_queue: str) -> None:
     """An addition of 4,096 numbers in one run: with ATen, through torch_npu, and replayed in a graph."""
     figures = measured(
-        benchmark, "emulated_launches.py", before=EMULATE, TASK_QUEUE_ENABLE=task_queue, OMP_NUM_THREADS="1",
+        benchmark,
+        "emulated_launches.py",
+        before=EMULATE,
+        TASK_QUEUE_ENABLE=task_queue,
+        OMP_NUM_THREADS="1",
         PYTHONSAFEPATH="1",
-    )  # fmt: skip
+    )
     aten = figures["aten_us"]
     report(
         benchmark,

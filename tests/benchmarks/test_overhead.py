@@ -33,9 +33,16 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of 28 layers so narrow that most of a step is Python."""
     folder = tmp_path_factory.mktemp("deep")
     large_checkpoint.write(
-        folder, torch.float32, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128,
-    )  # fmt: skip
+        folder,
+        torch.float32,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=128,
+    )
     return folder
 
 
@@ -102,8 +109,10 @@ def test_opening_the_cpu_backend(benchmark: BenchmarkFixture) -> None:
     """
     program = TIMED.format("hal.open('cpu')")
     milliseconds_of("import hal; " + program)  # writes the bytecode
-    pairs = [(milliseconds_of(f"import hal, gc; gc.disable(); {program}"), milliseconds_of(f"import hal; {program}"))
-             for _ in range(7)]  # fmt: skip
+    pairs = [
+        (milliseconds_of(f"import hal, gc; gc.disable(); {program}"), milliseconds_of(f"import hal; {program}"))
+        for _ in range(7)
+    ]
     benchmark.pedantic(hal.open, ("cpu",), rounds=20)
     report(
         benchmark,
@@ -201,7 +210,9 @@ def test_the_batch_of_a_decode_step(benchmark: BenchmarkFixture) -> None:
         return hal.Batch.build([[7]] * size, blocks, block_size=block, cached=cached, bounds=bounds)
 
     report(
-        benchmark, of_lists=milliseconds(build), of_rows=milliseconds(inputs.batch),
+        benchmark,
+        of_lists=milliseconds(build),
+        of_rows=milliseconds(inputs.batch),
         of_named_rows=milliseconds(lambda: inputs.batch(rows=every)),
-    )  # fmt: skip
+    )
     benchmark(inputs.batch)

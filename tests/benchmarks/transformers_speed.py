@@ -39,9 +39,14 @@ from hal.bench.contenders.workload import Contender
 from hal.bench.figures.timing import interleave
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "vocab_size": 4096, "layers": 4,
-}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "layers": 4,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 CACHED, ROUNDS = 128, 15
 STEPS = (("decode", 1), ("decode", 8), ("prefill", 1))
@@ -105,10 +110,14 @@ def measure(family: str, kind: str, batch: int, dtype: torch.dtype, clock: Calla
     calls = {name: getattr(each, kind) for name, each in ways.items()}
     with tempfile.TemporaryDirectory() as folder, use(other):
         model.save_pretrained(folder)
-        backend = hal.open({
-            "backend": "cpu", "dtype": name_of(dtype), "cache": {"num_tokens": (CACHED + 64) * batch},
-            "compilation": {"compiler": "graph", "capture_sizes": [batch]},
-        })  # fmt: skip
+        backend = hal.open(
+            {
+                "backend": "cpu",
+                "dtype": name_of(dtype),
+                "cache": {"num_tokens": (CACHED + 64) * batch},
+                "compilation": {"compiler": "graph", "capture_sizes": [batch]},
+            }
+        )
         with hal.Runner(hal.load_model(Path(folder), backend), backend) as runner:
             calls["own"] = own_step(runner, kind, prompts)
             expected, tolerance = calls["eager"](), 1e-3 if dtype is torch.float32 else 0.1
@@ -120,13 +129,16 @@ def measure(family: str, kind: str, batch: int, dtype: torch.dtype, clock: Calla
             seconds = interleave(contenders, ROUNDS, warm=True, synchronize=lambda: None, clock=clock)
     median = {name: statistics.median(each) for name, each in seconds.items()}
     return {
-        "family": family, "step": kind, "batch": batch, "dtype": name_of(dtype),
+        "family": family,
+        "step": kind,
+        "batch": batch,
+        "dtype": name_of(dtype),
         "median_ms": {name: round(each * 1e3, 2) for name, each in median.items()},
         "speedup": {
             name: round(statistics.median(base / own for base, own in zip(seconds["eager"], each, strict=True)), 2)
             for name, each in seconds.items()
         },
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

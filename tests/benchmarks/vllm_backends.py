@@ -40,10 +40,17 @@ def serve(checkpoint: str, dtype: str, *, on_hal: bool, prompts_only: bool) -> N
     prompts = [[draw.randrange(5, 4000) for _ in range(length)] for length in lengths]
     options: dict[str, Any] = {"additional_config": {"hal": HAL}} if on_hal else {}
     engine = LLM(
-        model=checkpoint, dtype=dtype, max_model_len=LONGEST, max_num_seqs=32, max_num_batched_tokens=2048,
-        enable_prefix_caching=False, num_gpu_blocks_override=1 + 32 * LONGEST // 32, block_size=32,
-        disable_log_stats=True, **options,
-    )  # fmt: skip
+        model=checkpoint,
+        dtype=dtype,
+        max_model_len=LONGEST,
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=1 + 32 * LONGEST // 32,
+        block_size=32,
+        disable_log_stats=True,
+        **options,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=1 if prompts_only else 64, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
     for _ in sys.stdin:
@@ -59,12 +66,15 @@ class Side:
 
     def __init__(self, arguments: argparse.Namespace, checkpoint: str, *, on_hal: bool) -> None:
         environ = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(arguments.threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "OMP_NUM_THREADS": str(arguments.threads),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{arguments.threads - 1}" if arguments.threads > 1 else "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             **({"HAL_VLLM": "1"} if on_hal else {"VLLM_PLUGINS": ""}),
-        }  # fmt: skip
+        }
         command = [sys.executable, __file__, checkpoint, "--side", "hal" if on_hal else "own"]
         command += [flag for flag in ("--bfloat16", "--prompts") if getattr(arguments, flag[2:])]
         self.process = subprocess.Popen(
@@ -102,13 +112,14 @@ def measure(arguments: argparse.Namespace, checkpoint: str) -> None:
         taken.append((found[hal], found[own]))
     for side in (hal, own):
         side.process.communicate(timeout=60)
-    print(json.dumps({  # noqa: T201
+    figures = {
         "hal_s": round(statistics.median(one for one, _ in taken), 4),
         "own_s": round(statistics.median(other for _, other in taken), 4),
         "ratio": round(statistics.median(one / other for one, other in taken), 3),
         "ratios": [round(one / other, 3) for one, other in taken],
         "same": same(hal_tokens, own_tokens),
-    }))  # fmt: skip
+    }
+    print(json.dumps(figures))  # noqa: T201
 
 
 def main() -> None:

@@ -29,8 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HAL_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-               "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}  # fmt: skip
+os.environ |= {
+    "HAL_VLLM": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+}
 sys.path.append(str(Path(__file__).parents[1]))
 
 from helpers.checkpoints import LARGE, random_checkpoint
@@ -118,11 +124,19 @@ def run(checkpoint: str, turns: int) -> None:
     draw = random.Random(1)
     prompts = [[draw.randrange(5, 4000) for _ in range(draw.randint(8, 64))] for _ in range(PROMPTS)]
     engine = LLM(
-        model=checkpoint, dtype="float32", max_model_len=LONGEST, max_num_seqs=PROMPTS, max_num_batched_tokens=2048,
-        enable_prefix_caching=False, num_gpu_blocks_override=1 + PROMPTS * LONGEST // 16, block_size=16,
-        disable_log_stats=True, worker_cls=f"{__name__}.TimedWorker", additional_config={"hal": HAL},
+        model=checkpoint,
+        dtype="float32",
+        max_model_len=LONGEST,
+        max_num_seqs=PROMPTS,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=1 + PROMPTS * LONGEST // 16,
+        block_size=16,
+        disable_log_stats=True,
+        worker_cls=f"{__name__}.TimedWorker",
+        additional_config={"hal": HAL},
         async_scheduling="--async" in sys.argv,
-    )  # fmt: skip
+    )
     backend = hal.open({**HAL, "dtype": "float32", "cache": {"num_tokens": PROMPTS * LONGEST, "block_size": 16}})
     runner = TimedRunner(hal.load_model(checkpoint, backend), backend, max_sequences=PROMPTS, max_length=LONGEST)
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
@@ -151,7 +165,7 @@ def run(checkpoint: str, turns: int) -> None:
     def median(of: Callable[[dict[str, float], dict[str, float]], float], digits: int = 0) -> float:
         return round(statistics.median(of(each[through_vllm], each[by_hal]) for each in taken), digits)
 
-    print(json.dumps({  # noqa: T201
+    figures = {
         "vllm_s": median(lambda vllm, _: vllm["seconds"], 4),
         "hal_s": median(lambda _, alone: alone["seconds"], 4),
         "ratio": median(lambda vllm, alone: vllm["seconds"] / alone["seconds"], 3),
@@ -163,7 +177,8 @@ def run(checkpoint: str, turns: int) -> None:
         "adapter_us": median(lambda vllm, _: vllm["worker"] - vllm["runner"] - vllm["sampler"]),
         "sampler_us": median(lambda vllm, _: vllm["sampler"]),
         "vllm_us": median(lambda vllm, _: vllm["all"] - vllm["worker"]),
-    }))  # fmt: skip
+    }
+    print(json.dumps(figures))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -168,11 +168,12 @@ FOLDERS = {
     "a pickle's remedy": Case(pickled, CheckpointError, ", dtype='auto').save_pretrained('"),
     "two files and no index": Case(
         lambda folder: shutil.copy(folder / "model.safetensors", folder / "again.safetensors"),
-        CheckpointError, "holds 2 safetensors files and no model.safetensors.index.json",
+        CheckpointError,
+        "holds 2 safetensors files and no model.safetensors.index.json",
     ),
     "no tokenizer": Case(lambda folder: (folder / "tokenizer.json").unlink(), CheckpointError, "has no tokenizer.json"),
     "a broken tokenizer": Case(text("tokenizer.json", "{}"), CheckpointError, "is not a tokenizer"),
-}  # fmt: skip
+}
 CONFIGS = {
     "broken": Case(text("config.json", '{"architectures": ["Qwen3'), CheckpointError, "config.json cannot be read"),
     "not UTF-8": Case(text("config.json", b"\xff\xfe"), CheckpointError, "config.json cannot be read"),
@@ -201,15 +202,18 @@ TENSORS = {
     ),
     "one of another shape": Case(
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 47)})),
-        CheckpointError, f"{LAYER} is [32, 47], not [32, 48]",
+        CheckpointError,
+        f"{LAYER} is [32, 47], not [32, 48]",
     ),
     "one of another rank": Case(
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32 * 48)})),
-        CheckpointError, f"{LAYER} is [1536], not [32, 48]",
+        CheckpointError,
+        f"{LAYER} is [1536], not [32, 48]",
     ),
     "one of integers": Case(
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 48, dtype=torch.int64)})),
-        CheckpointError, "is I64",
+        CheckpointError,
+        "is I64",
     ),
     "all of another size than the config says": Case(config(hidden_size=64), CheckpointError, "and 15 more"),
     "fewer layers than the config says": Case(
@@ -221,7 +225,7 @@ TENSORS = {
     "NaN": Case(
         weights(lambda tensors: tensors[LAYER].fill_(float("nan"))), NumericsError, "gave NaN logits for prompt 0"
     ),
-}  # fmt: skip
+}
 FILES = {
     "cut in the values": Case(lambda folder: truncated(folder, 0.9), CheckpointError, "it may be truncated"),
     "cut in the header": Case(lambda folder: truncated(folder, 0.002), CheckpointError, "it may be truncated"),
@@ -229,27 +233,35 @@ FILES = {
     "no safetensors": Case(text("model.safetensors", "a" * 1000), CheckpointError, "model.safetensors cannot be read"),
     "a file that is not there": Case(
         sharded(lambda folder, weight_map: weight_map.update({LAYER: "model-9.safetensors"})),
-        CheckpointError, "lacks 'model-9.safetensors'",
+        CheckpointError,
+        "lacks 'model-9.safetensors'",
     ),
     "a path out of the folder": Case(sharded(outside), CheckpointError, "names '../outside.safetensors'"),
     "an absolute path": Case(
         sharded(lambda folder, weight_map: weight_map.update({LAYER: str(folder / weight_map[LAYER])})),
-        CheckpointError, "which is no safetensors file of the folder",
+        CheckpointError,
+        "which is no safetensors file of the folder",
     ),
     "a pickle in the index": Case(
         sharded(lambda folder, weight_map: weight_map.update({LAYER: "pytorch_model.bin"})),
-        CheckpointError, "names 'pytorch_model.bin'",
+        CheckpointError,
+        "names 'pytorch_model.bin'",
     ),
     "a number in the index": Case(
         sharded(lambda folder, weight_map: weight_map.update({LAYER: 1})), CheckpointError, "has no weight_map"
     ),
     "a tensor in both files": Case(
-        sharded(lambda folder, weight_map: [shutil.copy(folder / weight_map[LAYER], folder / name)
-                                            for name in set(weight_map.values()) - {weight_map[LAYER]}]),
-        CheckpointError, "both hold model.",
+        sharded(
+            lambda folder, weight_map: [
+                shutil.copy(folder / weight_map[LAYER], folder / name)
+                for name in set(weight_map.values()) - {weight_map[LAYER]}
+            ]
+        ),
+        CheckpointError,
+        "both hold model.",
     ),
     "a broken index": Case(text(INDEX, "{"), CheckpointError, f"{INDEX} cannot be read"),
-}  # fmt: skip
+}
 SETTINGS = {
     "unknown key": Case(nothing, ConfigError, "did you mean 'backend'?", settings={"backand": "cpu"}),
     "unknown key in a table": Case(
@@ -279,8 +291,13 @@ PROMPTS = {
     "not of the model's tokens": Case(remade(vocab_size=20), BatchError, "token id out of the range 0 to 19"),
 }
 GROUPS = {
-    "folder": FOLDERS, "config": CONFIGS, "tensors": TENSORS, "files": FILES, "settings": SETTINGS, "prompt": PROMPTS
-}  # fmt: skip
+    "folder": FOLDERS,
+    "config": CONFIGS,
+    "tensors": TENSORS,
+    "files": FILES,
+    "settings": SETTINGS,
+    "prompt": PROMPTS,
+}
 CASES = [pytest.param(case, id=f"{group}: {name}") for group, cases in GROUPS.items() for name, case in cases.items()]
 
 
@@ -375,7 +392,7 @@ def test_bad_input(case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         (["--prompt", "\udcff"], "prompt 1 is not valid Unicode"),
         (["--prompt", ""], "prompt 1 is empty"),
     ],
-)  # fmt: skip
+)
 def test_bad_options(arguments: list[str], message: str, checkpoint: Path) -> None:
     check_command([str(checkpoint), "--prompt", "a", *arguments], message)
 
@@ -420,9 +437,17 @@ def test_paths_that_cannot_be(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-            "num_hidden_layers", "num_key_value_heads", "vocab_size"],
-)  # fmt: skip
+    "key",
+    [
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "vocab_size",
+    ],
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_positive(key: str, value: int, checkpoint: Path, cpu: hal.Backend) -> None:
     assert key in {*CONFIG, "vocab_size"}

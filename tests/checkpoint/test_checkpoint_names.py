@@ -113,9 +113,13 @@ KINDS = {
     "a link to a file of others": (linked("/proc/self/mem"), "cannot be read|holds no|is not"),
 }
 FILES = (
-    "config.json", INDEX, "model-00001-of-00002.safetensors", "generation_config.json", "tokenizer.json",
+    "config.json",
+    INDEX,
+    "model-00001-of-00002.safetensors",
+    "generation_config.json",
+    "tokenizer.json",
     "quant_model_description.json",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -101,13 +101,16 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("no_such_package.models:Model", "the model ToyForCausalLM cannot be imported: ModuleNotFoundError: No module "
-                                         "named 'no_such_package'\n.*toys 1.2; .* = no_such_package.models:Model in "),
+        (
+            "no_such_package.models:Model",
+            "the model ToyForCausalLM cannot be imported: ModuleNotFoundError: No module "
+            "named 'no_such_package'\n.*toys 1.2; .* = no_such_package.models:Model in ",
+        ),
         (f"{__name__}:NoSuchModel", "cannot be imported: AttributeError: .* has no attribute 'NoSuchModel'"),
         (f"{__name__}:Path", "is <class 'pathlib.*Path'>, not a class derived from hal.nn.CausalLM"),
         (f"{__name__}:hal", "is <module 'hal' .*, not a class derived from hal.nn.CausalLM"),
     ],
-)  # fmt: skip
+)
 def test_entry_points_that_give_no_model(
     place: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

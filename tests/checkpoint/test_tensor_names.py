@@ -26,10 +26,14 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOE: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
-    "Qwen2Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                 "shared_expert_intermediate_size": 40},
+    "Qwen2Moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "Qwen3Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-}  # fmt: skip
+}
 SIZES_HERE = {**SIZES, "vocab_size": 280, "num_hidden_layers": 2}
 
 
@@ -110,8 +114,9 @@ def test_experts_of_another_form_are_refused(tmp_path: Path) -> None:
 def test_each_rank_reads_its_part_of_fused_experts(among: str, ranks: int) -> None:
     """The part is the one of a checkpoint with a tensor for each expert, and nothing else is read."""
     gate, up = torch.randn(6, 12, 8), torch.randn(6, 12, 8)
-    stored = {f"layer.{index}.{name}.weight": part[index] for index in range(6) for name, part in
-              (("gate", gate), ("up", up))} | {"layer.both": torch.cat([gate, up], 1)}  # fmt: skip
+    stored = {
+        f"layer.{index}.{name}.weight": part[index] for index in range(6) for name, part in (("gate", gate), ("up", up))
+    } | {"layer.both": torch.cat([gate, up], 1)}
 
     def part(fused: str | None, rank: int) -> Tensor:
         with torch.device("meta"):
@@ -207,11 +212,14 @@ def test_a_tied_tensor_has_either_name(family: str, compiler: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("embedding", "head", "computing", "fits"),
     [
-        ("float32", "float32", "float32", True), ("bfloat16", "bfloat16", "float32", True),
-        ("float32", "bfloat16", "float32", False), ("bfloat16", "float32", "float32", False),
-        ("float32", "bfloat16", "bfloat16", True), ("bfloat16", "float32", "bfloat16", True),
+        ("float32", "float32", "float32", True),
+        ("bfloat16", "bfloat16", "float32", True),
+        ("float32", "bfloat16", "float32", False),
+        ("bfloat16", "float32", "float32", False),
+        ("float32", "bfloat16", "bfloat16", True),
+        ("bfloat16", "float32", "bfloat16", True),
     ],
-)  # fmt: skip
+)
 def test_both_names_of_a_tied_tensor(embedding: str, head: str, computing: str, fits: bool, tmp_path: Path) -> None:
     """They are compared as the model would compute with them."""
     folder = random_checkpoint(tmp_path, tie_word_embeddings=True)
@@ -255,11 +263,15 @@ def copied(name: str) -> Callable[[Path], object]:
         (copied("adapter_model.safetensors"), "remove 'adapter_model.safetensors' if model.safetensors"),
         (lambda folder: [copied(f"{name}.safetensors")(folder) for name in range(45)], r"and \d+ more if model.saf"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*merge_and_unload"),
-        (lambda folder: [copied("model-1.safetensors")(folder), write_json(
-            folder / "model.safetensors.index.json", {"weight_map": {EMBEDDING: "model-1.safetensors"}})],
-         "holds model.safetensors and model.safetensors.index.json, which names other.*remove model.safetensors if"),
+        (
+            lambda folder: [
+                copied("model-1.safetensors")(folder),
+                write_json(folder / "model.safetensors.index.json", {"weight_map": {EMBEDDING: "model-1.safetensors"}}),
+            ],
+            "holds model.safetensors and model.safetensors.index.json, which names other.*remove model.safetensors if",
+        ),
     ],
-)  # fmt: skip
+)
 def test_files_beside_the_weights(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path)
     load(folder)

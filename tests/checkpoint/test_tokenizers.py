@@ -21,9 +21,13 @@ from hal.errors import CheckpointError
 
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 TEXTS = (
-    "the cat sat on the mat <s> and <a> the rat  <|endoftext|> x", "  <t> hat<b>mat <x>the <img> é 日本", "",
-    " the cat", "<pad>on<c>", "<s>the rat</s><|endoftext|>",
-)  # fmt: skip
+    "the cat sat on the mat <s> and <a> the rat  <|endoftext|> x",
+    "  <t> hat<b>mat <x>the <img> é 日本",
+    "",
+    " the cat",
+    "<pad>on<c>",
+    "<s>the rat</s><|endoftext|>",
+)
 
 
 def token(draw: random.Random, text: str) -> str | dict[str, Any]:
@@ -55,8 +59,13 @@ def drawn(draw: random.Random, folder: Path) -> None:
         if draw.random() < 0.5:
             text = draw.choice(("<s>", "<|endoftext|>", "<pad>", "rat", None))
             config[key] = text and token(draw, text)
-    for key in ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces",
-                "split_special_tokens"):  # fmt: skip
+    for key in (
+        "add_bos_token",
+        "add_eos_token",
+        "add_prefix_space",
+        "clean_up_tokenization_spaces",
+        "split_special_tokens",
+    ):
         if draw.random() < 0.4:
             config[key] = draw.random() < 0.5
     if draw.random() < 0.4:
@@ -125,10 +134,15 @@ def test_flags_that_versions_read_differently(
     """Version 5 of transformers reads neither; earlier versions of some classes do. hal warns if they contradict."""
     template(tmp_path, single)
     flags = {"add_bos_token": add_bos, "add_eos_token": add_eos}
-    write_json(tmp_path / "tokenizer_config.json", {
-        "tokenizer_class": CLASSES[0], "bos_token": "<s>", "eos_token": "</s>",
-        **{key: value for key, value in flags.items() if value is not None},
-    })  # fmt: skip
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        {
+            "tokenizer_class": CLASSES[0],
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            **{key: value for key, value in flags.items() if value is not None},
+        },
+    )
     with caplog.at_level(logging.WARNING, logger="hal.checkpoint"):
         check(tmp_path)
     warned = {key for key in flags if any(f": {key} is" in record.getMessage() for record in caplog.records)}
@@ -209,13 +223,15 @@ def test_other_flags(
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("tokenizer_config.json", {"bos_token": 3}), ("tokenizer_config.json", {"additional_special_tokens": [3]}),
-        ("tokenizer_config.json", {"added_tokens_decoder": ["<s>"]}), ("added_tokens.json", {"<b>": "x"}),
+        ("tokenizer_config.json", {"bos_token": 3}),
+        ("tokenizer_config.json", {"additional_special_tokens": [3]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<s>"]}),
+        ("added_tokens.json", {"<b>": "x"}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<s>"}}}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"3": {"content": "<s>", "lstrip": "yes"}}}),
         ("special_tokens_map.json", {"eos_token": {"text": "x"}}),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(file: str, content: dict[str, Any], tmp_path: Path) -> None:
     template(tmp_path, "$A")
     write_json(tmp_path / file, content)
@@ -231,6 +247,7 @@ def test_the_command_has_the_ids_of_transformers(tmp_path: Path) -> None:
     ids = transformers.AutoTokenizer.from_pretrained(folder)(prompt).input_ids
     assert Checkpoint.open(folder).tokenizer().encode(prompt).ids == ids
     assert len(ids) < len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt).ids)
-    made = CliRunner().invoke(main, ["generate", str(folder), "--prompt", prompt, "--max-new-tokens", "4",
-                                     "--backend", "cpu"])  # fmt: skip
+    made = CliRunner().invoke(
+        main, ["generate", str(folder), "--prompt", prompt, "--max-new-tokens", "4", "--backend", "cpu"]
+    )
     assert made.exit_code == 0, made.output

@@ -376,8 +376,13 @@ class TestLists:
         drivers = {each["name"]: each for each in found["drivers"]}
         assert found["auto"] == "good"
         assert drivers["good"] == {
-            "name": "good", "available": True, "priority": 5, "api_version": "3.0", "reason": "", "hint": ""
-        }  # fmt: skip
+            "name": "good",
+            "available": True,
+            "priority": 5,
+            "api_version": "3.0",
+            "reason": "",
+            "hint": "",
+        }
         assert (drivers["absent"]["available"], drivers["absent"]["reason"]) == (False, "there is no [card]")
         assert (drivers["misspelt"]["available"], drivers["misspelt"]["priority"]) == (False, None)
 

@@ -110,16 +110,29 @@ class TestRanks:
 
     @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
     def test_collectives_of_a_step(self, compiler: str, trained: Path) -> None:
-        lines = TestExplain().run(str(trained), "--backend", "cpu", "--dtype", "bfloat16", "--compiler", compiler,
-                                  "--batch-size", "3", "--tensor-parallel", "2")  # fmt: skip
+        lines = TestExplain().run(
+            str(trained),
+            "--backend",
+            "cpu",
+            "--dtype",
+            "bfloat16",
+            "--compiler",
+            compiler,
+            "--batch-size",
+            "3",
+            "--tensor-parallel",
+            "2",
+        )
         config = hal.Checkpoint.open(trained).config
         rows = [line.split() for line in lines]
         # Of two ranks in a ring, each sends the half of a tensor, twice for a sum.
         hidden = 3 * config["hidden_size"] * 2 / 1024
         logits = 3 * config["vocab_size"] * 2 / 2 / 1024
         for of, times in (
-            ("model.embed_tokens", 1), ("model.layers.*.self_attn.o_proj", 4), ("model.layers.*.mlp.down_proj", 4),
-        ):  # fmt: skip
+            ("model.embed_tokens", 1),
+            ("model.layers.*.self_attn.o_proj", 4),
+            ("model.layers.*.mlp.down_proj", 4),
+        ):
             assert ["all_reduce", of, str(times), f"{hidden:.4g}", "KiB"] in rows
         assert ["all_gather", "model.embed_tokens", "1", f"{logits:.4g}", "KiB"] in rows
         (said,) = (line for line in lines if line.startswith("a step has 10 collectives"))
@@ -136,8 +149,19 @@ class TestRanks:
         assert 0.49 <= float(said.split()[5]) / whole < 0.51
 
     def test_whole_experts(self, trained_experts: Path) -> None:
-        lines = TestExplain().run(str(trained_experts), "--backend", "cpu", "--dtype", "bfloat16", "--batch-size", "3",
-                                  "--data-parallel", "2", "--experts", "dispatch")  # fmt: skip
+        lines = TestExplain().run(
+            str(trained_experts),
+            "--backend",
+            "cpu",
+            "--dtype",
+            "bfloat16",
+            "--batch-size",
+            "3",
+            "--data-parallel",
+            "2",
+            "--experts",
+            "dispatch",
+        )
         checkpoint = hal.Checkpoint.open(trained_experts)
         rows = [line.split() for line in lines]
         # At even load, half of the rows for the experts of three tokens go to the other rank.

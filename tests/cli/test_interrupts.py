@@ -48,9 +48,12 @@ def interrupted(repository: Path, arguments: list[str], delay: float) -> tuple[i
     """Interrupt a command ``delay`` seconds after Python has started; return its exit code and stderr."""
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(descriptor=writer), *arguments], cwd=repository, pass_fds=[writer],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM.format(descriptor=writer), *arguments],
+        cwd=repository,
+        pass_fds=[writer],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     os.close(writer)
     with os.fdopen(reader, "rb") as started:
         assert started.read(1) == b"."

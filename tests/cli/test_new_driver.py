@@ -22,9 +22,14 @@ from hal.cli.commands.new_driver import FILES
 
 NAME = "acme_x1"
 WRITTEN = {
-    ".gitignore", "README.md", "acme_x1_hal/__init__.py", "acme_x1_hal/driver.py", "acme_x1_hal/kernels.py",
-    "pyproject.toml", "tests/test_conformance.py",
-}  # fmt: skip
+    ".gitignore",
+    "README.md",
+    "acme_x1_hal/__init__.py",
+    "acme_x1_hal/driver.py",
+    "acme_x1_hal/kernels.py",
+    "pyproject.toml",
+    "tests/test_conformance.py",
+}
 
 
 def new_driver(*arguments: str | Path) -> Result:
@@ -54,9 +59,15 @@ class Installed:
 
 def checked(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> str:
     result = subprocess.run(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
         check=False,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout
     return result.stdout
 

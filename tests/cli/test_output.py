@@ -93,9 +93,16 @@ def run(repository: Path, site: Path, tmp_path: Path) -> Any:
 
     def start(*arguments: str | Path, stdout: Any = subprocess.PIPE, **more: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM, *map(str, arguments)], cwd=repository, env=environ, stdout=stdout,
-            stderr=more.pop("stderr", subprocess.PIPE), text=True, timeout=300, check=False, **more,
-        )  # fmt: skip
+            [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+            cwd=repository,
+            env=environ,
+            stdout=stdout,
+            stderr=more.pop("stderr", subprocess.PIPE),
+            text=True,
+            timeout=300,
+            check=False,
+            **more,
+        )
 
     return start
 

@@ -412,10 +412,7 @@ class TestErrors:
                 ("--backend", "cpu", "--backend", "faulty", "--compiler", "eager", "--compiler", "graph"),
                 "--backend names 2",
             ),
-            (
-                ("--backend", "cpu", "--compiler", "eager"),
-                "the modes to compare are eager\nremedy: name at least two",
-            ),
+            (("--backend", "cpu", "--compiler", "eager"), "the modes to compare are eager\nremedy: name at least two"),
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "eager"), "name at least two modes, each once"),
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "grahp"), "did you mean 'graph'?"),
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "graph", "--save", "x"), "calls no operations"),

@@ -169,9 +169,11 @@ class TestConfigurations:
 
     def test_phases(self) -> None:
         config = hal.CompilationConfig(
-            compiler="graph", capture_sizes=(1, 2), passes={"a": False},
+            compiler="graph",
+            capture_sizes=(1, 2),
+            passes={"a": False},
             prefill=hal.PhaseConfig(compiler="piecewise", passes={"b": True}),
-        )  # fmt: skip
+        )
         decode, prefill = config.of("decode"), config.of("prefill")
         assert (decode.compiler, decode.capture_sizes, decode.passes) == ("graph", (1, 2), {"a": False})
         assert (prefill.compiler, prefill.capture_sizes) == ("piecewise", None)

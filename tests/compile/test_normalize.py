@@ -49,11 +49,21 @@ def test_parts_are_slices_of_the_tensor() -> None:
         return tuple(
             each.reshape(-1, 8).exp()
             for each in (
-                middle, x.split(8, dim=1)[1], x.split([8, 16], 1)[1].chunk(2, dim=-1)[0], torch.narrow(x, 1, 8, 8),
-                heads[:, 1], heads.select(1, 1), heads.unbind(1)[1], heads[:, 1:2].flatten(1), split[1][:, 0],
-                x[:, :16][:, 8:], x.unflatten(1, (3, 2, 4))[:, 1].flatten(1), x.chunk(3, 1)[1], x.tensor_split(3, 1)[1],
+                middle,
+                x.split(8, dim=1)[1],
+                x.split([8, 16], 1)[1].chunk(2, dim=-1)[0],
+                torch.narrow(x, 1, 8, 8),
+                heads[:, 1],
+                heads.select(1, 1),
+                heads.unbind(1)[1],
+                heads[:, 1:2].flatten(1),
+                split[1][:, 0],
+                x[:, :16][:, 8:],
+                x.unflatten(1, (3, 2, 4))[:, 1].flatten(1),
+                x.chunk(3, 1)[1],
+                x.tensor_split(3, 1)[1],
             )
-        )  # fmt: skip
+        )
 
     traced = normalized(function, table())
     slices = [node.args for node in traced.graph.graph.nodes if node.target is aten.slice.Tensor]

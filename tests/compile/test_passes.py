@@ -41,9 +41,7 @@ def only_wide(x: Tensor, weight: Tensor, factor: float) -> str | None:
     return f"the width {x.shape[-1]} is no multiple of 64" if x.shape[-1] % 64 else None
 
 
-DECLARED: dict[str, Any] = {
-    "axes": {"x": "rows width", "weight": "width"}, "dtypes": {"x": FLOATING, "weight": "x"},
-}  # fmt: skip
+DECLARED: dict[str, Any] = {"axes": {"x": "rows width", "weight": "width"}, "dtypes": {"x": FLOATING, "weight": "x"}}
 VENDORS = Rewrite("scaled", scaled, scaled_otherwise, scaled_samples, only_wide, narrow_samples, **DECLARED)
 
 

@@ -15,9 +15,14 @@ from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.rewrite.proof import check_rewrite
 
 REWRITES = (
-    decoder_layers.rms_norm, decoder_layers.rotary_embedding, decoder_layers.silu_and_mul,
-    decoder_layers.repeated_heads, decoder_layers.batched_split, *routings, *grouped_experts(),
-)  # fmt: skip
+    decoder_layers.rms_norm,
+    decoder_layers.rotary_embedding,
+    decoder_layers.silu_and_mul,
+    decoder_layers.repeated_heads,
+    decoder_layers.batched_split,
+    *routings,
+    *grouped_experts(),
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

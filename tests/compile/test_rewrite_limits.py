@@ -54,9 +54,7 @@ def qkv_inputs() -> tuple[Tensor, ...]:
     return draw.normal(4, 32), *weights, angles.cos(), angles.sin(), *caches, slots
 
 
-def rotated(
-    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = qkv.split(SPLIT, dim=-1)
     query = ops.rms_norm(query.view(-1, HEADS, DIM), q_norm, EPS)
     key = ops.rms_norm(key.view(-1, KV_HEADS, DIM), k_norm, EPS)
@@ -75,9 +73,11 @@ def test_an_input_written_in_between() -> None:
 @pytest.mark.parametrize("view", ["view", "slice", "select", "transpose"])
 def test_an_input_written_in_between_through_a_view(view: str) -> None:
     views: dict[str, Callable[[Tensor], Tensor]] = {
-        "view": lambda x: x.view(-1), "slice": lambda x: x[:, 3:5], "select": lambda x: x[:, 2],
+        "view": lambda x: x.view(-1),
+        "slice": lambda x: x[:, 3:5],
+        "select": lambda x: x[:, 2],
         "transpose": lambda x: x.t(),
-    }  # fmt: skip
+    }
 
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x + residual
@@ -310,9 +310,16 @@ def test_an_output_that_is_a_view(case: str, reason: str | None) -> None:
 )
 def test_the_cache_of_a_fused_write(case: str, reason: str | None) -> None:
     def function(
-        x: Tensor, weight: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, keys: Tensor,
-        values: Tensor, slots: Tensor,
-    ) -> Any:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+    ) -> Any:
         extra: list[Tensor] = []
         if case == "written before all":
             keys[0].mul_(2)
@@ -361,9 +368,7 @@ def test_caches_in_one_memory(overlapping: bool) -> None:
         fires("split_qkv_rmsnorm_rope_cache", function, *given)
 
 
-SQUARES: dict[str, Any] = {
-    "axes": {"x": "rows width", "y": "rows width"}, "dtypes": {"x": FLOATING, "y": "x"},
-}  # fmt: skip
+SQUARES: dict[str, Any] = {"axes": {"x": "rows width", "y": "rows width"}, "dtypes": {"x": FLOATING, "y": "x"}}
 
 
 def one_sample(*shapes: tuple[int, ...]) -> Callable[[Draw], Iterator[tuple[Any, ...]]]:
@@ -386,10 +391,13 @@ def test_reads_and_writes_in_another_order() -> None:
 
     rows, cache = "tokens num_kv_heads head_dim", "num_blocks block_size num_kv_heads head_dim"
     rewrite = Rewrite(
-        "before", before, before, ops.operation("store_kv_cache").samples,
+        "before",
+        before,
+        before,
+        ops.operation("store_kv_cache").samples,
         axes={"key": rows, "value": rows, "keys": cache, "values": cache, "slots": "tokens"},
         dtypes={"key": FLOATING, "value": "key", "keys": "key", "values": "key", "slots": torch.int32},
-    )  # fmt: skip
+    )
     inputs = example(rewrite_of("store_kv_cache"))
     keeps_off(rewrite, "are in another order", behind, *inputs)
     fires(rewrite, before, *inputs)

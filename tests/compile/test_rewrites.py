@@ -118,10 +118,17 @@ def test_nothing_is_assumed_of_sizes() -> None:
 
 def model_of(head_dim: int, ratio: int, eps: float, layers: int = 2, bias: bool = False) -> torch.nn.Module:
     config = {
-        "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "rms_norm_eps": eps,
-        "num_attention_heads": ratio, "num_key_value_heads": 1, "head_dim": head_dim, "attention_bias": bias,
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": eps,
+        "num_attention_heads": ratio,
+        "num_key_value_heads": 1,
+        "head_dim": head_dim,
+        "attention_bias": bias,
         "max_position_embeddings": 512,
-    }  # fmt: skip
+    }
     model = Qwen3ForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(ratio)
     for parameter in model.parameters():

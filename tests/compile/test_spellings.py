@@ -75,9 +75,14 @@ def rounded(number: float) -> float:
 
 
 INVERSES: list[Callable[[Tensor], Tensor]] = [
-    lambda s: 1 / s, lambda s: 1.0 / s, lambda s: s.reciprocal(), lambda s: s**-1, lambda s: s.pow(-1.0),
-    lambda s: s.reciprocal() * 1, lambda s: torch.reciprocal(s) * 1.0,
-]  # fmt: skip
+    lambda s: 1 / s,
+    lambda s: 1.0 / s,
+    lambda s: s.reciprocal(),
+    lambda s: s**-1,
+    lambda s: s.pow(-1.0),
+    lambda s: s.reciprocal() * 1,
+    lambda s: torch.reciprocal(s) * 1.0,
+]
 
 
 @pytest.mark.parametrize("pattern", INVERSES)
@@ -105,10 +110,14 @@ def steps(dtype: torch.dtype) -> st.SearchStrategy[list[list[Step]]]:
         st.sampled_from([-1.0, 0.5, 2.0, -4.0, 0.0, -0.0, 3.0, 0.1, 1e-6]), st.floats(-8, 8, allow_subnormal=False)
     )
     made = st.one_of(
-        number.map(lambda c: _products(c, dtype)), number.map(lambda c: _sums(c, dtype)), number.map(_limits),
-        number.map(_choices), st.just(_squares()), st.just(_differences()),
+        number.map(lambda c: _products(c, dtype)),
+        number.map(lambda c: _sums(c, dtype)),
+        number.map(_limits),
+        number.map(_choices),
+        st.just(_squares()),
+        st.just(_differences()),
         *([st.just(each) for each in _powers()] if dtype in POWER_DTYPES else []),
-    )  # fmt: skip
+    )
     return st.lists(made, min_size=1, max_size=4)
 
 
@@ -142,17 +151,19 @@ def _sums(c: float, dtype: torch.dtype) -> list[Step]:
 def _limits(c: float) -> list[Step]:
     whole = round(c)
     return [
-        lambda x, y: x.clamp(whole - 1, whole + 1), lambda x, y: x.clamp(whole - 1.0, whole + 1.0),
+        lambda x, y: x.clamp(whole - 1, whole + 1),
+        lambda x, y: x.clamp(whole - 1.0, whole + 1.0),
         lambda x, y: torch.clamp(x, min=whole - 1.0, max=whole + 1),
-    ]  # fmt: skip
+    ]
 
 
 def _choices(c: float) -> list[Step]:
     whole = round(c)
     return [
-        lambda x, y: x.masked_fill(x > whole, whole), lambda x, y: x.masked_fill(x > float(whole), float(whole)),
+        lambda x, y: x.masked_fill(x > whole, whole),
+        lambda x, y: x.masked_fill(x > float(whole), float(whole)),
         lambda x, y: torch.masked_fill(x, torch.gt(x, float(whole)), whole),
-    ]  # fmt: skip
+    ]
 
 
 def _squares() -> list[Step]:
@@ -161,16 +172,19 @@ def _squares() -> list[Step]:
 
 def _differences() -> list[Step]:
     return [
-        lambda x, y: x - y, lambda x, y: torch.rsub(y, x), lambda x, y: torch.add(x, y, alpha=-1),
+        lambda x, y: x - y,
+        lambda x, y: torch.rsub(y, x),
+        lambda x, y: torch.add(x, y, alpha=-1),
         lambda x, y: torch.sub(x, y, alpha=1.0),
-    ]  # fmt: skip
+    ]
 
 
 def _powers() -> list[list[Step]]:
     return [
-        [lambda x, y: x.rsqrt(), lambda x, y: x**-0.5], [lambda x, y: x.sqrt(), lambda x, y: torch.pow(x, 0.5)],
+        [lambda x, y: x.rsqrt(), lambda x, y: x**-0.5],
+        [lambda x, y: x.sqrt(), lambda x, y: torch.pow(x, 0.5)],
         [lambda x, y, each=each: each(x) for each in INVERSES],
-    ]  # fmt: skip
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -193,9 +207,14 @@ def test_any_spelling_of_any_arithmetic(data: st.DataObject, dtype: torch.dtype)
 
 
 KINDS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "mul": lambda x, c: x * c, "add": lambda x, c: x + c, "sub": lambda x, c: x - c, "div": lambda x, c: x / c,
-    "rsub": lambda x, c: c - x, "pow": lambda x, c: x**c, "clamp": lambda x, c: x.clamp(c, 99.0),
-}  # fmt: skip
+    "mul": lambda x, c: x * c,
+    "add": lambda x, c: x + c,
+    "sub": lambda x, c: x - c,
+    "div": lambda x, c: x / c,
+    "rsub": lambda x, c: c - x,
+    "pow": lambda x, c: x**c,
+    "clamp": lambda x, c: x.clamp(c, 99.0),
+}
 
 
 @settings(deadline=None, max_examples=60)
@@ -305,9 +324,12 @@ def test_numbers_that_are_arguments_have_the_type_of_the_samples(
         return pattern(x.exp(), n).cos()  # type: ignore[no-any-return]
 
     fires(
-        lambda x, n: pattern(x.exp(), n).cos(), lambda x: function(x.exp()).cos(), values(), numbers=[given],
+        lambda x, n: pattern(x.exp(), n).cos(),
+        lambda x: function(x.exp()).cos(),
+        values(),
+        numbers=[given],
         replacement=replacement,
-    )  # fmt: skip
+    )
     assert repr(found[-1]) == repr(expected)
 
 
@@ -342,11 +364,18 @@ def test_every_reading_gives_the_same_bits() -> None:
     floats = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([0.0, -0.0, 1e-40, 3e38])])
     numbers = (-1.0, 0.25, 2.0, -8.0, 2.0**14, 0.1, 0.0, -0.0, -0.5, 0.5, 3)
     calls: list[Callable[[Tensor, Tensor], Tensor]] = [
-        lambda x, y: -x, lambda x, y: x.reciprocal(), lambda x, y: x.sqrt(), lambda x, y: x.rsqrt(), lambda x, y: x * x,
-        lambda x, y: x - y, lambda x, y: torch.rsub(x, y, alpha=0.3), lambda x, y: torch.add(x, y, alpha=0.3),
-        lambda x, y: torch.sub(x, y, alpha=-2), lambda x, y: torch.add(x, 0.3, alpha=0.7),
+        lambda x, y: -x,
+        lambda x, y: x.reciprocal(),
+        lambda x, y: x.sqrt(),
+        lambda x, y: x.rsqrt(),
+        lambda x, y: x * x,
+        lambda x, y: x - y,
+        lambda x, y: torch.rsub(x, y, alpha=0.3),
+        lambda x, y: torch.add(x, y, alpha=0.3),
+        lambda x, y: torch.sub(x, y, alpha=-2),
+        lambda x, y: torch.add(x, 0.3, alpha=0.7),
         *(lambda x, y, kind=kind, c=c: KINDS[kind](x, c) for c in numbers for kind in KINDS if kind != "clamp"),
-    ]  # fmt: skip
+    ]
     seen: set[Any] = set()
     for dtype in FLOATING:
         x = floats.to(dtype)

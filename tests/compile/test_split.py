@@ -141,10 +141,24 @@ def sizes_of_sequences(program: Program) -> None:
 
 
 STEPS: Sequence[Callable[[Program], None]] = (
-    norm, norm, tuple_of_norms, activation, arithmetic, joined, size_alone, size_of_a_row_alone, half_of_a_size,
-    size_as_a_number, range_of_a_size, some_of_the_rows, size_of_what_was_written, written_later, view_that_is_written,
-    parts_of_a_tuple, sizes_of_sequences,
-)  # fmt: skip
+    norm,
+    norm,
+    tuple_of_norms,
+    activation,
+    arithmetic,
+    joined,
+    size_alone,
+    size_of_a_row_alone,
+    half_of_a_size,
+    size_as_a_number,
+    range_of_a_size,
+    some_of_the_rows,
+    size_of_what_was_written,
+    written_later,
+    view_that_is_written,
+    parts_of_a_tuple,
+    sizes_of_sequences,
+)
 
 
 def traced(program: Callable[..., Any], weight: Tensor) -> TracedStep:

@@ -71,6 +71,11 @@ def test_a_whole_model_is_one_graph(trained: Path, graphs: list[torch.fx.GraphMo
     torch.testing.assert_close(found, expected)
     layers = len(model.states)
     assert Counter(operations_in(graphs[0])) == {
-        "embedding": 1, "rms_norm": 4 * layers + 1, "linear": 4 * layers, "rotary_embedding": layers,
-        "store_kv_cache": layers, "paged_attention": layers, "silu_and_mul": layers,
-    }  # fmt: skip
+        "embedding": 1,
+        "rms_norm": 4 * layers + 1,
+        "linear": 4 * layers,
+        "rotary_embedding": layers,
+        "store_kv_cache": layers,
+        "paged_attention": layers,
+        "silu_and_mul": layers,
+    }

@@ -40,8 +40,10 @@ TEXTS = st.one_of(
 """Values of options. No option takes a number of these as the number of something that takes long."""
 VALUES = st.one_of(
     st.sampled_from([float("nan"), float("inf"), 0, -1, 0.5, True, False, "many", "", [], {}]),
-    st.integers(-(2**70), 0), st.integers(2**31, 2**70), st.integers(2**20 + 1, 2**70),
-)  # fmt: skip
+    st.integers(-(2**70), 0),
+    st.integers(2**31, 2**70),
+    st.integers(2**20 + 1, 2**70),
+)
 RUNS = settings(
     max_examples=6, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -70,9 +72,10 @@ def numeric_fields(cls: type) -> Iterator[str]:
 
 
 FIELDS = [
-    (cls, name) for cls in (Config, CacheConfig, CompilationConfig, PhaseConfig, ParallelConfig, Options)
+    (cls, name)
+    for cls in (Config, CacheConfig, CompilationConfig, PhaseConfig, ParallelConfig, Options)
     for name in numeric_fields(cls)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +106,28 @@ def arguments_of(path: tuple[str, ...], checkpoint: Path, folder: Path) -> list[
         ("explain",): [str(checkpoint), "--backend", "cpu", "--compiler", "eager"],
         ("doctor",): ["--backend", "nobody"],
         ("quantize",): [
-            str(checkpoint), str(folder / "out"), "--scheme", "w8a8", "--calibration", str(folder / "nothing.txt"),
+            str(checkpoint),
+            str(folder / "out"),
+            "--scheme",
+            "w8a8",
+            "--calibration",
+            str(folder / "nothing.txt"),
         ],
         ("emulate",): ["--", "no-such-program"],
-    }[path]  # fmt: skip
+    }[path]
 
 
 def test_every_command_with_numbers_is_tried() -> None:
     assert {path for path, _ in OPTIONS} == {
-        ("generate",), ("bench", "decode"), ("bench", "prefill"), ("compare",), ("explain",), ("doctor",),
-        ("quantize",), ("emulate",),
-    }  # fmt: skip
+        ("generate",),
+        ("bench", "decode"),
+        ("bench", "prefill"),
+        ("compare",),
+        ("explain",),
+        ("doctor",),
+        ("quantize",),
+        ("emulate",),
+    }
     assert len(OPTIONS) > 30
 
 
@@ -152,9 +166,11 @@ def test_numbers_of_configurations(cls: type, name: str, value: Any) -> None:
 def test_a_configuration_that_python_makes() -> None:
     for make in (
         lambda: CacheConfig(num_tokens=0),
-        lambda: CacheConfig(num_tokens=2**31), lambda: ParallelConfig(tensor=10**5000),
-        lambda: CompilationConfig(capture_sizes=()), lambda: CompilationConfig(splitting_ops=()),
-    ):  # fmt: skip
+        lambda: CacheConfig(num_tokens=2**31),
+        lambda: ParallelConfig(tensor=10**5000),
+        lambda: CompilationConfig(capture_sizes=()),
+        lambda: CompilationConfig(splitting_ops=()),
+    ):
         with pytest.raises(ConfigError):
             make()
 
@@ -179,9 +195,10 @@ class TestRanks:
     def test_the_tasks_of_a_container(self, tmp_path: Path) -> None:
         group = tmp_path / "sys/fs/cgroup/shell"
         for file, text in (
-            (tmp_path / "proc/self/cgroup", "0::/shell\n"), (group / "pids.max", "100\n"),
+            (tmp_path / "proc/self/cgroup", "0::/shell\n"),
+            (group / "pids.max", "100\n"),
             (group / "pids.current", "70\n"),
-        ):  # fmt: skip
+        ):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         assert list(host_capacity.task_limits(tmp_path)) == [(100, 70)]
@@ -227,11 +244,23 @@ class TestRanks:
 
 
 SPARSE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float32", "vocab_size": 96,
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "float32",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+}
 
 
 class TestRunners:

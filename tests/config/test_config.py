@@ -296,8 +296,9 @@ class TestText:
         (tmp_path / name).write_text('{"backend": "cpu"}' if name.endswith("N") else 'backend = "cpu"')
         assert load(str(tmp_path / name)) == load(tmp_path / name) == Config(backend="cpu")
 
-    @pytest.mark.parametrize(("suffix", "text"), [("toml", "cache = {num_tokens = '5'}"),
-                                                  ("json", '{"cache": {"num_tokens": "5"}}')])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("suffix", "text"), [("toml", "cache = {num_tokens = '5'}"), ("json", '{"cache": {"num_tokens": "5"}}')]
+    )
     def test_what_is_wrong_in_a_file_is_told_with_its_name(self, tmp_path: Path, suffix: str, text: str) -> None:
         file = tmp_path / f"config.{suffix}"
         file.write_text(text)

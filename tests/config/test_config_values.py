@@ -35,19 +35,38 @@ from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
 from hal.step import ALL
 
 VALUES: dict[str, Any] = {
-    "Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan"), "1e308": 1e308, "-1e308": -1e308,
-    "1e30": 1e30, "5e-324": 5e-324, "-0.0": -0.0, "2**31": 2**31, "2**62": 2**62, "2**63": 2**63,
-    "-2**63": -(2**63), "10**400": 10**400, "0": 0, "-1": -1, "an empty text": "", "true": True, "null": None,
-    "[]": [], "{}": {},
-}  # fmt: skip
+    "Infinity": float("inf"),
+    "-Infinity": float("-inf"),
+    "NaN": float("nan"),
+    "1e308": 1e308,
+    "-1e308": -1e308,
+    "1e30": 1e30,
+    "5e-324": 5e-324,
+    "-0.0": -0.0,
+    "2**31": 2**31,
+    "2**62": 2**62,
+    "2**63": 2**63,
+    "-2**63": -(2**63),
+    "10**400": 10**400,
+    "0": 0,
+    "-1": -1,
+    "an empty text": "",
+    "true": True,
+    "null": None,
+    "[]": [],
+    "{}": {},
+}
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
 ARCHITECTURES = sorted(
     each.name for each in importlib.metadata.entry_points(group=GROUP) if each.value.startswith("hal.models.")
 )
 ROPE = {
-    "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def declared(architecture: str) -> set[str]:

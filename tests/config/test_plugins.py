@@ -85,15 +85,22 @@ def test_what_is_registered_names_its_package(site: Site) -> None:
     site.install("circles", circle="shapes_circle:Circle")
     (found,) = plugins.registered(GROUP)
     assert (found.name, found.target, found.package, found.version, found.source) == (
-        "circle", "shapes_circle:Circle", "circles", "1.5", "circles 1.5",
-    )  # fmt: skip
+        "circle",
+        "shapes_circle:Circle",
+        "circles",
+        "1.5",
+        "circles 1.5",
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "problem", "remedy"),
     [
-        ("shapes_missing:Wrong", "the shape wrong cannot be imported: ModuleNotFoundError: No module named 'shapes_m",
-         "update bad 1.5; for its authors: correct the entry point wrong = shapes_missing:Wrong in tests.shapes"),
+        (
+            "shapes_missing:Wrong",
+            "the shape wrong cannot be imported: ModuleNotFoundError: No module named 'shapes_m",
+            "update bad 1.5; for its authors: correct the entry point wrong = shapes_missing:Wrong in tests.shapes",
+        ),
         ("shapes_circle:Wrong", "cannot be imported: AttributeError: ", "update bad 1.5"),
         ("shapes_exiting:Wrong", "the shape wrong cannot be imported: SystemExit: 3", "update bad 1.5"),
         ("shapes_circle:Raising", "is <class 'shapes_circle.Raising'>", "test_plugins.Shape of the same name"),
@@ -101,7 +108,7 @@ def test_what_is_registered_names_its_package(site: Site) -> None:
         ("shapes_circle:number", "the entry point wrong in tests.shapes is 3", "(wrong is registered by bad 1.5)"),
         ("shapes_circle", "is <module 'shapes_circle'", "(wrong is registered by bad 1.5)"),
     ],
-)  # fmt: skip
+)
 def test_a_broken_one_is_reported_beside_the_others(
     target: str, problem: str, remedy: str, site: Site, shapes: Plugins[Shape], caplog: pytest.LogCaptureFixture
 ) -> None:

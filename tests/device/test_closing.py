@@ -34,10 +34,14 @@ def active_again() -> Iterator[None]:
 
 
 def made(trained: Path, compiler: str = "eager", num_tokens: int = 2048) -> hal.Runner:
-    backend = hal.open({
-        "backend": "cpu", "dtype": "float32", "cache": {"num_tokens": num_tokens},
-        "compilation": {"compiler": compiler, "capture_sizes": [1, 2]},
-    })  # fmt: skip
+    backend = hal.open(
+        {
+            "backend": "cpu",
+            "dtype": "float32",
+            "cache": {"num_tokens": num_tokens},
+            "compilation": {"compiler": compiler, "capture_sizes": [1, 2]},
+        }
+    )
     return hal.Runner(hal.load_model(trained, backend), backend)
 
 
@@ -86,19 +90,30 @@ def test_whatever_is_used_afterwards_says_so(trained: Path) -> None:
     graph.capture(lambda: torch.ones(2) * 2)
     runner.close()
     for use in (
-        lambda: runner.batch([[5]], [[1]]), lambda: runner.step(batch),
-        lambda: runner.states, lambda: runner.slots, lambda: runner.model, lambda: tokens(runner), runner.__enter__,
-    ):  # fmt: skip
+        lambda: runner.batch([[5]], [[1]]),
+        lambda: runner.step(batch),
+        lambda: runner.states,
+        lambda: runner.slots,
+        lambda: runner.model,
+        lambda: tokens(runner),
+        runner.__enter__,
+    ):
         with pytest.raises(ClosedError, match="this runner on the backend cpu is closed\n  remedy: create another"):
             use()
     assert not backend.closed
     graph.replay()
     backend.close()
     for use in (
-        backend.graph, backend.activate, backend.__enter__, lambda: backend.configure(hal.Config()),
-        lambda: backend.allocate(runner.spec), lambda: hal.Runner(model, backend), lambda: norm(*NORM),
-        lambda: hal.load_model(trained, backend), lambda: backend.ops.rms_norm(*NORM),
-    ):  # fmt: skip
+        backend.graph,
+        backend.activate,
+        backend.__enter__,
+        lambda: backend.configure(hal.Config()),
+        lambda: backend.allocate(runner.spec),
+        lambda: hal.Runner(model, backend),
+        lambda: norm(*NORM),
+        lambda: hal.load_model(trained, backend),
+        lambda: backend.ops.rms_norm(*NORM),
+    ):
         with pytest.raises(ClosedError, match="the backend cpu is closed\n  remedy: open it again"):
             use()
     for use in (graph.replay, lambda: graph.outputs, lambda: graph.pool, lambda: graph.capture(lambda: None)):

@@ -158,8 +158,12 @@ class Doctor:
         kept |= {"PYTHONPATH": str(self.site), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         result = subprocess.run(
             [sys.executable, "-c", "from hal.cli import main; main()", "doctor", *arguments],
-            env=kept | environ, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
+            env=kept | environ,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
         assert result.returncode == code, result.stdout + result.stderr
         return result
 
@@ -275,8 +279,9 @@ class TestTogether:
         first, cpu = of(document, "a_first"), of(document, "cpu")
         assert (first["status"], first["reason"]) == ("works", f"not measured: {over}")
         assert {each["name"]: each["outcome"] for each in first["devices"][0]["checks"]} == {
-            **dict.fromkeys(["matmul", *checks.OPERATIONS, "attention"], "passed"), "graph": "skipped",
-        }  # fmt: skip
+            **dict.fromkeys(["matmul", *checks.OPERATIONS, "attention"], "passed"),
+            "graph": "skipped",
+        }
         assert first["devices"][0]["measures"] is None
         assert (cpu["status"], cpu["reason"]) == ("unavailable", f"not examined: {over}")
         assert "--total-timeout" in cpu["hint"]
@@ -287,8 +292,11 @@ class TestTogether:
         environ = {**os.environ, "PYTHONPATH": str(doctor.site), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, "-c", "from hal.cli import main; main()", "doctor", "--backend", named],
-            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert process.stderr is not None
         with process.stderr:
             while f"examining the driver {named}" not in process.stderr.readline():
@@ -403,11 +411,7 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
         ("RaisesInProbe", "probing: it raised OSError('bus error')", "report it"),
         ("NoProbe", "probing: the probe returned None, not a hal.Probe", "report it"),
         ("RaisesInOpen", "opening the driver: the driver RaisesInOpen: the firmware is old", "update it"),
-        (
-            "NoDevices",
-            "opening the driver: the driver can be opened, but its `devices` returned []",
-            "report it",
-        ),
+        ("NoDevices", "opening the driver: the driver can be opened, but its `devices` returned []", "report it"),
         ("DiesInOpen", "opening the driver: it was terminated by SIGABRT", "see the log"),
         ("DiesAtTheEnd", "ending the process: it was terminated by SIGABRT", "see the log"),
     ],
@@ -508,8 +512,10 @@ def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, mo
     assert lines[-1] == "torch cannot be imported"
     found = doctor.driver("cpu", code=1, **environ)
     assert (found["status"], found["reason"], found["hint"]) == (
-        "unavailable", "not examined: torch cannot be imported", "reinstall torch",
-    )  # fmt: skip
+        "unavailable",
+        "not examined: torch cannot be imported",
+        "reinstall torch",
+    )
 
 
 class TestRanks:

@@ -24,14 +24,7 @@ from hal import ops
 from hal.device.host_capacity import memory_limits
 from hal.drivers import api_version, registry
 from hal.drivers.driver import ADDED
-from hal.errors import (
-    ConfigError,
-    DriverError,
-    DriverIncompatible,
-    DriverNotFound,
-    DriverUnavailable,
-    OperationError,
-)
+from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, OperationError
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 from hal.version import API_VERSION
 
@@ -210,9 +203,12 @@ def test_auto_takes_the_available_driver_of_highest_priority(vendor: Vendor) -> 
 
 def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     vendor.install(
-        absent="acme_driver:Absent", raising="acme_driver:Raising", broken="acme_broken:Driver",
-        newer="acme_driver:NextMinor", typo="acme_driver:Nothing",
-    )  # fmt: skip
+        absent="acme_driver:Absent",
+        raising="acme_driver:Raising",
+        broken="acme_broken:Driver",
+        newer="acme_driver:NextMinor",
+        typo="acme_driver:Nothing",
+    )
     found = {each.name: each.probe for each in registry.candidates()}
     assert found["cpu"].available
     assert found["absent"] == hal.Probe(False, "there is no Acme card", "buy one")
@@ -226,13 +222,23 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
 @pytest.mark.parametrize(
     ("target", "error", "message"),
     [
-        ("acme_driver:NextMinor", DriverIncompatible,
-         r"needs driver API 3\.3; .* has 3\.0 and lacks the additions of 3\.1, 3\.2, 3\.3; .* never call its prefetch"),
-        ("acme_driver:NextMajor", DriverIncompatible,
-         r"written for driver API 4\.x; this torch-hal has 3\.0\n.* for API 3\.x, or a torch-hal with API 4\.x \(acme "
-         r"is registered by acme 1\.0\)$"),
-        ("acme_driver:LastMajor", DriverIncompatible,
-         r"API 2\.x; this torch-hal has 3\.0: .*`plan` replaces .*\n.* docs/how-to/moving-to-3\.md "),
+        (
+            "acme_driver:NextMinor",
+            DriverIncompatible,
+            r"needs driver API 3\.3; .* has 3\.0 and lacks the additions of 3\.1, 3\.2, 3\.3; .* "
+            r"never call its prefetch",
+        ),
+        (
+            "acme_driver:NextMajor",
+            DriverIncompatible,
+            r"written for driver API 4\.x; this torch-hal has 3\.0\n.* for API 3\.x, or a torch-hal with API 4\.x "
+            r"\(acme is registered by acme 1\.0\)$",
+        ),
+        (
+            "acme_driver:LastMajor",
+            DriverIncompatible,
+            r"API 2\.x; this torch-hal has 3\.0: .*`plan` replaces .*\n.* docs/how-to/moving-to-3\.md ",
+        ),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
         ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* not a tuple\n  remedy: .*\('ACME_',\)"),
@@ -251,7 +257,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
         ("acme_driver:BusyOpen", DriverError, "opening the driver acme raised RuntimeError: card 0 is busy"),
         ("acme_driver:Otherwise", DriverIncompatible, "acme returned a backend with the name 'someone_else'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_refused_with_the_reason(
     vendor: Vendor, target: str, error: type[DriverError], message: str
 ) -> None:
@@ -311,15 +317,17 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("variables", "message"),
         [
-            ({"HAL_PICKY_CARD": "1", "HAL_PICKY_CRAD": "2"},
-             r"unknown key 'crad' .* picky driver \(options set by HAL_PICKY_CARD, HAL_PICKY_CRAD\)"),
+            (
+                {"HAL_PICKY_CARD": "1", "HAL_PICKY_CRAD": "2"},
+                r"unknown key 'crad' .* picky driver \(options set by HAL_PICKY_CARD, HAL_PICKY_CRAD\)",
+            ),
             ({"HAL_PICKY_CRAD": "1"}, r"unknown key 'crad' .*set by HAL_PICKY_CRAD"),
             ({"HAL_PICKY_CARD": "one"}, r"expected int, found str 'one' .*set by HAL_PICKY_CARD"),
             ({"HAL_PICKY_CARD": "{one"}, "HAL_PICKY_CARD is not valid JSON"),
             ({"HAL_CPU_NATIV": "true"}, r"unknown key 'nativ' .*set by HAL_CPU_NATIV\)"),
             ({"HAL_CPU_NATIVE": "{one"}, "HAL_CPU_NATIVE is not valid JSON"),
         ],
-    )  # fmt: skip
+    )
     def test_a_wrong_one_is_an_error_by_name(
         self, vendor: Vendor, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

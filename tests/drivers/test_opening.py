@@ -43,19 +43,41 @@ class Unprintable:
 
 
 VALUES: dict[str, Any] = {
-    "None": None, "a text": "x", "an empty text": "", "a number": 3, "zero": 0, "NaN": float("nan"), "true": True,
-    "bytes": b"x", "a class": int, "an object": object(), "without a repr": Unprintable(), "an iterator": iter("x"),
-    "numbers": [1, 2], "texts and a number": ["x", 1], "names of nothing": ["x"], "a table of numbers": {1: 2},
-    "a table of nothing": {"x": 1}, "a table of texts": {"x": "y"}, "a tensor": torch.ones(2),
-    "a number of torch": torch.tensor(1), "a device of torch": torch.device("cpu"), "the class Device": hal.Device,
-    "a Device of a text": hal.Device("cpu"), "a layer": torch.nn.Linear(1, 1), "the class Limits": hal.Limits,  # type: ignore[arg-type]
-}  # fmt: skip
+    "None": None,
+    "a text": "x",
+    "an empty text": "",
+    "a number": 3,
+    "zero": 0,
+    "NaN": float("nan"),
+    "true": True,
+    "bytes": b"x",
+    "a class": int,
+    "an object": object(),
+    "without a repr": Unprintable(),
+    "an iterator": iter("x"),
+    "numbers": [1, 2],
+    "texts and a number": ["x", 1],
+    "names of nothing": ["x"],
+    "a table of numbers": {1: 2},
+    "a table of nothing": {"x": 1},
+    "a table of texts": {"x": "y"},
+    "a tensor": torch.ones(2),
+    "a number of torch": torch.tensor(1),
+    "a device of torch": torch.device("cpu"),
+    "the class Device": hal.Device,
+    "a Device of a text": hal.Device("cpu"),
+    "a layer": torch.nn.Linear(1, 1),
+    "the class Limits": hal.Limits,  # type: ignore[arg-type]
+}
 ARGUMENTS = tuple(inspect.signature(hal.Backend).parameters)
 TAKEN = {
-    "capabilities": {"names of nothing"}, "limits": {"None"}, "inductor": {"None"},
+    "capabilities": {"names of nothing"},
+    "limits": {"None"},
+    "inductor": {"None"},
     "distributed": {"None", "a text"},
-    "native_names": {"a table of texts"}, "sources": {"a table of texts"},
-}  # fmt: skip
+    "native_names": {"a table of texts"},
+    "sources": {"a table of texts"},
+}
 """Values that have the right type."""
 
 
@@ -189,8 +211,13 @@ def test_a_refused_backend_resolves_no_new_operation(opens: Opens, forget_operat
     try:
         refused(opens, Spoilt, "kernels = None")
 
-        @op(samples=samples, namespace="haltest", rowwise=None, axes={"x": "rows width", "return": "rows width"},
-            dtypes={"x": FLOATING, "return": "x"})  # fmt: skip
+        @op(
+            samples=samples,
+            namespace="haltest",
+            rowwise=None,
+            axes={"x": "rows width", "return": "rows width"},
+            dtypes={"x": FLOATING, "return": "x"},
+        )
         def declared_after_a_refusal(x: torch.Tensor) -> torch.Tensor:
             return x * 2
     finally:
@@ -267,14 +294,25 @@ def returning(hook: str, value: Any) -> hal.Backend:
 SPEC = hal.StateSpec.key_value(2, 1, 8, torch.float32, 4, 16)
 USE = hal.nn.WeightUse("linear", "weight", torch.float32)
 CALLS: dict[str, tuple[Any, ...]] = {
-    "graph": (), "allocate": (SPEC,), "prepare_weight": (torch.ones(4, 4), USE), "plain_weight": (torch.ones(4, 4),),
-    "explain": (RuntimeError(),), "counting_launches": (), "capturing": (), "resolve": (ops.operation("rms_norm"),),
-}  # fmt: skip
+    "graph": (),
+    "allocate": (SPEC,),
+    "prepare_weight": (torch.ones(4, 4), USE),
+    "plain_weight": (torch.ones(4, 4),),
+    "explain": (RuntimeError(),),
+    "counting_launches": (),
+    "capturing": (),
+    "resolve": (ops.operation("rms_norm"),),
+}
 WRONG: dict[str, Any] = {
-    "None": None, "a text": "x", "a number": 3, "a tensor": torch.ones(2), "an exception": RuntimeError("x"),
-    "the class": hal.StateMemory, "a canonical state of fewer layers": hal.StateMemory(SPEC, ({},)),
+    "None": None,
+    "a text": "x",
+    "a number": 3,
+    "a tensor": torch.ones(2),
+    "an exception": RuntimeError("x"),
+    "the class": hal.StateMemory,
+    "a canonical state of fewer layers": hal.StateMemory(SPEC, ({},)),
     "states that are texts": hal.StateMemory(SPEC, ({"key": "x", "value": "y"},) * 2),  # type: ignore[dict-item]
-}  # fmt: skip
+}
 
 
 MAY_RETURN = {("explain", "None"), ("resolve", "the class")}

@@ -56,18 +56,25 @@ def main() -> None:
     counts = Counter(kinds)
     arguments = {"dtype": "float32", **asked.get("arguments", {})}
     engine = sglang.Engine(
-        model_path=asked["checkpoint"], context_length=LONGEST, max_total_tokens=CACHED, max_running_requests=8,
-        chunked_prefill_size=CHUNK, log_level="warning", json_model_override_args=json.dumps({"hal": asked["hal"]}),
+        model_path=asked["checkpoint"],
+        context_length=LONGEST,
+        max_total_tokens=CACHED,
+        max_running_requests=8,
+        chunked_prefill_size=CHUNK,
+        log_level="warning",
+        json_model_override_args=json.dumps({"hal": asked["hal"]}),
         **arguments,
-    )  # fmt: skip
+    )
 
     def run(chosen: list[int]) -> list[Any]:
         scored = [kinds[index] == "prompt logprobs" for index in chosen]
         found: Any = engine.generate(
-            input_ids=[prompts[index] for index in chosen], sampling_params=[params[index] for index in chosen],
+            input_ids=[prompts[index] for index in chosen],
+            sampling_params=[params[index] for index in chosen],
             return_logprob=[kinds[index].endswith("logprobs") for index in chosen],
-            logprob_start_len=[0 if each else -1 for each in scored], top_logprobs_num=[2] * len(chosen),
-        )  # fmt: skip
+            logprob_start_len=[0 if each else -1 for each in scored],
+            top_logprobs_num=[2] * len(chosen),
+        )
         return list(found)
 
     found = run(list(range(len(drawn))))

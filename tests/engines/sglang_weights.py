@@ -48,18 +48,28 @@ def main() -> None:
     prompts = [[draw.randrange(5, 200) for _ in range(length)] for length in (70, 9, 130)]
     wanted = {folder: expected(folder, prompts) for folder in (first, second)}
     engine = sglang.Engine(
-        model_path=first, dtype="float32", context_length=512, max_total_tokens=1024, max_running_requests=4,
-        chunked_prefill_size=128, log_level="warning", json_model_override_args=json.dumps({"hal": HAL}),
-    )  # fmt: skip
+        model_path=first,
+        dtype="float32",
+        context_length=512,
+        max_total_tokens=1024,
+        max_running_requests=4,
+        chunked_prefill_size=128,
+        log_level="warning",
+        json_model_override_args=json.dumps({"hal": HAL}),
+    )
     steps: list[dict[str, Any]] = []
 
     def run(name: str, folder: str, updated: bool | None = None) -> None:
         params = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
         found: Any = engine.generate(input_ids=prompts, sampling_params=params)
-        steps.append({
-            "name": name, "updated": updated, "equal": [each["output_ids"] for each in found] == wanted[folder],
-            "cached": sum(each["meta_info"]["cached_tokens"] for each in found),
-        })  # fmt: skip
+        steps.append(
+            {
+                "name": name,
+                "updated": updated,
+                "equal": [each["output_ids"] for each in found] == wanted[folder],
+                "cached": sum(each["meta_info"]["cached_tokens"] for each in found),
+            }
+        )
 
     def updated(answer: Any) -> bool:
         success, message, *_ = answer

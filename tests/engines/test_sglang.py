@@ -25,8 +25,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("environment", "active"),
-    [({}, False), ({"SGLANG_PLATFORM": "hal"}, True), ({"SGLANG_PLATFORM": "other"}, False)],
+    ("environment", "active"), [({}, False), ({"SGLANG_PLATFORM": "hal"}, True), ({"SGLANG_PLATFORM": "other"}, False)]
 )
 def test_hal_is_active_only_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], active: bool
@@ -74,9 +73,15 @@ ON_NPU = pytest.mark.skipif(not installed("torch-npu"), reason="torch_npu is not
     ],
 )
 def test_random_requests_get_the_tokens_of_generate(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, name: str,
-    compiler: str | None, requests: int, arguments: dict[str, Any],
-) -> None:  # fmt: skip
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    backend: str,
+    name: str,
+    compiler: str | None,
+    requests: int,
+    arguments: dict[str, Any],
+) -> None:
     """A small cache and small steps, so that requests are cut into chunks, and find cached prefixes.
 
     SGLang retracts a request in each twentieth step of one case.
@@ -87,10 +92,13 @@ def test_random_requests_get_the_tokens_of_generate(
         monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "20")
     out = tmp_path / "found.json"
     asked = {
-        "checkpoint": str(request.getfixturevalue(name)), "out": str(out), "seed": 1,
+        "checkpoint": str(request.getfixturevalue(name)),
+        "out": str(out),
+        "seed": 1,
         "hal": {"backend": backend} | ({"compilation": {"compiler": compiler}} if compiler else {}),
-        "requests": requests, "arguments": arguments,
-    }  # fmt: skip
+        "requests": requests,
+        "arguments": arguments,
+    }
     result = run(str(HERE / "sglang_requests.py"), json.dumps(asked))
     assert out.exists(), result.stdout + result.stderr
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -239,22 +247,54 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*ON_CPU, "--disable-chunked-prefix-cache"], "hal does not support SGLang's disable_chunked_prefix_cache = True"),
     ([*ON_CPU, "--kv-canary", "log"], "hal does not support SGLang's kv_canary = 'log'"),
     ([*ON_CPU, "--enable-fp32-lm-head"], "hal does not support SGLang's enable_fp32_lm_head = True"),
-    (["--json-model-override-args", '{"hal": {"backend": "cpu"}, "rope_theta": 5.0, "num_hidden_layers": 1}'],
-     "hal does not read num_hidden_layers, rope_theta in SGLang's json_model_override_args, only hal"),
+    (
+        ["--json-model-override-args", '{"hal": {"backend": "cpu"}, "rope_theta": 5.0, "num_hidden_layers": 1}'],
+        "hal does not read num_hidden_layers, rope_theta in SGLang's json_model_override_args, only hal",
+    ),
     (["--json-model-override-args", '{"hal": {"compilr": 1}}'], "unknown key 'compilr'"),
-    (["--json-model-override-args", '{"hal": {"backend": "cpu", "compilation": {"compiler": "eager"}}}',
-      "--enable-torch-compile"], "enable_torch_compile is set, and hal's compiler is eager"),
-    (["--json-model-override-args", '{"hal": {"backend": "cpu", "compilation": {"compiler": "inductor"}}}',
-      "--enable-torch-compile", "--torch-compile-max-bs", "4"], "torch_compile_max_bs"),
+    (
+        [
+            "--json-model-override-args",
+            '{"hal": {"backend": "cpu", "compilation": {"compiler": "eager"}}}',
+            "--enable-torch-compile",
+        ],
+        "enable_torch_compile is set, and hal's compiler is eager",
+    ),
+    (
+        [
+            "--json-model-override-args",
+            '{"hal": {"backend": "cpu", "compilation": {"compiler": "inductor"}}}',
+            "--enable-torch-compile",
+            "--torch-compile-max-bs",
+            "4",
+        ],
+        "torch_compile_max_bs",
+    ),
     ([*ON_CPU, "--torch-compile-max-bs", "4"], "torch_compile_max_bs is 4"),
-    (["--json-model-override-args", '{"hal": {"backend": "cpu", "cache": {"block_size": 32}}}', "--page-size", "16"],
-     "SGLang's page_size requires cache.block_size = 16, and hal's configuration has cache.block_size = 32"),
+    (
+        ["--json-model-override-args", '{"hal": {"backend": "cpu", "cache": {"block_size": 32}}}', "--page-size", "16"],
+        "SGLang's page_size requires cache.block_size = 16, and hal's configuration has cache.block_size = 32",
+    ),
     (["--compilation-config", '{"compiler": "graph"}'], "SystemExit: 2"),  # SGLang has no such argument.
     (ON_CPU, "accepted"),
-    ([*ON_CPU, "--device", "cpu", "--disable-cuda-graph", "--schedule-policy", "lpm", "--enable-metrics",
-      "--load-format", "safetensors", "--model-impl", "sglang"], "accepted"),
+    (
+        [
+            *ON_CPU,
+            "--device",
+            "cpu",
+            "--disable-cuda-graph",
+            "--schedule-policy",
+            "lpm",
+            "--enable-metrics",
+            "--load-format",
+            "safetensors",
+            "--model-impl",
+            "sglang",
+        ],
+        "accepted",
+    ),
     ([*ON_CPU, "--enable-torch-compile", "--torch-compile-max-bs", "4"], "accepted"),
-]  # fmt: skip
+]
 
 
 @needs_sglang

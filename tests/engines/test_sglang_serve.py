@@ -23,8 +23,18 @@ import hal
 pytestmark = needs_sglang
 PROMPTS = ("def main():", "class Stack:\n", "for key in ", "import ", '"""Read', "    try:\n", "x = [", "return ")
 NEW = 12
-ARGUMENTS = ("--dtype", "float32", "--context-length", "512", "--max-total-tokens", "4096",
-             "--chunked-prefill-size", "512", "--log-level", "warning")  # fmt: skip
+ARGUMENTS = (
+    "--dtype",
+    "float32",
+    "--context-length",
+    "512",
+    "--max-total-tokens",
+    "4096",
+    "--chunked-prefill-size",
+    "512",
+    "--log-level",
+    "warning",
+)
 VOCABULARY, WIDTH = 4096, 192
 GREEDY = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
 
@@ -90,21 +100,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/score", scored(label_token_ids=[4096]), "4096"),
     ("/generate", {"text": "", "sampling_params": {}}, "the prompt has no tokens"),
     ("/v1/completions", {"model": "any", "prompt": "", "max_tokens": 2}, "Prompt cannot be empty"),
-    *(("/generate", generated({"stop_token_ids": [token]}), f"stop_token_ids has the token id {token}")
-      for token in OUTSIDE),
+    *(
+        ("/generate", generated({"stop_token_ids": [token]}), f"stop_token_ids has the token id {token}")
+        for token in OUTSIDE
+    ),
     *(("/generate", generated(return_logprob=True, token_ids_logprob=[token]), str(token)) for token in OUTSIDE),
     *(("/generate", generated({"logit_bias": {str(token): 1.0}}), "logit_bias") for token in OUTSIDE),
-    *(("/generate", generated({name: value}), f"{name} is ") for name, value in (
-        ("top_k", 2**31), ("temperature", 1e39), ("repetition_penalty", 1e-40), ("logit_bias", {"5": 1e39}))),
+    *(
+        ("/generate", generated({name: value}), f"{name} is ")
+        for name, value in (
+            ("top_k", 2**31),
+            ("temperature", 1e39),
+            ("repetition_penalty", 1e-40),
+            ("logit_bias", {"5": 1e39}),
+        )
+    ),
     ("/generate", generated({"stream_interval": "often"}), "invalid type"),
-    *(("/generate", generated(return_logprob=True, top_logprobs_num=count), f"top_logprobs_num is {count}")
-      for count in (-1, VOCABULARY + 1)),
+    *(
+        ("/generate", generated(return_logprob=True, top_logprobs_num=count), f"top_logprobs_num is {count}")
+        for count in (-1, VOCABULARY + 1)
+    ),
     ("/generate", generated(session_params={"id": "any", "replace": True}), "replace without rid"),
     ("/generate", {"input_embeds": [[0.0] * WIDTH] * 2, "sampling_params": {}}, "input_embeds"),
     ("/generate", generated(token_indices_to_pool=[1]), "positions to score at"),
-    ("/v1/score", scored(embed_override_token_id=10, query_embed_overrides=[[0.0] * WIDTH]),
-     "embeddings in place of tokens"),
-]  # fmt: skip
+    (
+        "/v1/score",
+        scored(embed_override_token_id=10, query_embed_overrides=[[0.0] * WIDTH]),
+        "embeddings in place of tokens",
+    ),
+]
 
 
 @pytest.mark.parametrize(("path", "asked", "problem"), REFUSED)

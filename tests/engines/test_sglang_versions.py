@@ -23,9 +23,21 @@ print("found: " + json.dumps([namespace_of(ServerArgs), served, sorted(NEUTRAL)]
 """
 
 REFUSED_GROUPS = {
-    "exec.kernel", "exec.mamba", "exec.graph", "exec.comm", "exec.moe", "exec.overlap", "exec.offload", "exec.dllm",
-    "exec.deterministic", "mm", "parallel", "spec", "disagg", "lora",
-}  # fmt: skip
+    "exec.kernel",
+    "exec.mamba",
+    "exec.graph",
+    "exec.comm",
+    "exec.moe",
+    "exec.overlap",
+    "exec.offload",
+    "exec.dllm",
+    "exec.deterministic",
+    "mm",
+    "parallel",
+    "spec",
+    "disagg",
+    "lora",
+}
 """Groups of SGLang's arguments for what hal replaces or lacks. hal serves few of these, and refuses the rest."""
 
 REFUSED = {

@@ -22,9 +22,15 @@ from hal.step import Bounds, InputBatch
 
 @pytest.mark.parametrize(
     ("environment", "active"),
-    [({}, False), ({"HAL_VLLM": "1"}, True), ({"HAL_VLLM": "0"}, False), ({"VLLM_PLUGINS": "hal"}, True),
-     ({"VLLM_PLUGINS": "other,hal"}, True), ({"VLLM_PLUGINS": "other"}, False)],
-)  # fmt: skip
+    [
+        ({}, False),
+        ({"HAL_VLLM": "1"}, True),
+        ({"HAL_VLLM": "0"}, False),
+        ({"VLLM_PLUGINS": "hal"}, True),
+        ({"VLLM_PLUGINS": "other,hal"}, True),
+        ({"VLLM_PLUGINS": "other"}, False),
+    ],
+)
 def test_hal_is_active_only_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], active: bool
 ) -> None:
@@ -45,14 +51,19 @@ def new_requests() -> Requests:
 
 
 def scheduled(
-    *began: SimpleNamespace, ended: Sequence[str] = (), counts: Mapping[str, int] = MappingProxyType({}),
+    *began: SimpleNamespace,
+    ended: Sequence[str] = (),
+    counts: Mapping[str, int] = MappingProxyType({}),
     again: Mapping[str, int] = MappingProxyType({}),
-) -> SimpleNamespace:  # fmt: skip
+) -> SimpleNamespace:
     """Return the output of vLLM's scheduler for a step with new requests, and with those that start anew."""
     cached = SimpleNamespace(
-        req_ids=[*again], new_block_ids=[[[block]] for block in again.values()], num_computed_tokens=[0] * len(again),
-        num_output_tokens=[0] * len(again), resumed_req_ids={*again},
-    )  # fmt: skip
+        req_ids=[*again],
+        new_block_ids=[[[block]] for block in again.values()],
+        num_computed_tokens=[0] * len(again),
+        num_output_tokens=[0] * len(again),
+        resumed_req_ids={*again},
+    )
     return SimpleNamespace(
         finished_req_ids=ended, scheduled_new_reqs=began, scheduled_cached_reqs=cached, num_scheduled_tokens=counts
     )
@@ -110,17 +121,33 @@ def test_a_prompt_is_scored_again_if_its_output_was_dropped() -> None:
 
 
 def check_random(
-    tmp_path: Path, checkpoint: Path, device: str, compiler: str, dtype: str, requests: int, *, devices: int = 1,
-    parallel: Mapping[str, Any] = MappingProxyType({}), **vllm: Any,
-) -> dict[str, int]:  # fmt: skip
+    tmp_path: Path,
+    checkpoint: Path,
+    device: str,
+    compiler: str,
+    dtype: str,
+    requests: int,
+    *,
+    devices: int = 1,
+    parallel: Mapping[str, Any] = MappingProxyType({}),
+    **vllm: Any,
+) -> dict[str, int]:
     """Check random requests, and return what was counted."""
     if device == "npu" and not installed("torch-npu"):
         pytest.skip("torch_npu is not installed")
     configuration = {"backend": device, "compilation": {"compiler": compiler}, "parallel": dict(parallel)}
     found = found_by(
-        "vllm_requests.main", tmp_path, checkpoint, devices=devices, hal=configuration, vllm=vllm, dtype=dtype,
-        block=16 if device == "cpu" else 128, seed=1, requests=requests,
-    )  # fmt: skip
+        "vllm_requests.main",
+        tmp_path,
+        checkpoint,
+        devices=devices,
+        hal=configuration,
+        vllm=vllm,
+        dtype=dtype,
+        block=16 if device == "cpu" else 128,
+        seed=1,
+        requests=requests,
+    )
     assert found["wrong"] == []
     assert len(found["ties"]) <= (0 if dtype == "float32" else requests // 20)
     assert found["requests"] == requests
@@ -179,9 +206,15 @@ def test_a_step_starts_before_the_tokens_of_the_last_are_on_the_host(
     ],
 )
 def test_two_ranks_split_a_model(
-    request: pytest.FixtureRequest, tmp_path: Path, name: str, device: str, compiler: str, dtype: str, requests: int,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    name: str,
+    device: str,
+    compiler: str,
+    dtype: str,
+    requests: int,
     parallel: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     checkpoint = request.getfixturevalue(name)
     check_random(
         tmp_path, checkpoint, device, compiler, dtype, requests, devices=2, parallel=parallel, tensor_parallel_size=2
@@ -205,9 +238,14 @@ def test_two_replicas_give_the_tokens_of_generate(
         pytest.skip("torch_npu is not installed")
     configuration = {"backend": device, "compilation": {"compiler": "graph"}, "parallel": {"experts": experts}}
     found = found_by(
-        "vllm_ranks.replicas", tmp_path, request.getfixturevalue(name), hal=configuration, devices=2,
-        dtype="float32" if device == "cpu" else "float16", vllm={"data_parallel_size": 2},
-    )  # fmt: skip
+        "vllm_ranks.replicas",
+        tmp_path,
+        request.getfixturevalue(name),
+        hal=configuration,
+        devices=2,
+        dtype="float32" if device == "cpu" else "float16",
+        vllm={"data_parallel_size": 2},
+    )
     assert found["wrong"] == []
     assert len(found["ties"]) <= (0 if device == "cpu" else 2)
     assert found["counts"]["ranks"] == ranks

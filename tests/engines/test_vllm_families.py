@@ -17,24 +17,42 @@ from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.weight_bindings import bindings_of
 
 COMMON: dict[str, Any] = {
-    "dtype": "float32", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False, "eos_token_id": 0,
-}  # fmt: skip
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
     "mixtral": {
-        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "sliding_window": None,
     },
     "qwen2_moe": {
-        "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "norm_topk_prob": False,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": None, "num_attention_heads": 2,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "head_dim": None,
+        "num_attention_heads": 2,
     },
-}  # fmt: skip
+}
 
 
 def family(folder: Path, model_type: str, seed: int = 1, **overrides: Any) -> Path:
@@ -55,11 +73,14 @@ def family(folder: Path, model_type: str, seed: int = 1, **overrides: Any) -> Pa
         model = find_model(config["architectures"][0]).from_config(config)
     draw = torch.Generator().manual_seed(seed)
     shapes = {piece.source: piece.source_shape for binding in bindings_of(model) for piece in binding.pieces()}
-    save_file({
-        name: torch.randn(shape, generator=draw) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
-        + (1 if "norm" in name else 0)
-        for name, shape in shapes.items()
-    }, folder / "model.safetensors")  # fmt: skip
+    save_file(
+        {
+            name: torch.randn(shape, generator=draw) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+            + (1 if "norm" in name else 0)
+            for name, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -96,10 +117,18 @@ def test_vllm_frees_the_blocks_before_a_window(
     if device == "npu" and not installed("torch-npu"):
         pytest.skip("torch_npu is not installed")
     found = found_by(
-        "vllm_windows.main", tmp_path, family(tmp_path / "mistral", "mistral", max_position_embeddings=longest),
-        hal={"backend": device, "compilation": {"compiler": compiler}}, dtype=dtype, block=block,
-        blocks=prompt // block + 6, prompt=prompt, new=30, longest=longest, seed=1,
-    )  # fmt: skip
+        "vllm_windows.main",
+        tmp_path,
+        family(tmp_path / "mistral", "mistral", max_position_embeddings=longest),
+        hal={"backend": device, "compilation": {"compiler": compiler}},
+        dtype=dtype,
+        block=block,
+        blocks=prompt // block + 6,
+        prompt=prompt,
+        new=30,
+        longest=longest,
+        seed=1,
+    )
     assert found["wrong"] == []
     freeing, keeping = found["WindowWorker"], found["KeepingWorker"]
     assert freeing["together"] > keeping["together"]

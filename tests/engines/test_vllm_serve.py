@@ -172,8 +172,9 @@ def test_sigterm_ends_the_server_after_its_streams(trained: Path, tmp_path: Path
 @pytest.mark.skipif(not installed("torch-npu"), reason="torch_npu is not installed")
 def test_an_emulated_npu_serves(trained: Path, tmp_path: Path) -> None:
     configured = {"backend": "npu", "compilation": {"compiler": "graph", "capture_sizes": [1, 2, 4, 8, 16]}}
-    with served(trained, tmp_path / "log", configured, "--dtype", "float16", "--num-gpu-blocks-override", "64",
-                *ARGUMENTS) as server:  # fmt: skip
+    with served(
+        trained, tmp_path / "log", configured, "--dtype", "float16", "--num-gpu-blocks-override", "64", *ARGUMENTS
+    ) as server:
         print(f"the server answered after {server.seconds:.1f} s")  # noqa: T201
         with ThreadPoolExecutor(16) as pool:
             texts = list(pool.map(lambda row: streamed(server, trained, PROMPTS[row % 8], 8), range(16)))

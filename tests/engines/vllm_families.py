@@ -37,10 +37,17 @@ def differing(
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 90) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     engine = LLM(
-        model=before or checkpoint, max_model_len=LONGEST, block_size=16, dtype="float32", skip_tokenizer_init=True,
-        max_num_seqs=4, max_num_batched_tokens=48, num_gpu_blocks_override=CACHED // 16,
-        additional_config={"hal": config}, load_format=load_format,
-    )  # fmt: skip
+        model=before or checkpoint,
+        max_model_len=LONGEST,
+        block_size=16,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=CACHED // 16,
+        additional_config={"hal": config},
+        load_format=load_format,
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
     found = engine.generate(given, params, use_tqdm=False)
@@ -78,9 +85,11 @@ def specifications() -> list[str]:
     if sizes != {"layers.0": 16 * (48 * 2 + 64), "layers.2": 16 * (24 * 2 + 64)}:
         wrong.append(f"latent layers take {sizes}")
     asked: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), kv_transfer_config=None,
-        cache_config=SimpleNamespace(), model_config=SimpleNamespace(),
-    )  # fmt: skip
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(),
+        model_config=SimpleNamespace(),
+    )
     if (groups := len(get_kv_cache_groups(asked, dict(specs)))) != 1:
         wrong.append(f"latent layers are in {groups} groups")
     windows = [{name: State(TOKEN, (2, 16), window=size) for name in ("key", "value")} for size in (20, 50, None)]

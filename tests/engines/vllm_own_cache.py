@@ -9,12 +9,21 @@ from pathlib import Path
 REVISION = "0" * 40
 LONG = 40960
 MODELS = {
-    "facebook/opt-125m": 2048, "hmellor/tiny-random-LlamaForCausalLM": 8192, "distilbert/distilgpt2": 1024,
-    "openai-community/gpt2": 1024, "gpt2": 1024, "JackFram/llama-160m": 2048, "Qwen/Qwen3-0.6B": LONG,
-    "Qwen/Qwen3-1.7B": LONG, "Qwen/Qwen2.5-1.5B-Instruct": 32768, "Qwen/Qwen2-1.5B-Instruct": 32768,
-    "meta-llama/Llama-3.2-1B": LONG, "meta-llama/Llama-3.2-1B-Instruct": LONG,
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 2048, "HuggingFaceH4/zephyr-7b-beta": 32768,
-}  # fmt: skip
+    "facebook/opt-125m": 2048,
+    "hmellor/tiny-random-LlamaForCausalLM": 8192,
+    "distilbert/distilgpt2": 1024,
+    "openai-community/gpt2": 1024,
+    "gpt2": 1024,
+    "JackFram/llama-160m": 2048,
+    "Qwen/Qwen3-0.6B": LONG,
+    "Qwen/Qwen3-1.7B": LONG,
+    "Qwen/Qwen2.5-1.5B-Instruct": 32768,
+    "Qwen/Qwen2-1.5B-Instruct": 32768,
+    "meta-llama/Llama-3.2-1B": LONG,
+    "meta-llama/Llama-3.2-1B-Instruct": LONG,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 2048,
+    "HuggingFaceH4/zephyr-7b-beta": 32768,
+}
 """The hub's names, and the longest sequence of each model in tokens, which some tests expect."""
 TEMPLATE = (
     "{% for message in messages %}{{ '# ' + message['role'] + '\\n' + message['content'] + '\\n' }}{% endfor %}"

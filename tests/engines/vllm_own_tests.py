@@ -24,24 +24,41 @@ from vllm_own_cache import make_cache
 
 ROOT = Path(__file__).parents[2]
 TARGETS = (
-    "tests/v1/engine", "tests/v1/e2e", "tests/v1/sample", "tests/v1/core", "tests/v1/structured_output",
-    "tests/samplers", "tests/basic_correctness", "tests/entrypoints/llm", "tests/entrypoints/openai",
-)  # fmt: skip
+    "tests/v1/engine",
+    "tests/v1/e2e",
+    "tests/v1/sample",
+    "tests/v1/core",
+    "tests/v1/structured_output",
+    "tests/samplers",
+    "tests/basic_correctness",
+    "tests/entrypoints/llm",
+    "tests/entrypoints/openai",
+)
 ENVIRONMENT = {
-    "HAL_VLLM": "1", "HAL_BACKEND": "cpu", "HAL_CACHE__NUM_TOKENS": "65536", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "HAL_VLLM": "1",
+    "HAL_BACKEND": "cpu",
+    "HAL_CACHE__NUM_TOKENS": "65536",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "OMP_NUM_THREADS": "1",
+}
 REASONS = (
     (r"hal does not (?:support|read) vLLM's (\w+)", r"hal refuses \1"),
     (r"hal\.errors\.(\w+: .{1,80})", r"\1"),
-    (r"OfflineModeIsEnabled|LocalEntryNotFound|couldn't connect to|[Oo]ffline mode|Cannot find .* local cache"
-     r"|Cannot reach|is not a local folder|Name or service not known|name resolution", "needs the hub"),
+    (
+        r"OfflineModeIsEnabled|LocalEntryNotFound|couldn't connect to|[Oo]ffline mode|Cannot find .* local cache"
+        r"|Cannot reach|is not a local folder|Name or service not known|name resolution",
+        "needs the hub",
+    ),
     (r"No module named '((?!vllm\._C)[\w.]+)'", r"needs the module \1"),
-    (r"not compiled with CUDA|No CUDA|'_OpNamespace' '_\w+'|only supported on CUDA|requires? CUDA|NVIDIA|vllm\._C",
-     "needs CUDA or vLLM's kernels"),
+    (
+        r"not compiled with CUDA|No CUDA|'_OpNamespace' '_\w+'|only supported on CUDA|requires? CUDA|NVIDIA|vllm\._C",
+        "needs CUDA or vLLM's kernels",
+    ),
     (r"out-of-vocab", "a token that the small vocabulary lacks"),
     (r"Timeout >", "over the time limit"),
-)  # fmt: skip
+)
 """What a failure's text has, and the reason that is printed. The first that fits counts."""
 GENERIC = re.compile(r"See root cause above|Server exited unexpectedly")
 """Errors whose cause is in the output of another process."""
@@ -95,9 +112,21 @@ def run(target: str, folder: Path, environment: dict[str, str], limit: int) -> l
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors",
-            "--timeout", str(limit), "--junitxml", str(report), "-o", "junit_logging=all", target,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            "--timeout",
+            str(limit),
+            "--junitxml",
+            str(report),
+            "-o",
+            "junit_logging=all",
+            target,
+        ]
         log = folder / (target.strip("/").replace("/", "_") + ".log")
         with log.open("w", encoding="utf-8") as out:
             subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)

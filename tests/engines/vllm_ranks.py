@@ -39,10 +39,14 @@ def _read() -> tuple[dict[str, Any], list[list[int]]]:
 
 def _arguments(asked: dict[str, Any]) -> dict[str, Any]:
     return {
-        "model": asked["checkpoint"], "max_model_len": 256, "dtype": asked.get("dtype", "float32"),
-        "worker_cls": "vllm_requests.CountingWorker", "num_gpu_blocks_override": 128,
-        "additional_config": {"hal": asked["hal"]}, **asked["vllm"],
-    }  # fmt: skip
+        "model": asked["checkpoint"],
+        "max_model_len": 256,
+        "dtype": asked.get("dtype", "float32"),
+        "worker_cls": "vllm_requests.CountingWorker",
+        "num_gpu_blocks_override": 128,
+        "additional_config": {"hal": asked["hal"]},
+        **asked["vllm"],
+    }
 
 
 def _write(asked: dict[str, Any], **found: Any) -> None:

@@ -144,14 +144,22 @@ def main() -> None:
         kinds.append(kind)
         counts[kind] += 1
     same = {
-        "model": asked["checkpoint"], "max_model_len": LONGEST, "block_size": asked["block"], "dtype": asked["dtype"],
+        "model": asked["checkpoint"],
+        "max_model_len": LONGEST,
+        "block_size": asked["block"],
+        "dtype": asked["dtype"],
         "worker_cls": f"{__name__}.CountingWorker",
-    }  # fmt: skip
+    }
     inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     engine = LLM(
-        **same, additional_config={"hal": asked["hal"]}, max_num_seqs=8, max_num_batched_tokens=96,
-        num_gpu_blocks_override=CACHED // asked["block"], enable_prefix_caching=True, **asked.get("vllm", {}),
-    )  # fmt: skip
+        **same,
+        additional_config={"hal": asked["hal"]},
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        num_gpu_blocks_override=CACHED // asked["block"],
+        enable_prefix_caching=True,
+        **asked.get("vllm", {}),
+    )
     start = time.perf_counter()
     found = engine.generate(inputs, params, use_tqdm=False)
     seconds = time.perf_counter() - start

@@ -81,11 +81,17 @@ def main() -> None:
     for worker in (WindowWorker, KeepingWorker):
         FOUND.clear()
         engine = LLM(
-            model=asked["checkpoint"], block_size=asked["block"], dtype=asked["dtype"], skip_tokenizer_init=True,
-            max_num_seqs=16, max_num_batched_tokens=32, num_gpu_blocks_override=asked["blocks"],
-            worker_cls=f"{__name__}.{worker.__name__}", additional_config={"hal": asked["hal"]},
+            model=asked["checkpoint"],
+            block_size=asked["block"],
+            dtype=asked["dtype"],
+            skip_tokenizer_init=True,
+            max_num_seqs=16,
+            max_num_batched_tokens=32,
+            num_gpu_blocks_override=asked["blocks"],
+            worker_cls=f"{__name__}.{worker.__name__}",
+            additional_config={"hal": asked["hal"]},
             max_model_len=asked["longest"] if worker is WindowWorker else asked["prompt"] + asked["new"] + 8,
-        )  # fmt: skip
+        )
         found = engine.generate(given, params, use_tqdm=False)
         result[worker.__name__] = dict(FOUND)
         if worker is WindowWorker:

@@ -15,10 +15,14 @@ PROMPTS = [[5, 6, 7], list(range(20, 90)), [9]]
 
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 def test_the_tokens_are_those_of_generate(trained: Path, compiler: str) -> None:
-    backend = hal.open({
-        "backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 512, "block_size": 16},
-        "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
-    })  # fmt: skip
+    backend = hal.open(
+        {
+            "backend": "cpu",
+            "dtype": "float32",
+            "cache": {"num_tokens": 512, "block_size": 16},
+            "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
+        }
+    )
     runner = hal.Runner(hal.load_model(trained, backend), backend, max_sequences=4)
     expected: list[list[int]] = [[] for _ in PROMPTS]
     for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=8)):

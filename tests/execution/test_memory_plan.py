@@ -138,10 +138,13 @@ def test_the_blocks_of_a_plan_are_those_of_the_runner(trained: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [({"max_sequences": 0}, "max_sequences must be at least 1"), ({"max_sequences": 2, "share": 0.0}, r"share is 0\.0"),
-     ({"max_sequences": 2, "share": 90}, "share is 90"),
-     ({"max_sequences": 2, "max_length": 65}, "sequences of 65 tokens were asked for, and Wasteful takes 1 to 64")],
-)  # fmt: skip
+    [
+        ({"max_sequences": 0}, "max_sequences must be at least 1"),
+        ({"max_sequences": 2, "share": 0.0}, r"share is 0\.0"),
+        ({"max_sequences": 2, "share": 90}, "share is 90"),
+        ({"max_sequences": 2, "max_length": 65}, "sequences of 65 tokens were asked for, and Wasteful takes 1 to 64"),
+    ],
+)
 def test_what_a_plan_refuses(cpu: hal.Backend, arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         hal.plan_memory(Wasteful(), cpu, **arguments)

@@ -234,9 +234,18 @@ def _twice(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
     query = hidden[:, :16].view(-1, 2, 8).repeat(2, 1, 1)
     cache = torch.zeros(4, 16, 2, 8)
     attended = ops.paged_attention(
-        query, cache, cache, batch.block_table % 4, batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host,
-        batch.kv_lens_host, 1.0, True, None,
-    )  # fmt: skip
+        query,
+        cache,
+        cache,
+        batch.block_table % 4,
+        batch.query_start_loc,
+        batch.kv_lens,
+        batch.query_start_loc_host,
+        batch.kv_lens_host,
+        1.0,
+        True,
+        None,
+    )
     return hidden + attended.sum()
 
 

@@ -39,8 +39,11 @@ def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, 
     asked = random.Random(seed).choices(range(batch.num_tokens), k=seed % 7)
     last = [end - 1 for end in batch.query_start_loc.tolist()[1:]]
     choices: list[tuple[Wanted, list[int]]] = [
-        (LAST, last), (ALL, list(range(batch.num_tokens))), (NONE, []), (torch.tensor(asked, dtype=torch.int64), asked)
-    ]  # fmt: skip
+        (LAST, last),
+        (ALL, list(range(batch.num_tokens))),
+        (NONE, []),
+        (torch.tensor(asked, dtype=torch.int64), asked),
+    ]
     for rows, expected in choices:
         parts, order = parts_of(batch, rows, most)
         found, before = [], 0
@@ -116,9 +119,16 @@ print(backend.device.memory_stats().peak - before)
 def test_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
     """A prompt of 32,768 tokens, whose MLP activations alone would take 400 MB at once."""
     large_checkpoint.write(
-        tmp_path, num_hidden_layers=1, hidden_size=256, intermediate_size=3072, num_attention_heads=2, head_dim=64,
-        num_key_value_heads=1, vocab_size=1000, max_position_embeddings=40960,
-    )  # fmt: skip
+        tmp_path,
+        num_hidden_layers=1,
+        hidden_size=256,
+        intermediate_size=3072,
+        num_attention_heads=2,
+        head_dim=64,
+        num_key_value_heads=1,
+        vocab_size=1000,
+        max_position_embeddings=40960,
+    )
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(result.stdout) < 150 << 20

@@ -18,16 +18,23 @@ from hal.errors import CheckpointError, ModelError
 from hal.nn import CausalLM
 
 COMPILERS = ("eager", "graph", "piecewise", "inductor")
-QUANTIZED = tuple(f"{form}/{scheme}" for form in ("compressed-tensors", "modelslim")
-                  for scheme in ("w8a16", "w8a8", "w8a8_dynamic"))  # fmt: skip
+QUANTIZED = tuple(
+    f"{form}/{scheme}" for form in ("compressed-tensors", "modelslim") for scheme in ("w8a16", "w8a8", "w8a8_dynamic")
+)
 
 
 def opened(compiler: str = "eager", **cache: Any) -> hal.Backend:
     compilation = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [1, 2, 4], "debug": True})
     if compiler == "inductor":
         compilation.pop("debug")
-    return hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation,
-                     "cache": {"num_tokens": 1024, "block_size": 16, **cache}})  # fmt: skip
+    return hal.open(
+        {
+            "backend": "cpu",
+            "dtype": "float32",
+            "compilation": compilation,
+            "cache": {"num_tokens": 1024, "block_size": 16, **cache},
+        }
+    )
 
 
 def runner_of(folder: Path, backend: hal.Backend) -> hal.Runner:
@@ -41,15 +48,23 @@ def held(model: CausalLM) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "compiler"),
     [
-        ("tied", "eager"), ("tied", "graph"), ("experts", "eager"), ("biased", "eager"),
-        ("compressed-tensors/w8a8", "graph"), ("modelslim/w8a8", "eager"),
+        ("tied", "eager"),
+        ("tied", "graph"),
+        ("experts", "eager"),
+        ("biased", "eager"),
+        ("compressed-tensors/w8a8", "graph"),
+        ("modelslim/w8a8", "eager"),
         pytest.param("tied", "inductor", marks=pytest.mark.thorough("compiles with Inductor")),
         pytest.param("tied", "piecewise", marks=pytest.mark.thorough(MODE)),
-        *(pytest.param(kind, compiler, marks=pytest.mark.thorough(FAMILY)) for kind in ("biased", "experts", *QUANTIZED)
-          for compiler in ("piecewise", "graph") if (kind, compiler) != ("compressed-tensors/w8a8", "graph")),
+        *(
+            pytest.param(kind, compiler, marks=pytest.mark.thorough(FAMILY))
+            for kind in ("biased", "experts", *QUANTIZED)
+            for compiler in ("piecewise", "graph")
+            if (kind, compiler) != ("compressed-tensors/w8a8", "graph")
+        ),
         pytest.param("modelslim/w8a8_dynamic/experts", "graph", marks=pytest.mark.thorough(FAMILY)),
     ],
-)  # fmt: skip
+)
 def test_results_are_those_of_a_fresh_load(tmp_path: Path, kind: str, compiler: str) -> None:
     first, second = two_checkpoints(tmp_path, kind)
     fresh = runner_of(second, opened(compiler))
@@ -120,7 +135,7 @@ QUERY, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens
             "none in place of its input_offset",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_changes_nothing(tmp_path: Path, kind: str, change: Change, problem: str) -> None:
     first, second = two_checkpoints(tmp_path, kind)
     runner = runner_of(first, opened())

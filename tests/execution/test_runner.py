@@ -397,9 +397,10 @@ def test_lengths_that_the_model_does_not_take_are_refused(wrong: Any) -> None:
         hal.Runner(Toy(), opened(), max_length=wrong)
 
 
-@pytest.mark.parametrize(("max_length", "model", "longest"), [
-    (None, ToyWithWindow, 32), (64, ToyWithWindow, 64), (48, ToyWithWindow, 48), (64, Toy, 32), (16, Toy, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("max_length", "model", "longest"),
+    [(None, ToyWithWindow, 32), (64, ToyWithWindow, 64), (48, ToyWithWindow, 48), (64, Toy, 32), (16, Toy, 16)],
+)
 def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
     max_length: int | None, model: type[Toy], longest: int
 ) -> None:

@@ -56,15 +56,23 @@ class Scorer(Encoder):
 
 
 def opened(compiler: str, **compilation: Any) -> hal.Backend:
-    return hal.open({"backend": "cpu", "max_prefill_tokens": 24, "compilation": {
-        "compiler": compiler, **COMPILERS[compiler], **compilation,
-    }})  # fmt: skip
+    return hal.open(
+        {
+            "backend": "cpu",
+            "max_prefill_tokens": 24,
+            "compilation": {"compiler": compiler, **COMPILERS[compiler], **compilation},
+        }
+    )
 
 
 STEPS: tuple[tuple[list[list[int]], list[int]], ...] = (
-    ([[1, 2, 3], [4]], [0, 0]), ([[5], [6]], [3, 1]), ([[7, 8], [9, 1]], [4, 2]), ([[3], [2], [5]], [6, 4, 0]),
-    ([[2]], [7]), ([[1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 30], [8, 5]),
-)  # fmt: skip
+    ([[1, 2, 3], [4]], [0, 0]),
+    ([[5], [6]], [3, 1]),
+    ([[7, 8], [9, 1]], [4, 2]),
+    ([[3], [2], [5]], [6, 4, 0]),
+    ([[2]], [7]),
+    ([[1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 30], [8, 5]),
+)
 """New and cached tokens of each sequence."""
 
 
@@ -189,10 +197,14 @@ class TestRowsOfEngines:
     @pytest.mark.parametrize(
         ("tokens", "logits", "expected"),
         [
-            ([1, 1], [1, 1], LAST), ([5, 1], [1, 1], LAST), ([5, 2], [0, 0], NONE), ([5, 2], [5, 2], ALL),
-            ([5, 2, 3], [0, 2, 1], [5, 6, 9]), ([2, 2], [1, 2], [1, 2, 3]),
+            ([1, 1], [1, 1], LAST),
+            ([5, 1], [1, 1], LAST),
+            ([5, 2], [0, 0], NONE),
+            ([5, 2], [5, 2], ALL),
+            ([5, 2, 3], [0, 2, 1], [5, 6, 9]),
+            ([2, 2], [1, 2], [1, 2, 3]),
         ],
-    )  # fmt: skip
+    )
     def test_the_last_of_each_sequence(self, tokens: list[int], logits: list[int], expected: Rows | list[int]) -> None:
         found = last_rows(tokens, logits)
         assert (found.tolist() if isinstance(found, Tensor) else found) == expected

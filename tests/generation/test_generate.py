@@ -139,8 +139,10 @@ def test_stop_token_of_the_checkpoint(trained: Path) -> None:
     assert Checkpoint.open(trained).stop_token_ids == {0}
 
 
-@pytest.mark.parametrize(("generation", "expected"), [('{"eos_token_id": null}', {7}), ("{}", {7}), (None, {7}),
-                                                      ('{"eos_token_id": [1, 2]}', {1, 2})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [('{"eos_token_id": null}', {7}), ("{}", {7}), (None, {7}), ('{"eos_token_id": [1, 2]}', {1, 2})],
+)
 def test_stop_tokens_of_either_file(generation: str | None, expected: set[int], tmp_path: Path) -> None:
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(generation, encoding="utf-8")

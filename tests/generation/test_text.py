@@ -86,9 +86,7 @@ def test_texts_take_turns() -> None:
     assert next(pieces) == Piece(0, "a", a, None)
     assert next(tokens) == Token(1, b, None), "the first text must not wait"
     pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL)
-    expected = [
-        (0, "a", a, None), (0, "a", a, "length"), (1, "b", b, None), (1, "", b, "stop"), (2, "b", b, "length")
-    ]  # fmt: skip
+    expected = [(0, "a", a, None), (0, "a", a, "length"), (1, "b", b, None), (1, "", b, "stop"), (2, "b", b, "length")]
     assert list(pieces) == [Piece(*each) for each in expected]
 
 

@@ -44,9 +44,17 @@ class Attend:
 
     def call(self, query: Tensor, lens: Tensor, attention: Any = ops.paged_attention) -> Tensor:
         attended: Tensor = attention(
-            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, SCALE, True,
+            query,
+            *self.caches,
+            self.table,
+            self.device_starts,
+            self.device_lens,
+            self.starts,
+            lens,
+            SCALE,
+            True,
             self.window,
-        )  # fmt: skip
+        )
         return attended
 
     def twice(self, lens: Tensor | None = None, attention: Any = ops.paged_attention) -> Tensor:
@@ -62,9 +70,12 @@ class Attend:
 def with_blind_queries(draw: Draw) -> Iterator[Sample]:
     """Yield samples of ``scaled_dot_product_attention`` in which some queries attend to no key."""
     for batch, heads, kv_heads, queries, keys, causal, masked in (
-        (2, 8, 2, 1, 9, False, True), (2, 4, 4, 70, 70, False, True), (1, 4, 2, 40, 33, True, False),
-        (2, 4, 2, 17, 33, True, True), (1, 8, 8, 200, 130, True, True),
-    ):  # fmt: skip
+        (2, 8, 2, 1, 9, False, True),
+        (2, 4, 4, 70, 70, False, True),
+        (1, 4, 2, 40, 33, True, False),
+        (2, 4, 2, 17, 33, True, True),
+        (1, 8, 8, 200, 130, True, True),
+    ):
         tensors = draw.normal(batch, heads, queries, 64), *(draw.normal(batch, kv_heads, keys, 64) for _ in range(2))
         mask = draw.integers(0, 2, batch, 1, queries, keys).bool()
         mask[0, :, : queries // 2 + 1] = False

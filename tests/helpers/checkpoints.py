@@ -14,14 +14,24 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 EXPERTS: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16, "norm_topk_prob": True,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 """Overrides for a Qwen3-MoE."""
 LARGE: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 512,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 512,
+}
 """Overrides for a model whose steps take longer than the Python around them."""
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,8 +95,11 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.input_layernorm.weight", (width,)
         yield f"{prefix}.post_attention_layernorm.weight", (width,)
         for part, rows, columns in (
-            ("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width), ("o_proj", width, queries),
-        ):  # fmt: skip
+            ("q_proj", queries, width),
+            ("k_proj", keys, width),
+            ("v_proj", keys, width),
+            ("o_proj", width, queries),
+        ):
             yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
             if config["attention_bias"]:
                 yield f"{prefix}.self_attn.{part}.bias", (rows,)

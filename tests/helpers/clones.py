@@ -47,9 +47,15 @@ class Clone:
         if npu and self.npu is not None:
             environ["PYTHONPATH"] = str(self.npu)
         return subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False,
+            command,
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
 
     def check(self, folder: Path, *command: str, npu: bool = False) -> str:
         """Run a command, which must succeed, and return its output."""

@@ -65,9 +65,13 @@ def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
         rope["low_freq_factor"], rope["high_freq_factor"] = draw.choice((0.5, 1.0)), draw.choice((2.0, 4.0))
     if rope_type == "yarn":
         optional: dict[str, tuple[Any, ...]] = {
-            "attention_factor": (0.9, 1.2), "beta_fast": (8.0, 32, None), "beta_slow": (0.5, 1, None),
-            "truncate": (True, False), "mscale": (0.7, 1.0), "mscale_all_dim": (0.0, 0.5),
-        }  # fmt: skip
+            "attention_factor": (0.9, 1.2),
+            "beta_fast": (8.0, 32, None),
+            "beta_slow": (0.5, 1, None),
+            "truncate": (True, False),
+            "mscale": (0.7, 1.0),
+            "mscale_all_dim": (0.0, 0.5),
+        }
         rope |= {key: draw.choice(values) for key, values in optional.items() if draw.random() < 0.5}
     return rope
 

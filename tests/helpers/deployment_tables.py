@@ -68,7 +68,7 @@ def _parts() -> Iterator[str]:
     workload = next(each for each in WORKLOADS if each.name == "decode 32")
     yield from _head(
         "model", "devices", "copies x ranks", "GiB", "memory", "compute", "launches", "collectives", "step", "tokens/s"
-    )  # fmt: skip
+    )
     for model, shapes in MODELS.items():
         planner = Planner(SHAPES[shapes], Assumptions.read(FILES["910b"]))
         for number in DEVICES:
@@ -76,8 +76,14 @@ def _parts() -> Iterator[str]:
             if found is not None:
                 time = found.time
                 parts = (time.memory, time.compute, time.launches, time.collectives, time.total)
-                yield _row(model, number, found.name, f"{found.work.held / 2**30:.1f}",
-                           *(f"{1e3 * each:.1f}" for each in parts), f"{found.tokens_per_second:.0f}")  # fmt: skip
+                yield _row(
+                    model,
+                    number,
+                    found.name,
+                    f"{found.work.held / 2**30:.1f}",
+                    *(f"{1e3 * each:.1f}" for each in parts),
+                    f"{found.tokens_per_second:.0f}",
+                )
 
 
 def _step(found: Deployment | None) -> str:
@@ -88,16 +94,29 @@ def _experts() -> Iterator[str]:
     config, stated = SHAPES[MODELS["Qwen3-235B-A22B"]], Assumptions.read(FILES["a3"])
     even = attrs.evolve(stated, experts=attrs.evolve(stated.experts, imbalance=1.0))
     workload = next(each for each in WORKLOADS if each.name == "decode 256")
-    yield from _head("copies x ranks", "GiB", "collectives of a layer", "KiB sent, even load", "KiB sent, busiest rank",
-                     "GiB of experts read", "step")  # fmt: skip
+    yield from _head(
+        "copies x ranks",
+        "GiB",
+        "collectives of a layer",
+        "KiB sent, even load",
+        "KiB sent, busiest rank",
+        "GiB of experts read",
+        "step",
+    )
     found = (Planner(config, each).deployments(SHARED, workload) for each in (even, stated))
     for balanced, busiest in zip(*found, strict=True):
         calls = Counter(each.operation for each in balanced.layer)
         sent = (f"{sum(each.sent for each in side.layer) / 2**10:.0f}" for side in (balanced, busiest))
         read = busiest.work.memory.parts["experts"] / 2**30
         held = f"{busiest.work.held / 2**30:.1f}{'' if busiest.fits else ', does not fit'}"
-        yield _row(busiest.name, held, ", ".join(f"{times} {name}" for name, times in calls.items()) or "none", *sent,
-                   f"{read:.1f}", f"{1e3 * busiest.time.total:.1f}")  # fmt: skip
+        yield _row(
+            busiest.name,
+            held,
+            ", ".join(f"{times} {name}" for name, times in calls.items()) or "none",
+            *sent,
+            f"{read:.1f}",
+            f"{1e3 * busiest.time.total:.1f}",
+        )
 
 
 def _head(*columns: str) -> Sequence[str]:

@@ -99,16 +99,35 @@ def check_command(
     start = time.monotonic()
     ran = subprocess.run(
         [
-            sys.executable, "-m", "hal_command", "generate", str(checkpoint), "--prompt", "def main():",
-            "--max-new-tokens", "900", "--tensor-parallel", "2", *options,
+            sys.executable,
+            "-m",
+            "hal_command",
+            "generate",
+            str(checkpoint),
+            "--prompt",
+            "def main():",
+            "--max-new-tokens",
+            "900",
+            "--tensor-parallel",
+            "2",
+            *options,
         ],
         env={
-            **os.environ, "PYTHONPATH": f"{folder}:{TESTS}", "TMPDIR": str(temporary), "RANKS_OF_TEST": mark,
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "HAL_PARALLEL__TIMEOUT": str(TIMEOUT),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "FAULT": fault, "FAULT_AT": point,
+            **os.environ,
+            "PYTHONPATH": f"{folder}:{TESTS}",
+            "TMPDIR": str(temporary),
+            "RANKS_OF_TEST": mark,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+            "HAL_PARALLEL__TIMEOUT": str(TIMEOUT),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "FAULT": fault,
+            "FAULT_AT": point,
         },
-        capture_output=True, timeout=200, check=False, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        timeout=200,
+        check=False,
+        text=True,
+    )
     assert (ran.returncode, message in ran.stderr) == (status, True), ran.stderr
     # The others fail too, but the error of the rank that failed first is shown.
     assert ("look for the first error of another rank" in ran.stderr) == (fault == "late"), ran.stderr

@@ -13,11 +13,19 @@ from safetensors.torch import save_file
 def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> int:
     """Write the checkpoint; return the size of its weights in bytes."""
     config: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM"], "dtype": str(dtype).removeprefix("torch."), "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"],
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
         "rope_theta": 1000000.0,
-    } | overrides  # fmt: skip
+    } | overrides
     hidden, head = config["hidden_size"], config["head_dim"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}

@@ -28,10 +28,7 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [
-        Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
-        for found in FENCE.finditer(text)
-    ]  # fmt: skip
+    return [Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in FENCE.finditer(text)]
 
 
 def lay_out(page: Path, folder: Path) -> Path:

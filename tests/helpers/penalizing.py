@@ -14,7 +14,7 @@ from hal import ops
 
 def together(
     runner: hal.Runner, texts: Sequence[Sequence[int]], params: Sequence[hal.SamplingParams]
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     made: list[list[int]] = [[] for _ in texts]
     for token in hal.generate(runner, texts, params):
         made[token.prompt].append(token.token_id)
@@ -43,10 +43,14 @@ def by_hand(runner: hal.Runner, prompt: list[int], params: hal.SamplingParams) -
             columns = [
                 torch.tensor([value], dtype=dtype)
                 for value, dtype in (
-                    (params.temperature, torch.float32), (params.top_k, torch.int32), (params.top_p, torch.float32),
-                    (params.min_p, torch.float32), (params.seed, torch.int64), (step, torch.int64),
+                    (params.temperature, torch.float32),
+                    (params.top_k, torch.int32),
+                    (params.top_p, torch.float32),
+                    (params.min_p, torch.float32),
+                    (params.seed, torch.int64),
+                    (step, torch.int64),
                 )
-            ]  # fmt: skip
+            ]
             token = int(ops.operation("sample").reference(wide, *columns))
         else:
             token = int(wide[0].argmax())

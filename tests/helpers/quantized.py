@@ -91,9 +91,14 @@ def section(scheme: Scheme, **changes: Any) -> dict[str, Any]:
     """Return a quantization_config."""
     group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS[scheme]}
     return {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **changes,
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        **changes,
+    }
 
 
 def describe(folder: Path, format: Format, scheme: Scheme, names: Mapping[str, bool]) -> None:

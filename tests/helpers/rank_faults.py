@@ -140,9 +140,10 @@ def _job(
     # Without captures, rank 0 comes to its first collective at once.
     compiler = "eager" if point == "loading" or (here == "capture" and fault == "skips") else compiler
     config = {
-        **on, "parallel": {"tensor": 2, "timeout": timeout},
+        **on,
+        "parallel": {"tensor": 2, "timeout": timeout},
         "compilation": {"compiler": compiler, "capture_sizes": sizes},
-    }  # fmt: skip
+    }
     with hal.open(config) as backend:
         loaded = (lambda done, total: strike.now() if 2 * done > total else None) if here == "loading" else None
         model = hal.load_model(checkpoint, backend, progress=loaded)

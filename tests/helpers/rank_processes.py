@@ -22,14 +22,26 @@ from hal.parallel.launch import variables_of_rank
 CONTEXT = multiprocessing.get_context("forkserver")
 # What a rank would import to load a model, capture and compile its steps, and generate: seconds of a core.
 PRELOADED = [
-    "hal.backends.cpu.native.shared_memory", "hal.backends.cpu.tape", "hal.checkpoint.loading", "hal.drivers.registry",
-    "hal.execution.capture.full_graph", "hal.execution.inductor", "hal.execution.runner", "hal.generation.generate",
-    "hal.models", "hal.parallel.heartbeat", "networkx", "stevedore.enabled",
-]  # fmt: skip
+    "hal.backends.cpu.native.shared_memory",
+    "hal.backends.cpu.tape",
+    "hal.checkpoint.loading",
+    "hal.drivers.registry",
+    "hal.execution.capture.full_graph",
+    "hal.execution.inductor",
+    "hal.execution.runner",
+    "hal.generation.generate",
+    "hal.models",
+    "hal.parallel.heartbeat",
+    "networkx",
+    "stevedore.enabled",
+]
 PRELOADED_FOR_NPUS = [
-    "torch_npu", "torch_npu.npu.npugraph_ex", "hal.backends.npu.driver", "hal.backends.npu.kernels",
+    "torch_npu",
+    "torch_npu.npu.npugraph_ex",
+    "hal.backends.npu.driver",
+    "hal.backends.npu.kernels",
     "hal.backends.npu.npugraph_ex.compiler",
-]  # fmt: skip
+]
 """No module of these opens a device, which a forked process could not use."""
 CONTEXT.set_forkserver_preload(PRELOADED)
 
@@ -38,9 +50,12 @@ LOST = "lost"
 
 
 def run(
-    function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 60.0,
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float = 60.0,
     environ: Mapping[str, str] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Call ``function(rank, *arguments)`` on each rank, and return the results, or exceptions, by rank.
 
     Args:
@@ -92,9 +107,14 @@ def _received(receiver: Connection, until: float) -> Any:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, ranks: int, port: int, sender: Connection, arguments: tuple[Any, ...],
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    port: int,
+    sender: Connection,
+    arguments: tuple[Any, ...],
     environ: Mapping[str, str] | None,
-) -> None:  # fmt: skip
+) -> None:
     if environ is not None:
         os.environ.clear()
         os.environ.update(environ)

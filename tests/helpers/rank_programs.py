@@ -68,9 +68,11 @@ def tokens(
         uncaptured, log = _UncapturedSteps(), logging.getLogger("hal.execution")
         log.addHandler(uncaptured)
         config = {
-            **(on or {"backend": "cpu"}), "dtype": dtype, "parallel": parallel,
+            **(on or {"backend": "cpu"}),
+            "dtype": dtype,
+            "parallel": parallel,
             "compilation": {"compiler": compiler, "capture_sizes": [1, 2, 4]},
-        }  # fmt: skip
+        }
         with hal.open(config) as backend:
             model = hal.load_model(checkpoint, backend)
             tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
@@ -100,9 +102,10 @@ def _logits_along(runner: hal.Runner, prompts: list[list[int]], continuations: l
         stops = {row: len(prompts[row]) + step for row in rows}
         starts = {row: stops[row] - 1 if step else 0 for row in rows}
         batch = runner.batch(
-            [texts[row][starts[row] : stops[row]] for row in rows], [blocks[row] for row in rows],
+            [texts[row][starts[row] : stops[row]] for row in rows],
+            [blocks[row] for row in rows],
             cached=[starts[row] for row in rows],
-        )  # fmt: skip
+        )
         for row, logits in zip(rows, runner.step(batch).logits.cpu(), strict=True):
             found[row].append(logits.clone())  # A replay's logits are valid until the next one.
     return [torch.stack(each) for each in found]
@@ -308,8 +311,13 @@ def replaced(first: str, second: str, parallel: dict[str, Any]) -> dict[str, Ten
 
     found = {}
     for name, folder in (("fresh", second), ("before", first)):
-        config = {"backend": "cpu", "dtype": "float32", "parallel": parallel, "cache": {"num_tokens": 1024},
-                  "compilation": {"compiler": "graph", "capture_sizes": [1, 2]}}  # fmt: skip
+        config = {
+            "backend": "cpu",
+            "dtype": "float32",
+            "parallel": parallel,
+            "cache": {"num_tokens": 1024},
+            "compilation": {"compiler": "graph", "capture_sizes": [1, 2]},
+        }
         with hal.open(config) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
             found[name] = logits(runner)
             if name == "before":

@@ -203,10 +203,13 @@ class Spelling:
         """Return the sizes: every ratio of query to key heads from 1 to 8; binary choices alternate."""
         bits = self.draw.getrandbits(3) if self.seed >= 16 else self.seed // 2
         return {
-            "kv_heads": 1 + self.seed % 3, "ratio": 1 + self.seed % 8, "head_dim": 128 if bits & 1 else 64,
-            "eps": 1e-5 if bits & 2 else 1e-6, "bias": bool(bits & 4),
+            "kv_heads": 1 + self.seed % 3,
+            "ratio": 1 + self.seed % 8,
+            "head_dim": 128 if bits & 1 else 64,
+            "eps": 1e-5 if bits & 2 else 1e-6,
+            "bias": bool(bits & 4),
             "dtype": torch.bfloat16 if self.seed % 2 else torch.float32,
-        }  # fmt: skip
+        }
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """Return inputs of :meth:`layer`; the first and the last four have a row for each token."""
@@ -219,23 +222,45 @@ class Spelling:
         angles = draw.normal(tokens, dim // 2).float().repeat(1, 2)
         return (
             draw.normal(tokens, width),
-            draw.normal(width), draw.normal(width), draw.normal(width),
-            draw.normal(out, width, scale=0.2), draw.normal(out if config["bias"] else 0),
-            draw.normal(dim), draw.normal(dim),
-            draw.normal(width, heads * dim, scale=0.1), draw.normal(2 * 32, width, scale=0.2), draw.normal(width, 32),
-            draw.normal(*cache), draw.normal(*cache),
-            angles.cos().to(config["dtype"]), angles.sin().to(config["dtype"]),
+            draw.normal(width),
+            draw.normal(width),
+            draw.normal(width),
+            draw.normal(out, width, scale=0.2),
+            draw.normal(out if config["bias"] else 0),
+            draw.normal(dim),
+            draw.normal(dim),
+            draw.normal(width, heads * dim, scale=0.1),
+            draw.normal(2 * 32, width, scale=0.2),
+            draw.normal(width, 32),
+            draw.normal(*cache),
+            draw.normal(*cache),
+            angles.cos().to(config["dtype"]),
+            angles.sin().to(config["dtype"]),
             draw.permutation(blocks * 16)[:tokens].to(torch.int32),
-        )  # fmt: skip
+        )
 
     rows = (0, 13, 14, 15)
     fused: ClassVar = {"add_rms_norm": 2, "split_qkv_rmsnorm_rope_cache": 1}
 
     def layer(
-        self, x: Tensor, first_norm: Tensor, second_norm: Tensor, last_norm: Tensor, qkv_weight: Tensor, bias: Tensor,
-        q_norm: Tensor, k_norm: Tensor, o_weight: Tensor, up_weight: Tensor, down_weight: Tensor, key_cache: Tensor,
-        value_cache: Tensor, cos: Tensor, sin: Tensor, slots: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        first_norm: Tensor,
+        second_norm: Tensor,
+        last_norm: Tensor,
+        qkv_weight: Tensor,
+        bias: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        o_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
         draw, config = self.draw, self.config
         eps, dim = config["eps"], config["head_dim"]
         counts = [config["kv_heads"] * config["ratio"], config["kv_heads"], config["kv_heads"]]

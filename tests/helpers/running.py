@@ -84,9 +84,12 @@ def command(arguments: Sequence[str | Path], folder: Path) -> Iterator[Command]:
     mark = uuid.uuid4().hex
     (folder / "temporary").mkdir()
     environ = {
-        **os.environ, MARK: mark, "TMPDIR": str(folder / "temporary"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        **os.environ,
+        MARK: mark,
+        "TMPDIR": str(folder / "temporary"),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # a cache, which stays; by default in TMPDIR
-    }  # fmt: skip
+    }
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         started = Command(subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environ), mark)
         try:

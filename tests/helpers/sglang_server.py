@@ -24,9 +24,15 @@ ENVIRONMENT = {"SGLANG_PLATFORM": "hal", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BA
 def served(checkpoint: Path, log: Path, hal: Mapping[str, Any], *arguments: str) -> Iterator[Server]:
     """Run ``sglang serve``, on the emulated CANN if torch_npu is installed. No process of it may be left in the end."""
     command = [
-        *python(), str(Path(sys.executable).parent / "sglang"), "serve", "--model-path", str(checkpoint),
-        "--json-model-override-args", json.dumps({"hal": dict(hal)}), *arguments,
-    ]  # fmt: skip
+        *python(),
+        str(Path(sys.executable).parent / "sglang"),
+        "serve",
+        "--model-path",
+        str(checkpoint),
+        "--json-model-override-args",
+        json.dumps({"hal": dict(hal)}),
+        *arguments,
+    ]
     with running(Server, command, ENVIRONMENT, log) as server:
         yield server
 

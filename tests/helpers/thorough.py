@@ -490,11 +490,7 @@ CASES = (
     ("parallel/test_expert_parallel.py", r"test_collectives_of_a_layer\[.*-all_to_all-(4-1|1-4)", MODE),
     ("parallel/test_expert_parallel.py", r"test_the_same_tokens\[.*-4-1-modes[25]", EXHAUSTIVE),
     ("parallel/test_expert_parallel.py", r"test_uneven_loads\[2-0-True|test_a_scale_for_each_expert\[compressed", MODE),
-    (
-        "parallel/test_expert_parallel.py",
-        r"test_collectives_of_a_layer\[sequences=8-\w+-(4-1|1-4)",
-        EXHAUSTIVE,
-    ),
+    ("parallel/test_expert_parallel.py", r"test_collectives_of_a_layer\[sequences=8-\w+-(4-1|1-4)", EXHAUSTIVE),
     ("parallel/test_faults.py", r"test_in_a_job\[late-(joining|loading|replay)", EXHAUSTIVE),
     (
         "parallel/test_faults.py",

@@ -12,19 +12,31 @@ import torch
 from hal import ops
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False, "pad_token_id": 0,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Llama": {},
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
     "Qwen3Moe": {
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1,
-        "norm_topk_prob": True, "mlp_only_layers": [],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
     },
-}  # fmt: skip
+}
 """By the name of the class without ForCausalLM, what its configuration has beside :data:`SIZES`."""
 
 
@@ -58,9 +70,11 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[
     device = next(model.parameters()).device
     with torch.inference_mode():
         made = model.generate(
-            torch.tensor(padded, device=device), attention_mask=torch.tensor(seen, device=device), do_sample=False,
+            torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(seen, device=device),
+            do_sample=False,
             max_new_tokens=tokens,
-        )  # fmt: skip
+        )
     return [row[widest:] for row in made.tolist()]
 
 

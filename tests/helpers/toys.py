@@ -79,9 +79,7 @@ class Schedule:
     def drawn(cls, seed: int, vocab_size: int, *, count: int = 9, together: int = SLOTS) -> Schedule:
         """Draw a schedule. At most ``together`` sequences run at a time, so that slots and blocks are reused."""
         draw = random.Random(seed)
-        texts = tuple(
-            tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))) for _ in range(count)
-        )  # fmt: skip
+        texts = tuple(tuple(draw.randrange(vocab_size) for _ in range(draw.randint(8, 24))) for _ in range(count))
         waiting, running = list(range(count)), dict[int, int]()
         steps = []
         while waiting or running:
@@ -125,9 +123,8 @@ def alone(runner: hal.Runner, schedule: Schedule, architecture: str) -> list[Ten
         blocks = runner.blocks.take(runner.spec.blocks_for(len(text))) or []
         slots = runner.slots.take(1) if runner.slots.needed else None
         batch = runner.batch(
-            [text], [blocks], **({"slots": slots} if slots else {}),
-            **fields_of(architecture, [(row, 0, len(text))]),
-        )  # fmt: skip
+            [text], [blocks], **({"slots": slots} if slots else {}), **fields_of(architecture, [(row, 0, len(text))])
+        )
         found.append(runner.step(batch, ALL).logits.float().cpu())
         runner.blocks.give_back(blocks)
         runner.slots.give_back(slots or ())
@@ -147,9 +144,12 @@ def scheduled(runner: hal.Runner, schedule: Schedule, architecture: str) -> Iter
         rows = [(row, done[row], done[row] + new) for row, new in step]
         in_slots = {"slots": [slot for row, _ in step for slot in slots[row]]} if runner.slots.needed else {}
         batch = runner.batch(
-            [schedule.texts[row][start:end] for row, start, end in rows], [blocks[row] for row, _ in step],
-            cached=[start for _, start, _ in rows], **in_slots, **fields_of(architecture, rows),
-        )  # fmt: skip
+            [schedule.texts[row][start:end] for row, start, end in rows],
+            [blocks[row] for row, _ in step],
+            cached=[start for _, start, _ in rows],
+            **in_slots,
+            **fields_of(architecture, rows),
+        )
         logits = runner.step(batch).logits.float().cpu()
         for (row, _, end), each in zip(rows, logits, strict=True):
             done[row] = end

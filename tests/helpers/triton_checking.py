@@ -27,11 +27,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
 EXPERTS = frozenset(
     {
-        "expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "grouped_linear_int8",
-        "quant_expert_mlp_dynamic", "quant_expert_mlp_static", "quant_grouped_linear_dynamic",
-        "quant_grouped_linear_static", "topk_route",
+        "expert_mlp",
+        "expert_permute",
+        "expert_unpermute",
+        "grouped_linear",
+        "grouped_linear_int8",
+        "quant_expert_mlp_dynamic",
+        "quant_expert_mlp_static",
+        "quant_grouped_linear_dynamic",
+        "quant_grouped_linear_static",
+        "topk_route",
     }
-)  # fmt: skip
+)
 """The operations of mixtures of experts, whose tests have files of their own."""
 SIDES = ("before", "after")
 """The side of a tensor on which the protected memory is."""

@@ -16,9 +16,7 @@ from helpers.distributions import installed
 
 needs_vllm = pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: see make test-vllm")
 PROGRAMS = TESTS / "engines"
-ENVIRONMENT = {
-    "HAL_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-}  # fmt: skip
+ENVIRONMENT = {"HAL_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 

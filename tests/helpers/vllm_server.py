@@ -46,8 +46,16 @@ class Server(engine_server.Server):
 def served(checkpoint: Path, log: Path, hal: Mapping[str, Any], *arguments: str) -> Iterator[Server]:
     """Run ``vllm serve``, on the emulated CANN if torch_npu is installed. No process of it may be left in the end."""
     command = [
-        *python(), "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), "--shutdown-timeout", str(SHUTDOWN),
-        "--additional-config", json.dumps({"hal": dict(hal)}), *arguments,
-    ]  # fmt: skip
+        *python(),
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(checkpoint),
+        "--shutdown-timeout",
+        str(SHUTDOWN),
+        "--additional-config",
+        json.dumps({"hal": dict(hal)}),
+        *arguments,
+    ]
     with running(Server, command, ENVIRONMENT, log) as server:
         yield server

@@ -122,13 +122,22 @@ def test_the_configurations_cover_what_they_should(tmp_path: Path) -> None:
 
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
-    "beta_fast": 5.0, "beta_slow": 1.0, "truncate": True,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 5.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -152,10 +161,18 @@ YARN = {
 def test_a_wrong_config_would_be_noticed(rope: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     """The comparison detects a wrong value of each of these keys."""
     config = transformers.MistralConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, sliding_window=9, rope_parameters=dict(rope),
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        sliding_window=9,
+        rope_parameters=dict(rope),
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     case = build(config, 0, tmp_path / "right")
     shutil.copytree(case.path, tmp_path / "wrong")
     wrong = json.loads((case.path / "config.json").read_text())
@@ -202,9 +219,13 @@ def test_a_family_that_ignores_none_takes_no_frequencies(trained: Path, tmp_path
 
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "max_position_embeddings": 32,
-}  # fmt: skip
+}
 
 
 def windows(**changes: Any) -> list[int | None]:

@@ -14,9 +14,16 @@ from hal.errors import ConfigError, OperationError
 from hal.nn import Attention
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 4, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+}
 
 
 def build(**changes: Any) -> Qwen3ForCausalLM:

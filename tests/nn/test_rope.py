@@ -18,9 +18,12 @@ from hal.nn import RopeParameters, RotaryEmbedding
 from hal.nn.rotary import ROPE_TYPES
 
 LLAMA_3_1 = {
-    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
-}  # fmt: skip
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 RELEASED = {
     "Llama 3.1": {"rope_theta": 500000.0, "rope_scaling": LLAMA_3_1},
@@ -28,12 +31,19 @@ RELEASED = {
     "Qwen3 at 131072 tokens": {"rope_theta": 1000000, "rope_scaling": YARN},
     "DeepSeek-V3": {
         "rope_theta": 10000,
-        "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
-                                "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_scaling": YARN
+        | {
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "gpt-oss": {"rope_theta": 150000, "rope_scaling": YARN | {"factor": 32.0, "truncate": False}},
     "Vicuna at 16384 tokens": {"rope_scaling": {"type": "linear", "factor": 4.0}},
-}  # fmt: skip
+}
 
 
 def check(rope: dict[str, Any], head_dim: int) -> None:
@@ -96,8 +106,11 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         ({"rope_type": "default", "type": "mrope"}, "rope_type 'default' and type 'mrope'"),
         ({"type": "linear"}, "required key 'factor' is missing.*rope_type linear"),
         ({"type": "linear", "factor": None}, "required key 'factor' is missing.*rope_type linear"),
-        *((without(key, LLAMA_3_1), f"required key '{key}' is missing.*rope_type llama3")
-          for key in LLAMA_3_1 if key != "rope_type"),
+        *(
+            (without(key, LLAMA_3_1), f"required key '{key}' is missing.*rope_type llama3")
+            for key in LLAMA_3_1
+            if key != "rope_type"
+        ),
         *((without(key, YARN), f"required key '{key}' is missing.*rope_type yarn") for key in YARN if key != "type"),
         ({"rope_type": "default", "factor": 2.0}, "unknown key 'factor'"),
         (YARN | {"beta_fats": 3}, "unknown key 'beta_fats' .did you mean 'beta_fast'"),
@@ -122,7 +135,7 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         (YARN | {"rope_theta": 1.0}, "'rope_theta' must be > 1"),
         (LLAMA_3_1 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0; it must be greater than .*, 1.0"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
 def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
@@ -132,19 +145,33 @@ def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> N
 
 @pytest.mark.parametrize(
     ("rope", "longest"),
-    [({}, 512), ({"type": "linear", "factor": 2.5}, 1280), ({"type": "linear", "factor": 1e19}, 2**31 - 1),
-     (YARN, 131072), (YARN | {"factor": 1.0, "original_max_position_embeddings": 300}, 512),
-     (YARN | {"factor": 1e15}, 2**31 - 1), (LLAMA_3_1, 512)],
-)  # fmt: skip
+    [
+        ({}, 512),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "linear", "factor": 1e19}, 2**31 - 1),
+        (YARN, 131072),
+        (YARN | {"factor": 1.0, "original_max_position_embeddings": 300}, 512),
+        (YARN | {"factor": 1e15}, 2**31 - 1),
+        (LLAMA_3_1, 512),
+    ],
+)
 def test_linear_scaling_and_yarn_lengthen_what_config_json_says(rope: dict[str, Any], longest: int) -> None:
     assert RopeParameters.from_config({"rope_scaling": rope}).longest(512) == longest
 
 
 NEUTRAL: dict[str, Any] = {
-    "factor": 1.0, "attention_factor": 1, "attn_factor": 1.0, "extrapolation_factor": 1, "partial_rotary_factor": 1.0,
-    "finetuned": True, "original_max_position_embeddings": 77, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
-    "beta_fast": None, "short_factor": None,
-}  # fmt: skip
+    "factor": 1.0,
+    "attention_factor": 1,
+    "attn_factor": 1.0,
+    "extrapolation_factor": 1,
+    "partial_rotary_factor": 1.0,
+    "finetuned": True,
+    "original_max_position_embeddings": 77,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+    "beta_fast": None,
+    "short_factor": None,
+}
 """Keys without effect in a table whose type does not read them."""
 
 

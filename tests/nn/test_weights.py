@@ -87,29 +87,45 @@ CASES: dict[str, tuple[Weight, Tensor, str | None]] = {
     "transposed": (declared("a", "rows columns", "rows", Transposed()), A.t(), "rows"),
     "transposed, by columns": (declared("a", "rows columns", "columns", Transposed()), A.t(), "columns"),
     "a stacked one, transposed": (
-        declared("stack", "experts rows columns", "rows", Transposed()), PARTS["layer.stack"].transpose(1, 2), "rows"
+        declared("stack", "experts rows columns", "rows", Transposed()),
+        PARTS["layer.stack"].transpose(1, 2),
+        "rows",
     ),
     "a slice": (declared("wide", "rows columns", "columns", Slice("columns", 4, 14)), WIDE[:, 4:12], "columns"),
     "a transposed slice": (
-        declared("wide", "rows columns", "rows", Slice("rows", 4, 14, Transposed())), WIDE.t()[4:12], "rows"
+        declared("wide", "rows columns", "rows", Slice("rows", 4, 14, Transposed())),
+        WIDE.t()[4:12],
+        "rows",
     ),
-    "concatenated": (declared("a b c", "rows columns", "rows", Concatenated("rows", (4, 2, 8))),
-                     torch.cat([A, B, C]), "rows"),
-    "concatenated, by columns": (declared("a b c", "rows columns", "columns", Concatenated("rows", (4, 2, 8))),
-                                 torch.cat([A, B, C]), "columns"),
-    "concatenated columns": (declared("a b", "rows columns", None, Concatenated("columns", (4, 2), Transposed())),
-                             torch.cat([A.t(), B.t()], 1), None),
+    "concatenated": (
+        declared("a b c", "rows columns", "rows", Concatenated("rows", (4, 2, 8))),
+        torch.cat([A, B, C]),
+        "rows",
+    ),
+    "concatenated, by columns": (
+        declared("a b c", "rows columns", "columns", Concatenated("rows", (4, 2, 8))),
+        torch.cat([A, B, C]),
+        "columns",
+    ),
+    "concatenated columns": (
+        declared("a b", "rows columns", None, Concatenated("columns", (4, 2), Transposed())),
+        torch.cat([A.t(), B.t()], 1),
+        None,
+    ),
     "merged already": (declared("c", "rows columns", "rows", Merged("rows", (2, 6))), C, "rows"),
     "merged already, by columns": (declared("c", "rows columns", "columns", Merged("rows", (2, 6))), C, "columns"),
     "stacked": (declared("a a", "experts rows columns", "experts", Stacked()), torch.stack([A, A]), "experts"),
     "stacked, each concatenated": (
         declared("a b a b", "experts rows columns", "rows", Stacked(Concatenated("rows", (4, 2)))),
-        torch.stack([torch.cat([A, B])] * 2), "rows",
+        torch.stack([torch.cat([A, B])] * 2),
+        "rows",
     ),
     "stacked, each transposed": (
-        declared("a a", "experts rows columns", "columns", Stacked(Transposed())), torch.stack([A.t()] * 2), "columns"
+        declared("a a", "experts rows columns", "columns", Stacked(Transposed())),
+        torch.stack([A.t()] * 2),
+        "columns",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,11 +156,15 @@ def test_merged_parts_are_cut_one_by_one() -> None:
     weight, bias = bindings_of(model)
     pieces = weight.pieces(1, 2)
     assert [(each.source, each.taken[0], each.target[0]) for each in pieces] == [
-        ("q.weight", (2, 4), (0, 2)), ("k.weight", (1, 2), (2, 3)), ("v.weight", (4, 8), (3, 7))
-    ]  # fmt: skip
+        ("q.weight", (2, 4), (0, 2)),
+        ("k.weight", (1, 2), (2, 3)),
+        ("v.weight", (4, 8), (3, 7)),
+    ]
     assert [(each.source, each.taken, each.target) for each in bias.pieces(0, 2)] == [
-        ("q.bias", ((0, 2),), ((0, 2),)), ("k.bias", ((0, 1),), ((2, 3),)), ("v.bias", ((0, 4),), ((3, 7),))
-    ]  # fmt: skip
+        ("q.bias", ((0, 2),), ((0, 2),)),
+        ("k.bias", ((0, 1),), ((2, 3),)),
+        ("v.bias", ((0, 4),), ((3, 7),)),
+    ]
     with pytest.raises(ConfigError, match=r"qkv.weight, out_features: 4 ranks cannot share 2 elements equally"):
         weight.pieces(0, 4)
 
@@ -188,23 +208,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "layer.weight: parts of 4, 3 rows do not add up to 6",
     ),
     "a slice beyond the source": (
-        lambda: binding_of(declared("a", "rows columns", None, Slice("rows", 3, 8)), (6, 6)), "a slice of 6 rows from 3"
+        lambda: binding_of(declared("a", "rows columns", None, Slice("rows", 3, 8)), (6, 6)),
+        "a slice of 6 rows from 3",
     ),
     "an axis that sources do not have": (
-        lambda: binding_of(declared("a a", "experts rows columns", None, Stacked(Concatenated("experts", (1,)))),
-                           (2, 4, 6)),
+        lambda: binding_of(
+            declared("a a", "experts rows columns", None, Stacked(Concatenated("experts", (1,)))), (2, 4, 6)
+        ),
         "assembled along 'experts', but its sources have the axes rows, columns",
     ),
     "a vector transposed": (lambda: binding_of(declared("a", "rows", None, Transposed()), (4,)), "has 1 dimensions"),
     "a name above the model": (lambda: source_name("a", "..w"), "is outside the model"),
     "no operation": (
-        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("liner", "weight")), (4, 6)), "liner"
+        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("liner", "weight")), (4, 6)),
+        "liner",
     ),
     "an argument that is no weight": (
         lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("linear", "x")), (4, 6)),
         "says of 'weight' that linear takes it as 'x', which is none of its weights",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -257,9 +280,12 @@ def test_slices_are_read_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_json(tmp_path / "config.json", {"architectures": ["None"]})
     checkpoint = hal.Checkpoint.open(tmp_path)
     wanted = [
-        TensorSlice("wide", ((1, 6), (3, 7))), TensorSlice("a", ((0, 4), (0, 6))), TensorSlice("scalar", ()),
-        TensorSlice("none", ((0, 0), (0, 6))), TensorSlice("cube", ((1, 2), (0, 6), (2, 4))),
-    ]  # fmt: skip
+        TensorSlice("wide", ((1, 6), (3, 7))),
+        TensorSlice("a", ((0, 4), (0, 6))),
+        TensorSlice("scalar", ()),
+        TensorSlice("none", ((0, 0), (0, 6))),
+        TensorSlice("cube", ((1, 2), (0, 6), (2, 4))),
+    ]
     found: dict[int, list[Tensor]] = {}
     starts: dict[int, list[int]] = {}
     for place, start, values in checkpoint.read_slices(wanted):
@@ -306,10 +332,13 @@ def test_numbers_of_8_bits_stay_as_they_are(tmp_path: Path) -> None:
     [
         (torch.float32, torch.bfloat16, "scaled is BF16, expected float8_e4m3fn"),
         (torch.float32, torch.float8_e5m2, "scaled is F8_E5M2, expected float8_e4m3fn"),
-        (torch.float8_e4m3fn, torch.float8_e4m3fn,
-         r"embed\.weight is F8_E4M3, expected a floating-point dtype.*\n.*the float8_e4m3fn weights"),
+        (
+            torch.float8_e4m3fn,
+            torch.float8_e4m3fn,
+            r"embed\.weight is F8_E4M3, expected a floating-point dtype.*\n.*the float8_e4m3fn weights",
+        ),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_8_bits_are_never_converted(
     tmp_path: Path, embed: torch.dtype, scaled: torch.dtype, message: str
 ) -> None:

@@ -32,9 +32,7 @@ NUMBERS = itertools.count()
 def declared(axes: dict[str, Any], dtypes: dict[str, Any] | None = None, **others: type) -> Constraints:
     arguments = [name for name in (*axes, *others) if name != "return"]
     dtypes = dict.fromkeys(axes, FLOATING) if dtypes is None else dtypes
-    return constraints_of(
-        "it", arguments=arguments, tensors=(), others=others, results=None, axes=axes, dtypes=dtypes
-    )  # fmt: skip
+    return constraints_of("it", arguments=arguments, tensors=(), others=others, results=None, axes=axes, dtypes=dtypes)
 
 
 def shapes(*sizes: tuple[int, ...]) -> list[Tensor]:
@@ -54,14 +52,20 @@ class TestAxes:
             ({"x": "[...] width", "y": "width"}, [(4,), (4,)], None),
             ({"x": "... width", "y": "width"}, [(2, 4), (5,)], "y is [5], but declared `width`, where width is 4 in x"),
             ({"x": "... width", "y": "..."}, [(2, 3, 4), (2, 3)], None),
-            ({"x": "... width", "y": "..."}, [(2, 3, 4), (3, 2)],
-             "y is [3, 2], but declared `...`, where ... is [2, 3] in x"),
+            (
+                {"x": "... width", "y": "..."},
+                [(2, 3, 4), (3, 2)],
+                "y is [3, 2], but declared `...`, where ... is [2, 3] in x",
+            ),
             ({"x": "width width"}, [(3, 4)], "x is [3, 4], but declared `width width`, where width is 3 in x"),
             ({"x": "tokens 1"}, [(3, 1)], None),
             ({"x": "tokens 1"}, [(3, 2)], "x is [3, 2], but declared `tokens 1`, where 1 is 1"),
             ({"x": "sequences", "y": "sequences+1"}, [(3,), (4,)], None),
-            ({"y": "sequences+1", "x": "sequences"}, [(3,), (3,)],
-             "y is [3], but declared `sequences+1`, where sequences+1 is 4"),
+            (
+                {"y": "sequences+1", "x": "sequences"},
+                [(3,), (3,)],
+                "y is [3], but declared `sequences+1`, where sequences+1 is 4",
+            ),
             ({"x": "merged", "y": "merged//2"}, [(8,), (4,)], None),
             ({"x": "merged", "y": "(merged-2)*2"}, [(8,), (11,)], "where (merged-2)*2 is 12"),
             ({"x": "width", "y": "1|width"}, [(8,), (1,)], None),
@@ -69,7 +73,7 @@ class TestAxes:
             ({"x": "width", "y": "channels=1|width", "z": "channels"}, [(8,), (8,), (8,)], None),
             ({"x": "width", "y": "channels=1|width", "z": "channels"}, [(8,), (1,), (8,)], "where channels is 1 in y"),
         ],
-    )  # fmt: skip
+    )
     def test_what_they_take(self, axes: dict[str, str], sizes: list[tuple[int, ...]], reason: str | None) -> None:
         found = declared(axes).unmet(shapes(*sizes))
         assert found is None if reason is None else found is not None and found.endswith(reason)
@@ -102,9 +106,25 @@ class TestAxes:
 
     @pytest.mark.parametrize(
         "text",
-        ["tokens, width", "tokens=", "=tokens", "1tokens", "tokens ...", "tokens/2", "f(x)", "tokens+1.5", "-tokens",
-         "a b=", "tokens|", "x.y", "tokens**2", 3, ("tokens",), None],
-    )  # fmt: skip
+        [
+            "tokens, width",
+            "tokens=",
+            "=tokens",
+            "1tokens",
+            "tokens ...",
+            "tokens/2",
+            "f(x)",
+            "tokens+1.5",
+            "-tokens",
+            "a b=",
+            "tokens|",
+            "x.y",
+            "tokens**2",
+            3,
+            ("tokens",),
+            None,
+        ],
+    )
     def test_what_is_none(self, text: Any) -> None:
         with pytest.raises(OperationError, match="it: x is declared with the axes") as caught:
             declared({"x": text})
@@ -133,20 +153,32 @@ class TestDtypes:
         ("dtypes", "given", "reason"),
         [
             ({"x": FLOATING, "y": "x"}, (torch.bfloat16, torch.bfloat16), None),
-            ({"x": FLOATING, "y": FLOATING}, (torch.bfloat16, torch.float32),
-             "x is bfloat16 and y is float32, but they are declared alike"),
-            ({"x": FLOATING, "y": "x"}, (torch.float32, torch.bfloat16),
-             "x is float32 and y is bfloat16, but they are declared alike"),
+            (
+                {"x": FLOATING, "y": FLOATING},
+                (torch.bfloat16, torch.float32),
+                "x is bfloat16 and y is float32, but they are declared alike",
+            ),
+            (
+                {"x": FLOATING, "y": "x"},
+                (torch.float32, torch.bfloat16),
+                "x is float32 and y is bfloat16, but they are declared alike",
+            ),
             ({"x": FLOATING, "y": torch.int32}, (torch.int32, torch.int32), "x is int32, but declared floating"),
             ({"x": FLOATING, "y": torch.int32}, (torch.float32, torch.int64), "y is int64, but declared int32"),
             ({"x": FLOATING, "y": (torch.int32, torch.int64)}, (torch.float32, torch.int64), None),
-            ({"x": FLOATING, "y": (torch.int32, torch.int64)}, (torch.float32, torch.int8),
-             "y is int8, but declared int32 or int64"),
+            (
+                {"x": FLOATING, "y": (torch.int32, torch.int64)},
+                (torch.float32, torch.int8),
+                "y is int8, but declared int32 or int64",
+            ),
             ({"x": FLOATING, "y": (torch.float32, "x")}, (torch.bfloat16, torch.bfloat16), None),
-            ({"x": FLOATING, "y": (torch.float32, "x")}, (torch.bfloat16, torch.float16),
-             "y is float16, but declared bfloat16 or float32"),
+            (
+                {"x": FLOATING, "y": (torch.float32, "x")},
+                (torch.bfloat16, torch.float16),
+                "y is float16, but declared bfloat16 or float32",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_what_they_take(
         self, dtypes: dict[str, Any], given: tuple[torch.dtype, torch.dtype], reason: str | None
     ) -> None:
@@ -160,9 +192,15 @@ class TestDtypes:
 
     @pytest.mark.parametrize(
         ("given", "message"),
-        [("z", "dtype of 'z', which is not another argument"), ("x", "dtype of 'x', which is not another argument"),
-         ("eps", "the dtype of 'eps'"), ((), "with no dtype"), (float, "the dtype <class 'float'>"), (None, "None")],
-    )  # fmt: skip
+        [
+            ("z", "dtype of 'z', which is not another argument"),
+            ("x", "dtype of 'x', which is not another argument"),
+            ("eps", "the dtype of 'eps'"),
+            ((), "with no dtype"),
+            (float, "the dtype <class 'float'>"),
+            (None, "None"),
+        ],
+    )
     def test_what_is_none(self, given: Any, message: str) -> None:
         with pytest.raises(OperationError, match=message):
             declared({"x": "rows"}, {"x": given}, eps=float)
@@ -210,8 +248,10 @@ class TestOperations:
             (change(axes=GOOD["axes"] | {"x": "tokens, width"}), "scaled: x is declared with the axes 'tokens, width'"),
             (change(axes=GOOD["axes"] | {"return": ("tokens",) * 2}), "axes of 2 results but returns 1"),
             (change(dtypes=GOOD["dtypes"] | {"x": "floating"}), "scaled: x is declared with the dtype of 'floating'"),
-            ({key: GOOD[key] for key in ("axes", "dtypes")},
-             "does not declare rowwise, .*\n.*tokens, width: rowwise='tokens'"),
+            (
+                {key: GOOD[key] for key in ("axes", "dtypes")},
+                "does not declare rowwise, .*\n.*tokens, width: rowwise='tokens'",
+            ),
             (change(rowwise="token"), "rowwise='token', which is not an axis of an argument\n.*did you mean 'tokens'"),
             (change(axes=GOOD["axes"] | {"return": "rows width"}), "'tokens', which is not an axis of result 0"),
             (change(axes=GOOD["axes"] | {"weight": "tokens+1"}), r"but computes the size tokens\+1 from it"),
@@ -219,7 +259,7 @@ class TestOperations:
             (change(mutates=("x",), state=("x",), buffers=("x",)), "both as state and as a buffer"),
             (change(buffers=("x",)), "declares the buffer 'x', which it does not mutate"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_refused(self, given: dict[str, Any], message: str) -> None:
         with pytest.raises(OperationError, match=message):
             op(samples=no_samples, namespace="haltest", **given)(scaled)
@@ -243,19 +283,33 @@ class TestOperations:
         """State of other packages is declared like hal's, and is independent of the layout of a KV cache."""
 
         @op(
-            samples=no_samples, namespace="haltest", rowwise=None, state=("matrix", "window"), mutates=("matrix",),
-            axes={"x": "sequences width", "matrix": "slots width width", "window": "slots 4 width", "slot": "sequences",
-                  "return": "sequences width"},
+            samples=no_samples,
+            namespace="haltest",
+            rowwise=None,
+            state=("matrix", "window"),
+            mutates=("matrix",),
+            axes={
+                "x": "sequences width",
+                "matrix": "slots width width",
+                "window": "slots 4 width",
+                "slot": "sequences",
+                "return": "sequences width",
+            },
             dtypes={"x": FLOATING, "matrix": torch.float32, "window": "x", "slot": torch.int32, "return": "x"},
-        )  # fmt: skip
+        )
         def recurrent(x: Tensor, matrix: Tensor, window: Tensor, slot: Tensor) -> Tensor:
             matrix[slot.long()] += x[:, :, None] * x[:, None]
             return x + window[slot.long()].sum(1)
 
         @fused_op(
-            samples=no_samples, namespace="haltest", rowwise=None, state=("matrix", "window"), mutates=("matrix",),
-            axes=ops.operation("recurrent").axes, dtypes=ops.operation("recurrent").dtypes,
-        )  # fmt: skip
+            samples=no_samples,
+            namespace="haltest",
+            rowwise=None,
+            state=("matrix", "window"),
+            mutates=("matrix",),
+            axes=ops.operation("recurrent").axes,
+            dtypes=ops.operation("recurrent").dtypes,
+        )
         def recurrent_twice(x: Tensor, matrix: Tensor, window: Tensor, slot: Tensor) -> Tensor:
             return recurrent(recurrent(x, matrix, window, slot), matrix, window, slot)
 
@@ -290,10 +344,15 @@ class TestOperations:
         )
         state, buffers = {"names one": (both[:1], both[1:]), "names none": ((), both)}.get(how, (both, ()))
         fused_op(
-            samples=samples, namespace="haltest", rowwise="tokens", state=state, buffers=buffers, mutates=both,
+            samples=samples,
+            namespace="haltest",
+            rowwise="tokens",
+            state=state,
+            buffers=buffers,
+            mutates=both,
             axes={"key": rows, "key_cache": cache, "value_cache": cache, "slots": "tokens", "return": rows},
             dtypes={"key": FLOATING, "key_cache": "key", "value_cache": "key", "slots": torch.int32, "return": "key"},
-        )(kept)  # fmt: skip
+        )(kept)
         if how == "hands it on":
             check_declaration(ops.operation(name))
             return
@@ -311,9 +370,14 @@ class TestOperations:
                 yield draw.normal(rows, width), draw.normal(rows, width)
 
         @op(
-            samples=samples, namespace="haltest", rowwise="rows", mutates=("out",), buffers=("out",),
-            axes={"x": "rows width", "out": "rows width"}, dtypes={"x": FLOATING, "out": "x"},
-        )  # fmt: skip
+            samples=samples,
+            namespace="haltest",
+            rowwise="rows",
+            mutates=("out",),
+            buffers=("out",),
+            axes={"x": "rows width", "out": "rows width"},
+            dtypes={"x": FLOATING, "out": "x"},
+        )
         def doubled_into(x: Tensor, out: Tensor) -> None:
             out.copy_(x * 2)
 
@@ -330,10 +394,12 @@ class TestOperations:
                 yield draw.normal(3, tokens), draw.normal(tokens, width)
 
         @op(
-            samples=samples, namespace="haltest", rowwise="tokens",
+            samples=samples,
+            namespace="haltest",
+            rowwise="tokens",
             axes={"positions": "3 tokens", "x": "tokens width", "return": "width tokens"},
             dtypes={"positions": FLOATING, "x": "positions", "return": "x"},
-        )  # fmt: skip
+        )
         def turned(positions: Tensor, x: Tensor) -> Tensor:
             return (x * positions.sum(0)[:, None]).t().contiguous()
 
@@ -388,26 +454,46 @@ class TestConformance:
         ("given", "body", "message"),
         [
             ({}, lambda x, weight: x * weight, None),
-            ({"sizes": ((4, 4), (6, 6))}, lambda x, weight: x * weight,
-             "the axes tokens and width are equal in all samples"),
+            (
+                {"sizes": ((4, 4), (6, 6))},
+                lambda x, weight: x * weight,
+                "the axes tokens and width are equal in all samples",
+            ),
             ({"sizes": ((4, 8), (6, 8))}, lambda x, weight: x * weight, "the axis width is 8 in all samples"),
-            ({"axes": {"x": "... width", "weight": "width", "return": "... width"}, "rowwise": "..."},
-             lambda x, weight: x * weight, r"\.\.\. represents 1 axes in all samples"),
-            ({"axes": {"x": "tokens width", "weight": "tokens", "return": "tokens width"}},
-             lambda x, weight: x * weight,
-             r"sample 0 of torch.float32: weight is \[8\], but declared `tokens`, where tokens is 4 in x"),
-            ({"axes": {"x": "tokens width", "weight": "width", "return": "tokens 1"}}, lambda x, weight: x * weight,
-             "result 0 is .* declared `tokens 1`"),
-            ({"dtypes": {"x": FLOATING, "weight": "x", "return": torch.int8}}, lambda x, weight: x * weight,
-             "result 0 is float32, but declared int8"),
-            ({"rowwise": "tokens"}, lambda x, weight: x - x.mean(0),
-             "result 0 of one row along tokens differs from the first row"),
+            (
+                {"axes": {"x": "... width", "weight": "width", "return": "... width"}, "rowwise": "..."},
+                lambda x, weight: x * weight,
+                r"\.\.\. represents 1 axes in all samples",
+            ),
+            (
+                {"axes": {"x": "tokens width", "weight": "tokens", "return": "tokens width"}},
+                lambda x, weight: x * weight,
+                r"sample 0 of torch.float32: weight is \[8\], but declared `tokens`, where tokens is 4 in x",
+            ),
+            (
+                {"axes": {"x": "tokens width", "weight": "width", "return": "tokens 1"}},
+                lambda x, weight: x * weight,
+                "result 0 is .* declared `tokens 1`",
+            ),
+            (
+                {"dtypes": {"x": FLOATING, "weight": "x", "return": torch.int8}},
+                lambda x, weight: x * weight,
+                "result 0 is float32, but declared int8",
+            ),
+            (
+                {"rowwise": "tokens"},
+                lambda x, weight: x - x.mean(0),
+                "result 0 of one row along tokens differs from the first row",
+            ),
             ({"sizes": ((1, 8), (0, 6))}, lambda x, weight: x * weight, "no sample has two rows along tokens"),
-            ({"mutates": ("x",), "buffers": ("x",)}, lambda x, weight: x * weight,
-             "`mutates` names its argument x, but no sample writes it"),
+            (
+                {"mutates": ("x",), "buffers": ("x",)},
+                lambda x, weight: x * weight,
+                "`mutates` names its argument x, but no sample writes it",
+            ),
             ({}, lambda x, weight: x.mul_(weight) + 1, "it writes its argument x; add 'x' to `mutates`"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_found(self, given: dict[str, Any], body: Any, message: str | None) -> None:
         def declared_so(x: Tensor, weight: Tensor) -> Tensor:
             result: Tensor = body(x, weight)
@@ -515,9 +601,13 @@ class TestRewrites:
                 yield draw.normal(rows, width), draw.normal(rows + 1)
 
         rewrite = Rewrite(
-            "summed", spread, summed, samples, axes={"x": "sequences width", "starts": "sequences+1"},
+            "summed",
+            spread,
+            summed,
+            samples,
+            axes={"x": "sequences width", "starts": "sequences+1"},
             dtypes={"x": FLOATING, "starts": "x"},
-        )  # fmt: skip
+        )
         check_rewrite(rewrite)
         for size, opened, count in ((5, (0, 1), 1), (5, (), 1), (6, (), 0)):
             traced = trace(spread, torch.ones(4, 3), torch.ones(size), rows=opened)
@@ -556,15 +646,20 @@ class TestRewrites:
                 applied[rewrite.name, broken] = len(traced.apply(rewrite).passes[0].matches)
         assert not any(count for (name, _), count in applied.items() if name == "strict")
         assert {broken for (name, broken), count in applied.items() if name == "careless" and count} >= {
-            "x of size 1 at 0", "x of size 1 at 1", "residual of size 1 at 0", "residual of size 1 at 1",
+            "x of size 1 at 0",
+            "x of size 1 at 1",
+            "residual of size 1 at 0",
+            "residual of size 1 at 1",
             "weight of size 1 at 0",
-        }  # fmt: skip
+        }
 
     @pytest.mark.parametrize(
         ("sizes", "message"),
-        [(((4, 4), (6, 6)), "the axes rows and width are equal in all samples"),
-         (((3, 64),), "the axis rows is 3 in all samples")],
-    )  # fmt: skip
+        [
+            (((4, 4), (6, 6)), "the axes rows and width are equal in all samples"),
+            (((3, 64),), "the axis rows is 3 in all samples"),
+        ],
+    )
     def test_samples_that_tell_no_axes_apart(self, sizes: tuple[tuple[int, int], ...], message: str) -> None:
         def samples(draw: Draw) -> Iterator[Sample]:
             for rows, width in sizes:

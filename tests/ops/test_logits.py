@@ -32,9 +32,7 @@ def each_kernel() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("source", KERNELS)
 
 
-def penalized(
-    logit: float, count: int, prompted: bool, repetition: float, frequency: float, presence: float
-) -> float:  # fmt: skip
+def penalized(logit: float, count: int, prompted: bool, repetition: float, frequency: float, presence: float) -> float:
     if prompted or count:
         logit = logit / repetition if logit > 0 else logit * repetition
     return logit - frequency * count - (presence if count else 0)
@@ -44,9 +42,7 @@ def penalized(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(1, 5), vocab_size=st.integers(1, 70), seed=st.integers(0, 2**32))
-def test_penalties_are_those_of_a_loop(
-    source: str, dtype: torch.dtype, rows: int, vocab_size: int, seed: int
-) -> None:  # fmt: skip
+def test_penalties_are_those_of_a_loop(source: str, dtype: torch.dtype, rows: int, vocab_size: int, seed: int) -> None:
     draw = Draw(dtype, seed=seed)
     logits = draw.normal(rows, vocab_size, scale=4.0)
     counts = (draw.integers(-3, 6, rows, vocab_size)).clamp(min=0).int()

@@ -297,8 +297,10 @@ def test_a_kernel_under_an_unknown_name_is_refused() -> None:
 @pytest.mark.usefixtures("forget_operations")
 class TestDeclaration:
     declared: ClassVar[dict[str, Any]] = {
-        "axes": {"x": "...", "return": "..."}, "dtypes": {"x": FLOATING, "return": "x"}, "rowwise": None,
-    }  # fmt: skip
+        "axes": {"x": "...", "return": "..."},
+        "dtypes": {"x": FLOATING, "return": "x"},
+        "rowwise": None,
+    }
 
     @staticmethod
     def no_samples(draw: Draw) -> Iterator[Sample]:
@@ -535,9 +537,15 @@ class TestSampling:
 
     @pytest.mark.parametrize(
         ("given", "allowed"),
-        [({"top_k": 2}, {1, 2}), ({"top_p": 0.6}, {2}), ({"top_p": 0.7}, {1, 2}), ({"min_p": 0.3}, {1, 2}),
-         ({"top_k": 3, "top_p": 0.999, "min_p": 0.0}, {0, 1, 2}), ({"temperature": 0.0}, {2})],
-    )  # fmt: skip
+        [
+            ({"top_k": 2}, {1, 2}),
+            ({"top_p": 0.6}, {2}),
+            ({"top_p": 0.7}, {1, 2}),
+            ({"min_p": 0.3}, {1, 2}),
+            ({"top_k": 3, "top_p": 0.999, "min_p": 0.0}, {0, 1, 2}),
+            ({"temperature": 0.0}, {2}),
+        ],
+    )
     def test_what_is_left_out_never_comes(self, given: dict[str, float], allowed: set[int]) -> None:
         logits = torch.tensor([[0.5, 1.0, 2.0, -3.0]])  # 0.139, 0.229, 0.623, 0.004... by softmax, rounded
         assert set(self.draw_many(logits, 3000, **given).tolist()) == allowed

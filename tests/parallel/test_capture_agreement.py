@@ -49,8 +49,11 @@ def _generate(rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]) 
     with _Short(lacks if rank == 1 else "") as backend:
         # The model's Python code is captured, which takes less time than tracing it.
         compilation = {
-            "compiler": "graph", "capture_sizes": [2, 4, 8], "on_capture_error": "eager", "torch_compile_max_bs": 1,
-        }  # fmt: skip
+            "compiler": "graph",
+            "capture_sizes": [2, 4, 8],
+            "on_capture_error": "eager",
+            "torch_compile_max_bs": 1,
+        }
         config = {"backend": "cpu", "dtype": "float32", "compilation": compilation, "parallel": parallel}
         backend.configure(hal.config.load(config))
         backend.activate()

@@ -96,11 +96,14 @@ def test_layers_of_a_driver(trained_experts: Path, replaced: type[nn.Module], ow
         (Experts, _AllExperts, "all_gather", "experts of _AllExperts, whose forward replaces that of hal.nn.Experts"),
         (GroupedLinear, _WithoutShard, "split", "_WithoutShard whose weight is declared to be shared in another way"),
         pytest.param(
-            GroupedLinear, _WithoutShard, "all_gather", "_WithoutShard whose weight is declared to be shared",
+            GroupedLinear,
+            _WithoutShard,
+            "all_gather",
+            "_WithoutShard whose weight is declared to be shared",
             marks=pytest.mark.thorough(MODE),
         ),
     ],
-)  # fmt: skip
+)
 def test_layers_of_a_driver_that_ranks_cannot_share(
     trained_experts: Path, replaced: type[nn.Module], own: type[nn.Module], mode: str, message: str
 ) -> None:

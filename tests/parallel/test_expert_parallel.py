@@ -87,13 +87,15 @@ def _exchange(rank: int, ranks: int, seed: int, native: bool) -> int:
 @pytest.mark.parametrize(
     ("ranks", "seed", "native"),
     [
-        (2, 0, True), pytest.param(2, 1, False, marks=pytest.mark.thorough(MODE)),
+        (2, 0, True),
+        pytest.param(2, 1, False, marks=pytest.mark.thorough(MODE)),
         *(
             pytest.param(ranks, seed, seed % 2 == 0, marks=pytest.mark.thorough(DRAW))
-            for ranks in (2, 4) for seed in range(2, 4)
+            for ranks in (2, 4)
+            for seed in range(2, 4)
         ),
     ],
-)  # fmt: skip
+)
 def test_uneven_loads(ranks: int, seed: int, native: bool) -> None:
     assert succeeded(run(_exchange, ranks, ranks, seed, native)) == [24] * ranks
 
@@ -139,11 +141,8 @@ def _layers(rank: int, tensor: int, data: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tensor", "data"),
-    [
-        (2, 2),
-        *(pytest.param(*sizes, marks=pytest.mark.thorough(MODE)) for sizes in ((2, 1), (1, 2), (4, 1), (1, 4))),
-    ],
-)  # fmt: skip
+    [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.thorough(MODE)) for sizes in ((2, 1), (1, 2), (4, 1), (1, 4)))],
+)
 def test_layers_are_those_of_one_device(tensor: int, data: int) -> None:
     results = succeeded(run(_layers, tensor * data, tensor, data, 11))
     assert len(results[0]) == 2 * 5 * len(MODES)
@@ -237,7 +236,7 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_the_same_tokens(
     checkpoints: dict[str, Path], name: str, dtype: str, tensor: int, data: int, modes: list[str], compilers: list[str]
 ) -> None:

@@ -79,9 +79,12 @@ def test_a_collective_without_a_group_is_refused(forget_operations: None) -> Non
 
     with pytest.raises(OperationError, match="doubled declares over_shards, but has no argument `group`"):
         ops.op(
-            samples=lambda draw: [(draw.normal(2, 3),)], axes={"x": "rows width", "return": "rows width"},
-            dtypes={"x": ops.FLOATING, "return": "x"}, rowwise="rows", over_shards=lambda shards: [],
-        )(doubled)  # fmt: skip
+            samples=lambda draw: [(draw.normal(2, 3),)],
+            axes={"x": "rows width", "return": "rows width"},
+            dtypes={"x": ops.FLOATING, "return": "x"},
+            rowwise="rows",
+            over_shards=lambda shards: [],
+        )(doubled)
 
 
 def layer(x: Tensor, residual: Tensor, weight: Tensor, gamma: Tensor, group: str) -> tuple[Tensor, Tensor]:

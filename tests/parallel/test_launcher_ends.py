@@ -147,8 +147,9 @@ def test_a_rank_that_a_signal_ended(number: signal.Signals, remedy: str, tmp_pat
     if number == signal.SIGKILL:
         used = re.fullmatch(
             r"rank 1 of 2 was ended by SIGKILL; when last seen, the ranks used ([0-9.]+), ([0-9.]+) GiB of the "
-            r"([0-9.]+) GiB of this machine or container(; meanwhile, .*)?", problem,
-        )  # fmt: skip
+            r"([0-9.]+) GiB of this machine or container(; meanwhile, .*)?",
+            problem,
+        )
         assert used is not None, problem
         first, second, total = map(float, used.groups()[:3])
         assert HELD / 2**30 <= min(first, second) <= max(first, second) < HELD / 2**30 + 0.1

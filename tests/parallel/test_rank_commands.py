@@ -27,9 +27,13 @@ def run(*arguments: str | Path, status: int = 0, **environ: str) -> subprocess.C
     kept = {name: text for name, text in os.environ.items() if not name.startswith("HAL_") or name == "HAL_CACHE_DIR"}
     kept["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     result = subprocess.run(
-        [sys.executable, "-m", "hal_command", *map(str, arguments)], env=kept | environ, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "hal_command", *map(str, arguments)],
+        env=kept | environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == status, result.stdout + result.stderr
     return result
 
@@ -104,9 +108,25 @@ class TestBench:
         for ranks in (1, 2):
             file = tmp_path / f"{ranks}.json"
             result = run(
-                "bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--context", "20", "--repeats", "3",
-                "--compiler", "eager", "--compiler", "graph", "--tensor-parallel", str(ranks), "--figures", str(file),
-            )  # fmt: skip
+                "bench",
+                "decode",
+                "--shapes",
+                "tiny",
+                "--backend",
+                "cpu",
+                "--context",
+                "20",
+                "--repeats",
+                "3",
+                "--compiler",
+                "eager",
+                "--compiler",
+                "graph",
+                "--tensor-parallel",
+                str(ranks),
+                "--figures",
+                str(file),
+            )
             figures[ranks] = json.loads(file.read_text(encoding="utf-8"))
             assert [each["contender"] for each in figures[ranks]["measurements"]] == ["hal eager", "hal graph"]
             assert ("one of 2 ranks" in result.stdout) == (ranks == 2)

@@ -161,23 +161,37 @@ def test_the_command(
     request: pytest.FixtureRequest, name: str, program: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
     arguments = [
-        "generate", str(request.getfixturevalue(name)), "--prompt", "def main():", "--prompt", "class Stack:",
-        "--max-new-tokens", "12", "--backend", "cpu", "--dtype", "float32",
-    ]  # fmt: skip
+        "generate",
+        str(request.getfixturevalue(name)),
+        "--prompt",
+        "def main():",
+        "--prompt",
+        "class Stack:",
+        "--max-new-tokens",
+        "12",
+        "--backend",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     texts = [
-        subprocess.run([sys.executable, *command, *arguments, *more], env=environment, capture_output=True,
-                       timeout=400, check=True).stdout
+        subprocess.run(
+            [sys.executable, *command, *arguments, *more], env=environment, capture_output=True, timeout=400, check=True
+        ).stdout
         for command, more in ((("-m", "hal_command"), ()), (program, options))
-    ]  # fmt: skip
+    ]
     assert texts[0] == texts[1] != b""
 
 
 def test_an_error_of_all_ranks_is_shown_once(trained: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "hal_command", "generate", str(trained), "--prompt", "a", "--tensor-parallel", "3"],
-        capture_output=True, timeout=200, check=False, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        timeout=200,
+        check=False,
+        text=True,
+    )
     assert ran.returncode == 2
     assert ran.stderr.count("3 ranks cannot share 4 heads of 128 elements equally") == 1
     assert ran.stdout == ""
@@ -227,8 +241,12 @@ def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
     install(tmp_path, "late", "[hal.drivers]\nlate = late:Late\n", late=late)
     arguments = ["generate", str(trained), "--prompt", "a", "--backend", "late", "--tensor-parallel", "2"]
     ran = subprocess.run(
-        [sys.executable, "-m", "hal_command", *arguments], capture_output=True, timeout=200, check=False, text=True,
+        [sys.executable, "-m", "hal_command", *arguments],
+        capture_output=True,
+        timeout=200,
+        check=False,
+        text=True,
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert ran.returncode == 2
     assert ran.stderr.startswith("rank 1 of 2 failed:\nerror: the driver late: card 1 is on fire")

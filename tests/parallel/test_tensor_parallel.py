@@ -46,7 +46,7 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         ("tiny-python-moe-w8a8", "float32", 4, COMPILERS),
         ("tiny-python-moe-w8a8_dynamic", "float32", 4, COMPILERS),
     ],
-)  # fmt: skip
+)
 def test_the_same_tokens(checkpoints: dict[str, Path], name: str, dtype: str, ranks: int, compilers: list[str]) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": dtype}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]

@@ -34,10 +34,13 @@ def opened(architecture: str, mode: str, **compilation: Any) -> hal.Backend:
         chosen |= {"splitting_ops": list(toys.SPLIT_AT[architecture]), **sizes, **compilation}
     if mode != "eager":
         chosen["capture_sizes"] = [1, 2, 3]
-    return hal.open({
-        "backend": "cpu", "compilation": chosen,
-        "cache": {"num_tokens": 256, "block_size": 8, "num_sequences": toys.SLOTS},
-    })  # fmt: skip
+    return hal.open(
+        {
+            "backend": "cpu",
+            "compilation": chosen,
+            "cache": {"num_tokens": 256, "block_size": 8, "num_sequences": toys.SLOTS},
+        }
+    )
 
 
 @pytest.fixture(scope="module", params=sorted(toys.SPLIT_AT))
@@ -66,8 +69,13 @@ def test_every_operation_meets_its_declaration() -> None:
     schemes()
     own = [each for each in ops.catalogue().values() if each.namespace == "hal_toys"]
     assert sorted(each.name for each in own) == [
-        "causal_conv", "expert_linear", "int8_linear", "latent_attention", "linear_attention", "store_latent"
-    ]  # fmt: skip
+        "causal_conv",
+        "expert_linear",
+        "int8_linear",
+        "latent_attention",
+        "linear_attention",
+        "store_latent",
+    ]
     assert {each.name: each.state for each in own}["causal_conv"] == ("window",)
 
 
@@ -146,8 +154,11 @@ def test_experts_are_stacked_merged_and_transposed(tmp_path: Path) -> None:
             parts = [stored[f"{name}.{part}.weight"] for part in ("gate", "up")]
             assert torch.equal(experts.gate_up[expert], torch.cat(parts))
             assert torch.equal(experts.down[expert], stored[f"{name}.down_transposed"].t())
-    told = [(each.argument, each.dtype, each.shared, *shape) for each, shape in backend.told
-            if each.operation == "expert_linear"]  # fmt: skip
+    told = [
+        (each.argument, each.dtype, each.shared, *shape)
+        for each, shape in backend.told
+        if each.operation == "expert_linear"
+    ]
     weight = "weight", torch.float32, False, 4, 32
     assert sorted(told, key=str) == 3 * [(*weight, 16)] + 3 * [(*weight, 32)]
     assert {each.operation for each, _ in backend.told} == {"expert_linear", "linear"}

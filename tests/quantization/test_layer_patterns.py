@@ -16,21 +16,53 @@ from hal.quantization.layer_patterns import SECONDS, LayerPattern
 
 # From public checkpoints and recipes of llm-compressor.
 REAL = [
-    r".*lm_head", r".*mlp.gate$", r".*self_attn.(q|k|v)_proj.*", r".*self_attn.o_proj*", r".*[qkv]_proj", r"visual.*",
-    r".*self_attn[.](q|k|v|o)_proj$", r"model\.layers\.(0|3)\..*", r"model\.layers\.\d+\.mlp\..*", r"^mtp\..*",
+    r".*lm_head",
+    r".*mlp.gate$",
+    r".*self_attn.(q|k|v)_proj.*",
+    r".*self_attn.o_proj*",
+    r".*[qkv]_proj",
+    r"visual.*",
+    r".*self_attn[.](q|k|v|o)_proj$",
+    r"model\.layers\.(0|3)\..*",
+    r"model\.layers\.\d+\.mlp\..*",
+    r"^mtp\..*",
     r".*(?:mlp|ffn)\.experts\.\d+\.(?:gate_proj|up_proj|down_proj|w[123])$",
     r".*\.layers\.(?:3|7)\.self_attn(?:\..*)?$",
-    r".*(?:^|\.)(?:attn|self_attn)(?:\.|$).*", r"^(?!.*mlp.experts).*", r"^(?!.*\.mlp\.experts(?:\.|$)).*$",
-    r"model\.layers\.(?:[0-9]|[1-5][0-9]|60)\..*", r"model\.layers\.[^0]\..+", r"model\.layers\.\d{1,2}\.mlp.*",
-    r"(?:model\.)?mtp(?:\..*)?", r".*\\.mlp", r"", r"model.layers.0.self_attn.q_proj",
-]  # fmt: skip
+    r".*(?:^|\.)(?:attn|self_attn)(?:\.|$).*",
+    r"^(?!.*mlp.experts).*",
+    r"^(?!.*\.mlp\.experts(?:\.|$)).*$",
+    r"model\.layers\.(?:[0-9]|[1-5][0-9]|60)\..*",
+    r"model\.layers\.[^0]\..+",
+    r"model\.layers\.\d{1,2}\.mlp.*",
+    r"(?:model\.)?mtp(?:\..*)?",
+    r".*\\.mlp",
+    r"",
+    r"model.layers.0.self_attn.q_proj",
+]
 NAMES = [
-    "lm_head", "model.lm_head", "visual.blocks.3.attn.qkv", "mtp", "mtp.fc", "attn.q", "x.norm", "",
-    *(f"model.layers.{layer}.{part}" for layer in (0, 3, 17, 60) for part in (
-        "self_attn.q_proj", "self_attn.o_proj", "self_attn.o_pro", "mlp.gate", "mlp.gate_proj", "mlp.experts.3.w1",
-        "mlp.experts.12.down_proj.x", "self_attn",
-    )),
-]  # fmt: skip
+    "lm_head",
+    "model.lm_head",
+    "visual.blocks.3.attn.qkv",
+    "mtp",
+    "mtp.fc",
+    "attn.q",
+    "x.norm",
+    "",
+    *(
+        f"model.layers.{layer}.{part}"
+        for layer in (0, 3, 17, 60)
+        for part in (
+            "self_attn.q_proj",
+            "self_attn.o_proj",
+            "self_attn.o_pro",
+            "mlp.gate",
+            "mlp.gate_proj",
+            "mlp.experts.3.w1",
+            "mlp.experts.12.down_proj.x",
+            "self_attn",
+        )
+    ),
+]
 
 
 def test_what_checkpoints_hold_is_read_as_python_does() -> None:
@@ -127,8 +159,10 @@ def test_names_share_the_time_of_an_expression() -> None:
 
 def test_quick_names_take_none_of_it() -> None:
     quick = pattern(r".*self_attn.(q|k|v)_proj.*")
-    assert sum(quick.match(f"model.layers.{layer}.self_attn.{part}_proj") for layer in range(20_000) for part in "qo") \
-        == 20_000  # fmt: skip
+    assert (
+        sum(quick.match(f"model.layers.{layer}.self_attn.{part}_proj") for layer in range(20_000) for part in "qo")
+        == 20_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,9 +187,19 @@ def test_one_too_large_to_compile_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [r"(?i)a", r"(?P<x>a)", r"(?P<x>a)(?P=x)", r"(?>a)", r"(a)?(?(1)b|c)", r"a(?#()b", "(?x:a # (\n)", "a{", "a{e<=2}",
-     "[[:alpha:]]"],
-)  # fmt: skip
+    [
+        r"(?i)a",
+        r"(?P<x>a)",
+        r"(?P<x>a)(?P=x)",
+        r"(?>a)",
+        r"(a)?(?(1)b|c)",
+        r"a(?#()b",
+        "(?x:a # (\n)",
+        "a{",
+        "a{e<=2}",
+        "[[:alpha:]]",
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 def test_what_is_not_read_is_refused(text: str) -> None:
     re.compile(text)

@@ -267,7 +267,8 @@ CASES = {
             folder / "config.json",
             lambda value: value["quantization_config"]["config_groups"]["group_0"].update(input_activations=None),
         ),
-        CheckpointError, "input_scale is not in the model",
+        CheckpointError,
+        "input_scale is not in the model",
     ),
     "weights only, packed": compressed(
         config(format="pack-quantized"), ConfigError, "is 'pack-quantized', not 'int-quantized'", "w8a16"
@@ -291,7 +292,8 @@ CASES = {
     ),
     "sparse weights": compressed(
         config(sparsity_config={"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4"}),
-        ConfigError, "has a sparsity_config",
+        ConfigError,
+        "has a sparsity_config",
     ),
     "a sparsity without format": compressed(
         config(sparsity_config={"global_sparsity": 0.5}), ConfigError, "has a sparsity_config"
@@ -300,7 +302,8 @@ CASES = {
         lambda folder: change_json(
             folder / "config.json", lambda value: value.update(compression_config=section("w8a16"))
         ),
-        ConfigError, "quantization_config and a compression_config that differs",
+        ConfigError,
+        "quantization_config and a compression_config that differs",
     ),
     "no groups": compressed(config(config_groups={}), CheckpointError, "has no config_groups"),
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
@@ -314,9 +317,7 @@ CASES = {
     "in floating point": compressed(
         tensor(f"{DOWN}.weight", torch.ones(32, 48)), CheckpointError, f"{DOWN}.weight is F32, expected int8"
     ),
-    "no scale": compressed(
-        tensor(f"{DOWN}.weight_scale", None), CheckpointError, f"{DOWN}.weight_scale is missing"
-    ),
+    "no scale": compressed(tensor(f"{DOWN}.weight_scale", None), CheckpointError, f"{DOWN}.weight_scale is missing"),
     "no input scale": compressed(tensor(f"{DOWN}.input_scale", None), CheckpointError, "input_scale is missing"),
     "scales of groups": compressed(
         tensor(f"{DOWN}.weight_scale", torch.ones(32, 3)), CheckpointError, r"is \[32, 3\], not \[32, 1\]"
@@ -338,7 +339,8 @@ CASES = {
     ),
     "different offsets": compressed(
         tensor(f"{QUERY}.input_zero_point", torch.tensor([3], dtype=torch.int8)),
-        CheckpointError, "different input offsets: 3 of .*q_proj, -7 of .*k_proj",
+        CheckpointError,
+        "different input offsets: 3 of .*q_proj, -7 of .*k_proj",
     ),
     "an extra tensor": compressed(
         tensor(f"{DOWN}.g_idx", torch.ones(48)), CheckpointError, f"{DOWN}.g_idx is not in the model"
@@ -348,7 +350,8 @@ CASES = {
     ),
     "no description": compressed(
         lambda folder: change_json(folder / "config.json", lambda value: value.pop("quantization_config")),
-        CheckpointError, "weight is I8, expected a floating-point dtype.*no file describes how",
+        CheckpointError,
+        "weight is I8, expected a floating-point dtype.*no file describes how",
     ),
     "another type": slim(
         types({f"{DOWN}.weight": "W4A8_DYNAMIC"}), CheckpointError, "type 'W4A8_DYNAMIC' for .*down_proj.weight.*W8A8"
@@ -368,13 +371,15 @@ CASES = {
     ),
     "two descriptions": slim(
         lambda folder: shutil.copy(folder / DESCRIPTION, folder / "quant_model_description_w8a8.json"),
-        CheckpointError, "holds 2 quantization descriptions",
+        CheckpointError,
+        "holds 2 quantization descriptions",
     ),
     "described twice": slim(
         lambda folder: change_json(
             folder / "config.json", lambda value: value.update(quantization_config=section("w8a8"))
         ),
-        CheckpointError, "describes its quantization twice",
+        CheckpointError,
+        "describes its quantization twice",
     ),
     "no bias of integers": slim(tensor(f"{DOWN}.quant_bias", None), CheckpointError, f"{DOWN}.quant_bias is missing"),
     "a bias of floating point": slim(
@@ -389,7 +394,7 @@ CASES = {
     "half an offset": slim(
         tensor(f"{DOWN}.input_offset", torch.tensor([0.5])), CheckpointError, "is 0.5, not an integer"
     ),
-}  # fmt: skip
+}
 
 
 def moved(old: str, new: str) -> Callable[[Path], object]:
@@ -403,10 +408,16 @@ NEUTRAL = {
     "no sparsity": config(sparsity_config={}),
     "null": config(sparsity_config=None, transform_config=None, kv_cache_scheme=None),
     "dense": config(sparsity_config={"format": "dense"}),
-    "dense, with statistics": config(sparsity_config={
-        "format": "dense", "global_sparsity": 0.1455, "ignore": ["lm_head"], "registry_requires_subclass": False,
-        "sparsity_structure": "unstructured", "targets": ["model.layers.1.self_attn.q_proj"],
-    }),
+    "dense, with statistics": config(
+        sparsity_config={
+            "format": "dense",
+            "global_sparsity": 0.1455,
+            "ignore": ["lm_head"],
+            "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured",
+            "targets": ["model.layers.1.self_attn.q_proj"],
+        }
+    ),
     "dense, 0:0": config(sparsity_config={"format": "dense", "global_sparsity": 0.0, "sparsity_structure": "0:0"}),
     "no rotations": config(transform_config={}),
     "no groups of rotations": config(transform_config={"config_groups": {}}),
@@ -416,7 +427,7 @@ NEUTRAL = {
     "statistics and versions": config(
         global_compression_ratio=1.46, version="0.12.2", quantization_status="frozen", unknown=None
     ),
-}  # fmt: skip
+}
 """Changes of a compressed-tensors section that change nothing."""
 
 

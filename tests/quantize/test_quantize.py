@@ -67,8 +67,9 @@ def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path)
             assert torch.equal(after[name], (values.float() / scale).round().to(torch.int8))
             assert torch.equal(after[f"{layer}.weight_scale"], scale)
     assert {file.name for file in folder.iterdir()} == {
-        *(file.name for file in plain.iterdir()), *([DESCRIPTION] if format == "modelslim" else [])
-    }  # fmt: skip
+        *(file.name for file in plain.iterdir()),
+        *([DESCRIPTION] if format == "modelslim" else []),
+    }
     assert not any(file.name.startswith(".") for file in tmp_path.iterdir()), "no temporary files must remain"
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     assert set(weight_map) == set(after)

@@ -280,9 +280,14 @@ def refusal(tensors: Mapping[str, Tensor]) -> str:
 
 
 KINDS = (
-    "lengths unlike positions", "positions unlike lengths", "a slot of another row", "one slot for two tokens",
-    "one block for two rows", "another block in the table", "a host twin",
-)  # fmt: skip
+    "lengths unlike positions",
+    "positions unlike lengths",
+    "a slot of another row",
+    "one slot for two tokens",
+    "one block for two rows",
+    "another block in the table",
+    "a host twin",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,12 +309,13 @@ def test_tensors_that_contradict_each_other(kind: str) -> None:
 def test_batches_of_padding_are_taken() -> None:
     """Rows of an engine that pads its tensors: all write to the dummy block, to whatever slot."""
     padded = {
-        "token_ids": torch.tensor([5, 6, 0, 0]), "positions": torch.tensor([0, 1, 0, 0]),
+        "token_ids": torch.tensor([5, 6, 0, 0]),
+        "positions": torch.tensor([0, 1, 0, 0]),
         "slot_mapping": torch.tensor([4, 5, 3, 3], dtype=torch.int32),
         "block_table": torch.tensor([[1], [0], [0]], dtype=torch.int32),
         "kv_lens": torch.tensor([2, 1, 1], dtype=torch.int32),
         "query_start_loc": torch.tensor([0, 2, 3, 4], dtype=torch.int32),
-    }  # fmt: skip
+    }
     assert hal.Batch.from_tensors(block_size=BLOCK, **padded).num_sequences == 3
     with pytest.raises(BatchError, match="slot_mapping has 3, out of the range 4"):  # Sequences do not own the block.
         hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **padded)

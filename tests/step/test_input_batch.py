@@ -22,9 +22,14 @@ BOUNDS = Bounds(VOCABULARY, 1, BLOCKS, LONGEST)
 
 def made(batch_type: type[hal.Batch] = hal.Batch, rows: int = 6, window: int | None = None) -> InputBatch:
     return InputBatch(
-        batch_type, max_sequences=rows, max_length=LONGEST, block_size=BLOCK, device=HostDevice(), bounds=BOUNDS,
+        batch_type,
+        max_sequences=rows,
+        max_length=LONGEST,
+        block_size=BLOCK,
+        device=HostDevice(),
+        bounds=BOUNDS,
         window=window,
-    )  # fmt: skip
+    )
 
 
 @attrs.define
@@ -41,9 +46,12 @@ def built(batch_type: type[hal.Batch], sequences: list[Expected], counts: list[i
     """Return the batch that Batch.build makes of the same sequences."""
     return batch_type.build(
         [each.tokens[each.cached : each.cached + count] for each, count in zip(sequences, counts, strict=True)],
-        [each.blocks for each in sequences], block_size=BLOCK, cached=[each.cached for each in sequences],
-        fields={"slots": [each.slot for each in sequences]} if batch_type is SlotBatch else {}, bounds=BOUNDS,
-    )  # fmt: skip
+        [each.blocks for each in sequences],
+        block_size=BLOCK,
+        cached=[each.cached for each in sequences],
+        fields={"slots": [each.slot for each in sequences]} if batch_type is SlotBatch else {},
+        bounds=BOUNDS,
+    )
 
 
 def check_equal(found: hal.Batch, expected: hal.Batch) -> None:
@@ -305,7 +313,7 @@ class TestFromTensors:
             ("query_start_loc", torch.tensor([0, 3, 3], dtype=torch.int32), r"query_start_loc is \[0, 3, 3\]"),
             ("sots", torch.tensor([1]), "Batch has no field 'sots'"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_refused(self, name: str, value: Tensor, problem: str) -> None:
         tensors = self.tensors(**{name: value})
         if name in ("kv_lens", "query_start_loc"):

@@ -150,9 +150,14 @@ class TestOneCall:
 
     @pytest.mark.parametrize(
         ("found", "expected"),
-        [(torch.ones(2), torch.ones(1, 2)), (torch.ones(2).half(), torch.ones(2)), (None, torch.ones(2)),
-         (torch.ones(2), None), (3, 4)],
-    )  # fmt: skip
+        [
+            (torch.ones(2), torch.ones(1, 2)),
+            (torch.ones(2).half(), torch.ones(2)),
+            (None, torch.ones(2)),
+            (torch.ones(2), None),
+            (3, 4),
+        ],
+    )
     def test_shapes_dtypes_and_other_values(self, found: object, expected: object) -> None:
         with pytest.raises(AssertionError, match=r"it is .* and not "):
             assert_agree(self.NORM, torch.float32, [found], [expected])

@@ -92,13 +92,15 @@ def run(
 def test_a_passing_run_and_its_table(pytester: pytest.Pytester) -> None:
     result = run(pytester, "devices/ or streams/")
     result.assert_outcomes(passed=20)
-    result.stdout.fnmatch_lines([
-        "*conformance of cpu*",
-        "area * cases * passed * skipped * expected to fail * failed",
-        "devices * 13 * 13 * 0 * 0 * 0",
-        "streams * 7 * 7 * 0 * 0 * 0",
-        "all * 20 * 20 * 0 * 0 * 0",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*conformance of cpu*",
+            "area * cases * passed * skipped * expected to fail * failed",
+            "devices * 13 * 13 * 0 * 0 * 0",
+            "streams * 7 * 7 * 0 * 0 * 0",
+            "all * 20 * 20 * 0 * 0 * 0",
+        ]
+    )
 
 
 def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
@@ -117,10 +119,13 @@ def test_unsupported_is_tried_and_counts_as_skipped_with_its_reason(pytester: py
 def test_unsupported_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
     result = run(pytester, "streams/", 'unsupported={"streams/o*": "one queue only"}')
     result.assert_outcomes(passed=6, failed=1)
-    result.stdout.fnmatch_lines([
-        "*the case passes, but the entry 'streams/o[*]' of `unsupported` says: one queue only; remove the entry, or *",
-        "streams * 7 * 6 * 0 * 0 * 1",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*the case passes, but the entry 'streams/o[*]' of `unsupported` says: "
+            "one queue only; remove the entry, or *",
+            "streams * 7 * 6 * 0 * 0 * 1",
+        ]
+    )
 
 
 def test_untried_is_not_even_run(pytester: pytest.Pytester) -> None:
@@ -136,11 +141,13 @@ def test_untried_is_not_even_run(pytester: pytest.Pytester) -> None:
 def test_failing_is_expected_to_fail_and_the_smallest_shapes_are_shown(pytester: pytest.Pytester) -> None:
     result = run(pytester, "operations/rms_norm/float32", "open=opened", BROKEN)
     assert result.parseoutcomes()["failed"] >= 5
-    result.stdout.fnmatch_lines([
-        "*conformance of cpu*",
-        "rms_norm fails; smallest failing shapes: x float32[[]1, 64], weight float32[[]64], eps 1e-06 "
-        "(operations/rms_norm/float32/sample-0)",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*conformance of cpu*",
+            "rms_norm fails; smallest failing shapes: x float32[[]1, 64], weight float32[[]64], eps 1e-06 "
+            "(operations/rms_norm/float32/sample-0)",
+        ]
+    )
     known = 'failing={"operations/rms_norm/float32/*[!y0]": "issue 12"}, open=opened'
     result = run(pytester, "operations/rms_norm/float32/sample-1", known, BROKEN)
     result.assert_outcomes(xfailed=1)
@@ -157,10 +164,12 @@ def test_an_expected_failure_that_passes_is_an_error(pytester: pytest.Pytester) 
 def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, kind: str) -> None:
     result = run(pytester, "streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([
-        "*the pattern 'operations/rms_nrm/*' matches none of the * cases of the backend cpu*",
-        "*did you mean 'operations/rms_norm/*'*",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            "*the pattern 'operations/rms_nrm/*' matches none of the * cases of the backend cpu*",
+            "*did you mean 'operations/rms_norm/*'*",
+        ]
+    )
 
 
 def test_only_some_cases_are_made() -> None:
@@ -209,11 +218,13 @@ def test_a_failure_is_told_without_the_suites_own_lines(pytester: pytest.Pyteste
 def test_a_kernel_that_raises_is_shown_with_its_line_and_shapes(pytester: pytest.Pytester) -> None:
     result = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", RAISING, apart=True)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([
-        '>*raise RuntimeError("no such kernel")',
-        "E * it raised RuntimeError: no such kernel",
-        "rms_norm fails; smallest failing shapes: x float32[[]1, 64], *",
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            '>*raise RuntimeError("no such kernel")',
+            "E * it raised RuntimeError: no such kernel",
+            "rms_norm fails; smallest failing shapes: x float32[[]1, 64], *",
+        ]
+    )
 
 
 def test_a_hook_that_names_two_backends_is_an_error() -> None:
@@ -255,9 +266,21 @@ def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
     names = [each.name for each in conformance.cases]
     assert len(set(names)) == len(names)
     assert {each.area for each in conformance.cases} == {
-        "devices", "streams", "events", "memory", "operations", "rewrites", "graphs", "runners", "models", "errors",
-        "limits", "leaks", "closing", "ranks",
-    }  # fmt: skip
+        "devices",
+        "streams",
+        "events",
+        "memory",
+        "operations",
+        "rewrites",
+        "graphs",
+        "runners",
+        "models",
+        "errors",
+        "limits",
+        "leaks",
+        "closing",
+        "ranks",
+    }
     of_ranks = {  # Some are compared together.
         one for each in names if each.startswith("ranks/operations/") for one in each.split("/")[2].split("+")
     }

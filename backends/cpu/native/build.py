@@ -19,10 +19,18 @@ from hal.errors import ConfigError, DriverUnavailable
 SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
     # Required to vectorize sums. NaN and infinity are preserved.
-    "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros",
-)  # fmt: skip
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+)
 
 log = logging.getLogger("hal.cpu")
 

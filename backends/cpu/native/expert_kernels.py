@@ -56,9 +56,20 @@ class ExpertKernels:
         new = torch.empty(tokens, top_k, dtype=logits.dtype), torch.empty(tokens, top_k, dtype=torch.int32)
         weights, experts = new if out is None else out
         self._route(
-            scores.data_ptr(), None if bias is None else bias.data_ptr(), weights.data_ptr(), experts.data_ptr(),
-            DTYPES[logits.dtype], tokens, num_experts, top_k, renormalize, scale, num_groups, top_groups, group_best,
-        )  # fmt: skip
+            scores.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            weights.data_ptr(),
+            experts.data_ptr(),
+            DTYPES[logits.dtype],
+            tokens,
+            num_experts,
+            top_k,
+            renormalize,
+            scale,
+            num_groups,
+            top_groups,
+            group_best,
+        )
         return weights, experts
 
     def expert_permute(
@@ -73,13 +84,22 @@ class ExpertKernels:
         require(experts.dim() == 2 and experts.shape[0] == tokens, "expert_permute", x, indices=(experts,))
         x, rows = x.contiguous(), experts.numel()
         new = (
-            empty((rows, width), x), torch.empty(num_experts, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
-        )  # fmt: skip
+            empty((rows, width), x),
+            torch.empty(num_experts, dtype=torch.int64),
+            torch.empty(rows, dtype=torch.int32),
+        )
         y, counts, positions = new if out is None else out
         wrong = self._permute(
-            x.data_ptr(), experts.data_ptr(), y.data_ptr(), counts.data_ptr(), positions.data_ptr(), tokens,
-            experts.shape[1], num_experts, width * x.element_size(),
-        )  # fmt: skip
+            x.data_ptr(),
+            experts.data_ptr(),
+            y.data_ptr(),
+            counts.data_ptr(),
+            positions.data_ptr(),
+            tokens,
+            experts.shape[1],
+            num_experts,
+            width * x.element_size(),
+        )
         _refuse(wrong, "expert_permute", experts, num_experts)
         return y, counts, positions
 
@@ -97,9 +117,15 @@ class ExpertKernels:
         rows, weights = rows.contiguous(), weights.contiguous()
         y = empty((tokens, width), rows) if out is None else out
         wrong = self._unpermute(
-            rows.data_ptr(), positions.data_ptr(), weights.data_ptr(), y.data_ptr(), DTYPES[rows.dtype], tokens, top_k,
+            rows.data_ptr(),
+            positions.data_ptr(),
+            weights.data_ptr(),
+            y.data_ptr(),
+            DTYPES[rows.dtype],
+            tokens,
+            top_k,
             width,
-        )  # fmt: skip
+        )
         if wrong:
             raise OperationError(
                 f"expert_unpermute: position {int(positions[wrong - 1])} is outside {rows.shape[0]} rows",
@@ -120,9 +146,16 @@ class ExpertKernels:
         x, weight, counts = x.contiguous(), weight.contiguous(), counts.contiguous()
         y = empty((x.shape[0], out_features), x) if out is None else out
         wrong = self._grouped(
-            x.data_ptr(), weight.data_ptr(), counts.data_ptr(), y.data_ptr(), DTYPES[x.dtype], x.shape[0], num_experts,
-            out_features, width,
-        )  # fmt: skip
+            x.data_ptr(),
+            weight.data_ptr(),
+            counts.data_ptr(),
+            y.data_ptr(),
+            DTYPES[x.dtype],
+            x.shape[0],
+            num_experts,
+            out_features,
+            width,
+        )
         if wrong:
             raise wrong_counts("grouped_linear", counts, x.shape[0])
         return y
@@ -144,9 +177,19 @@ class ExpertKernels:
         gate_up, down = gate_up.contiguous(), down.contiguous()
         y = empty(x.shape, x) if out is None else out
         wrong = self._mlp(
-            x.data_ptr(), gate_up.data_ptr(), down.data_ptr(), weights.data_ptr(), experts.data_ptr(), y.data_ptr(),
-            DTYPES[x.dtype], tokens, hidden, width, num_experts, experts.shape[1],
-        )  # fmt: skip
+            x.data_ptr(),
+            gate_up.data_ptr(),
+            down.data_ptr(),
+            weights.data_ptr(),
+            experts.data_ptr(),
+            y.data_ptr(),
+            DTYPES[x.dtype],
+            tokens,
+            hidden,
+            width,
+            num_experts,
+            experts.shape[1],
+        )
         _refuse(wrong, "expert_mlp", experts, num_experts)
         return y
 

@@ -27,9 +27,14 @@ UNLIMITED = 1 << 62  # tokens, or queries times tokens
 FEW = 1 << 11
 """Queries times tokens of a sequence above which the kernel of many queries is faster. Decode steps do not use it."""
 BASIC = (
-    "add_rms_norm", "greedy_sample", "paged_attention", "rms_norm", "rotary_embedding", "silu_and_mul",
+    "add_rms_norm",
+    "greedy_sample",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
     "store_kv_cache",
-)  # fmt: skip
+)
 NATIVE = (*BASIC, *EXPERT_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS)
 
 
@@ -41,9 +46,11 @@ def native_kernels() -> dict[str, Kernel]:
     """
     library = load()
     classes = (
-        (_Library, BASIC), (ExpertKernels, EXPERT_KERNELS), (LogitsKernels, LOGITS_KERNELS),
+        (_Library, BASIC),
+        (ExpertKernels, EXPERT_KERNELS),
+        (LogitsKernels, LOGITS_KERNELS),
         (SamplingKernels, SAMPLING_KERNELS),
-    )  # fmt: skip
+    )
     made = ((bindings(library), names) for bindings, names in classes)
     return {name: getattr(bindings, name) for bindings, names in made for name in names}
 
@@ -70,9 +77,17 @@ class _Library:
         weight = weight.contiguous()
         y = empty(x.shape, x) if out is None else out
         self._rms_norm(
-            x.data_ptr(), weight.data_ptr(), y.data_ptr(), DTYPES[x.dtype],
-            x.numel() // width, heads, width, outer, inner, eps,
-        )  # fmt: skip
+            x.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            DTYPES[x.dtype],
+            x.numel() // width,
+            heads,
+            width,
+            outer,
+            inner,
+            eps,
+        )
         return y
 
     def add_rms_norm(
@@ -85,9 +100,16 @@ class _Library:
         x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
         y, hidden = (empty(x.shape, x), empty(x.shape, x)) if out is None else out
         self._add_rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(), hidden.data_ptr(), DTYPES[x.dtype],
-            x.numel() // width, width, eps,
-        )  # fmt: skip
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            hidden.data_ptr(),
+            DTYPES[x.dtype],
+            x.numel() // width,
+            width,
+            eps,
+        )
         return y, hidden
 
     def rotary_embedding(
@@ -102,9 +124,20 @@ class _Library:
         cos, sin = cos.contiguous(), sin.contiguous()
         new = (empty(query.shape, query), empty(key.shape, key)) if out is None else out
         self._rotary(
-            query.data_ptr(), key.data_ptr(), cos.data_ptr(), sin.data_ptr(), new[0].data_ptr(), new[1].data_ptr(),
-            DTYPES[query.dtype], tokens, heads, kv_heads, head_dim, *query_strides, *key_strides,
-        )  # fmt: skip
+            query.data_ptr(),
+            key.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            new[0].data_ptr(),
+            new[1].data_ptr(),
+            DTYPES[query.dtype],
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            *query_strides,
+            *key_strides,
+        )
         return new
 
     def silu_and_mul(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -143,10 +176,17 @@ class _Library:
         require(slots.shape == key.shape[:1], "store_kv_cache", key, indices=(slots,))
         key, value, size = packed(key), packed(value), key.element_size()
         wrong = self._store(
-            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
-            key.shape[0], key_cache.shape[0] * key_cache.shape[1],
-            row * size, key.stride(0) * size, value.stride(0) * size,
-        )  # fmt: skip
+            key.data_ptr(),
+            value.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            slots.data_ptr(),
+            key.shape[0],
+            key_cache.shape[0] * key_cache.shape[1],
+            row * size,
+            key.stride(0) * size,
+            value.stride(0) * size,
+        )
         if wrong:
             raise OperationError(
                 f"store_kv_cache: token {wrong - 1} has slot {int(slots[wrong - 1])}, outside the cache of "
@@ -191,11 +231,29 @@ class _Library:
         y = empty(query.shape, query) if out is None else out
         work = FEW if tokens > sequences else UNLIMITED
         wrong = self._attention(
-            query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), table.data_ptr(), starts.data_ptr(),
-            lens.data_ptr(), y.data_ptr(), DTYPES[query.dtype], sequences, tokens, heads, kv_heads, head_dim,
-            num_blocks, block_size, max_blocks, outer, inner, scale, causal,
-            UNLIMITED if sliding_window is None else sliding_window, work,
-        )  # fmt: skip
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            table.data_ptr(),
+            starts.data_ptr(),
+            lens.data_ptr(),
+            y.data_ptr(),
+            DTYPES[query.dtype],
+            sequences,
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            num_blocks,
+            block_size,
+            max_blocks,
+            outer,
+            inner,
+            scale,
+            causal,
+            UNLIMITED if sliding_window is None else sliding_window,
+            work,
+        )
         if wrong:
             raise OperationError(
                 f"paged_attention: sequence {wrong - 1} has {int(lens[wrong - 1])} tokens in the blocks "

@@ -46,9 +46,17 @@ class LogitsKernels:
         repetition, frequency, presence = (each.contiguous() for each in penalties)
         y = torch.empty(logits.shape, dtype=torch.float32) if out is None else out
         self._penalize(
-            logits.data_ptr(), counts.data_ptr(), prompted.data_ptr(), repetition.data_ptr(), frequency.data_ptr(),
-            presence.data_ptr(), y.data_ptr(), DTYPES[logits.dtype], *logits.shape, stride,
-        )  # fmt: skip
+            logits.data_ptr(),
+            counts.data_ptr(),
+            prompted.data_ptr(),
+            repetition.data_ptr(),
+            frequency.data_ptr(),
+            presence.data_ptr(),
+            y.data_ptr(),
+            DTYPES[logits.dtype],
+            *logits.shape,
+            stride,
+        )
         return y
 
     def mask_logits(self, logits: Tensor, allowed: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -63,7 +71,5 @@ class LogitsKernels:
         logits, (_, stride, _) = rows(logits)
         allowed = allowed.contiguous()
         y = empty(logits.shape, logits) if out is None else out
-        self._mask(
-            logits.data_ptr(), allowed.data_ptr(), y.data_ptr(), DTYPES[logits.dtype], *logits.shape, stride
-        )  # fmt: skip
+        self._mask(logits.data_ptr(), allowed.data_ptr(), y.data_ptr(), DTYPES[logits.dtype], *logits.shape, stride)
         return y

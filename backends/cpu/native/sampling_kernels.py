@@ -46,7 +46,12 @@ class SamplingKernels:
         columns = [each.contiguous() for each in parameters]
         tokens = torch.empty(logits.shape[0], dtype=torch.int64) if out is None else out
         self._sample(
-            logits.data_ptr(), *(column.data_ptr() for column in columns), tokens.data_ptr(), DTYPES[logits.dtype],
-            logits.shape[0], logits.shape[1], stride,
-        )  # fmt: skip
+            logits.data_ptr(),
+            *(column.data_ptr() for column in columns),
+            tokens.data_ptr(),
+            DTYPES[logits.dtype],
+            logits.shape[0],
+            logits.shape[1],
+            stride,
+        )
         return tokens

@@ -263,8 +263,10 @@ class SharedMemoryKernels:
                 if group.rank == 0:
                     log.warning(
                         "the ranks of the group %r exchange tensors over torch.distributed, which is slower than "
-                        "shared memory: %s", group.name, found,
-                    )  # fmt: skip
+                        "shared memory: %s",
+                        group.name,
+                        found,
+                    )
                 made = None
             else:
                 assert library is not None

@@ -71,14 +71,27 @@ class FlashInferAttention:
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         arguments = {
-            "query": query, "key_cache": key_cache, "scale": scale, "causal": causal, "sliding_window": sliding_window
-        }  # fmt: skip
+            "query": query,
+            "key_cache": key_cache,
+            "scale": scale,
+            "causal": causal,
+            "sliding_window": sliding_window,
+        }
         shape, queried = Shape.of(arguments), int(query_start_loc_host[-1])
         if not shape.supported or not queried:
             return self._otherwise(  # type: ignore[no-any-return]
-                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
-                kv_lens_host, scale, causal, sliding_window,
-            )  # fmt: skip
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                query_start_loc,
+                kv_lens,
+                query_start_loc_host,
+                kv_lens_host,
+                scale,
+                causal,
+                sliding_window,
+            )
         layer = key_cache.data_ptr()
         plan = self._plans.get(shape)
         if plan is None or not plan.serves(layer, block_table, query_start_loc_host, kv_lens_host):

@@ -40,9 +40,15 @@ class Shape:
         """Return the shape of a call."""
         query, (_, block_size, kv_heads, _) = arguments["query"], arguments["key_cache"].shape
         return cls(
-            query.shape[1], kv_heads, query.shape[2], block_size, query.dtype, arguments["scale"], arguments["causal"],
+            query.shape[1],
+            kv_heads,
+            query.shape[2],
+            block_size,
+            query.dtype,
+            arguments["scale"],
+            arguments["causal"],
             arguments["sliding_window"],
-        )  # fmt: skip
+        )
 
     @property
     def supported(self) -> bool:
@@ -54,8 +60,11 @@ class Shape:
         """Return the keyword arguments of FlashInfer's plan methods, for decode and prefill."""
         window_left = -1 if self.window is None else self.window - 1
         return {
-            "sm_scale": self.scale, "window_left": window_left, "q_data_type": self.dtype, "kv_data_type": self.dtype
-        }  # fmt: skip
+            "sm_scale": self.scale,
+            "window_left": window_left,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
 
     @property
     def tensor_cores(self) -> bool:
@@ -147,9 +156,14 @@ class GraphPlan:
             for size in (sequences + 1, sequences * columns, sequences)
         )
         self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=shape.tensor_cores, paged_kv_indptr_buffer=ends,
-            paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last,
-        )  # fmt: skip
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=shape.tensor_cores,
+            paged_kv_indptr_buffer=ends,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last,
+        )
         self._done = torch.cuda.Event()
         self.update({"kv_lens_host": arguments["kv_lens_host"]})
 

@@ -46,11 +46,34 @@ def _owner(block, query_start_loc, sequences, queries: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "splits", "table_sequence"])
 def _attend(
-    query, key_cache, value_cache, block_table, query_start_loc, kv_lens, result, sums, bests, totals,
-    tokens, sequences, splits, query_token, query_head, table_sequence, scale, window,
-    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, block_size: tl.constexpr,
-    causal: tl.constexpr, queries: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    query_start_loc,
+    kv_lens,
+    result,
+    sums,
+    bests,
+    totals,
+    tokens,
+    sequences,
+    splits,
+    query_token,
+    query_head,
+    table_sequence,
+    scale,
+    window,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    causal: tl.constexpr,
+    queries: tl.constexpr,
+    rows: tl.constexpr,
+    keys: tl.constexpr,
+    width: tl.constexpr,
+):
     """Write ``result``; or if ``sums`` is given, a part: weighted sums of values, the largest score, the weights."""
     group: tl.constexpr = num_heads // num_kv_heads
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -236,9 +259,18 @@ def paged_attention(
     visible = capacity if sliding_window is None else min(capacity, sliding_window + chosen.queries)
     parts = splits(programs, visible, _processors(query.device))
     return attend(
-        query, key_cache, value_cache, block_table, query_start_loc, kv_lens, scale, causal, sliding_window,
-        chosen, parts,
-    )  # fmt: skip
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        kv_lens,
+        scale,
+        causal,
+        sliding_window,
+        chosen,
+        parts,
+    )
 
 
 def blocks(tokens: int, sequences: int, queries: int) -> int:
@@ -272,11 +304,36 @@ def attend(
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
         bests, totals = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     _attend[blocks(tokens, sequences, chosen.queries), num_kv_heads, parts](
-        query, key_cache, value_cache, block_table, query_start_loc.contiguous(), kv_lens.contiguous(),
-        result, sums, bests, totals, tokens, sequences, parts, query.stride(0), query.stride(1), block_table.stride(0),
-        scale * math.log2(math.e), sliding_window, num_heads, num_kv_heads, head_dim, key_cache.shape[1], causal,
-        chosen.queries, chosen.rows, chosen.keys, width, num_warps=chosen.warps, num_stages=chosen.stages,
-    )  # fmt: skip
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc.contiguous(),
+        kv_lens.contiguous(),
+        result,
+        sums,
+        bests,
+        totals,
+        tokens,
+        sequences,
+        parts,
+        query.stride(0),
+        query.stride(1),
+        block_table.stride(0),
+        scale * math.log2(math.e),
+        sliding_window,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        key_cache.shape[1],
+        causal,
+        chosen.queries,
+        chosen.rows,
+        chosen.keys,
+        width,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )
     if parts > 1:
         _combine[(tokens * num_heads,)](
             sums, bests, totals, result, parts, head_dim, triton.next_power_of_2(parts), width, num_warps=4

@@ -11,9 +11,20 @@ from .arguments import INTEGERS, require, unit_stride, warps
 
 @triton.jit
 def _store(
-    key, value, key_cache, value_cache, slot_mapping, key_token, key_head, value_token, value_head,
-    num_heads: tl.constexpr, head_dim: tl.constexpr, heads: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    num_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    heads: tl.constexpr,
+    block: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)[:, None]
     column = tl.arange(0, block)[None, :]
@@ -31,9 +42,21 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     key, value, block = unit_stride(key), unit_stride(value), triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_heads), max(2048 // block, 1))
     _store[tokens, triton.cdiv(num_heads, heads)](
-        key, value, key_cache, value_cache, slot_mapping.contiguous(), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), num_heads, head_dim, heads, block, num_warps=warps(heads * block),
-    )  # fmt: skip
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping.contiguous(),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        num_heads,
+        head_dim,
+        heads,
+        block,
+        num_warps=warps(heads * block),
+    )
 
 
 def require_cache(operation: str, key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

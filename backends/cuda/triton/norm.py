@@ -14,9 +14,23 @@ from .quantization import require_quantizer, store_quantized
 
 @triton.jit(do_not_specialize=["count"])
 def _norm(
-    x, residual, weight, hidden, normed, scale, offset, scales, count, per_group, group_stride, row_stride, eps,
-    width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    hidden,
+    normed,
+    scale,
+    offset,
+    scales,
+    count,
+    per_group,
+    group_stride,
+    row_stride,
+    eps,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     column = tl.arange(0, block)
     mask = (row < count)[:, None] & (column < width)[None, :]
@@ -110,9 +124,24 @@ def _launch(
     count, block = x.numel() // max(width, 1), triton.next_power_of_2(width)
     tile_rows = max(1024 // block, 1)
     _norm[(triton.cdiv(count, tile_rows),)](
-        x, residual, unit_stride(weight), hidden, normed, scale, offset, scales, count,
-        per_group, group_stride, row_stride, eps, width, tile_rows, block, num_warps=warps(tile_rows * block),
-    )  # fmt: skip
+        x,
+        residual,
+        unit_stride(weight),
+        hidden,
+        normed,
+        scale,
+        offset,
+        scales,
+        count,
+        per_group,
+        group_stride,
+        row_stride,
+        eps,
+        width,
+        tile_rows,
+        block,
+        num_warps=warps(tile_rows * block),
+    )
 
 
 def _require(operation: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:

@@ -44,9 +44,19 @@ def store_quantized(values, at, mask, scale, offset, scales, row, row_mask):
 
 @triton.jit(do_not_specialize=["count"])
 def _quantize(
-    x, quantized, scale, offset, scales, count, per_group, group_stride, row_stride,
-    width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    x,
+    quantized,
+    scale,
+    offset,
+    scales,
+    count,
+    per_group,
+    group_stride,
+    row_stride,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     column = tl.program_id(1) * block + tl.arange(0, block)
     mask = (row < count)[:, None] & (column < width)[None, :]
@@ -65,9 +75,20 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     block = min(triton.next_power_of_2(width), 1024)
     tile_rows = 1024 // block
     _quantize[triton.cdiv(count, tile_rows), triton.cdiv(width, block)](
-        x, quantized, scale, offset, None, count, per_group, group_stride, row_stride,
-        width, tile_rows, block, num_warps=warps(tile_rows * block),
-    )  # fmt: skip
+        x,
+        quantized,
+        scale,
+        offset,
+        None,
+        count,
+        per_group,
+        group_stride,
+        row_stride,
+        width,
+        tile_rows,
+        block,
+        num_warps=warps(tile_rows * block),
+    )
     return quantized
 
 
@@ -80,9 +101,20 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(width)
     tile_rows = max(1024 // block, 1)
     _quantize[triton.cdiv(scales.numel(), tile_rows), 1](
-        x, quantized, None, None, scales, scales.numel(), per_group, group_stride, row_stride,
-        width, tile_rows, block, num_warps=warps(tile_rows * block),
-    )  # fmt: skip
+        x,
+        quantized,
+        None,
+        None,
+        scales,
+        scales.numel(),
+        per_group,
+        group_stride,
+        row_stride,
+        width,
+        tile_rows,
+        block,
+        num_warps=warps(tile_rows * block),
+    )
     return quantized, scales
 
 

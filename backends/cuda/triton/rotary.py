@@ -14,11 +14,32 @@ from .interpreter import rounded
 
 @triton.jit
 def _heads(
-    query, key, value, query_weight, key_weight, cos, sin, new_query, new_key, new_value, slot_mapping,
-    query_token, query_head, key_token, key_head, value_token, value_head, cos_token, sin_token, eps,
-    num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
-    heads: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    new_query,
+    new_key,
+    new_value,
+    slot_mapping,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    cos_token,
+    sin_token,
+    eps,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    heads: tl.constexpr,
+    block: tl.constexpr,
+):
     """Process a token's heads, ``heads`` at a time: those of query, then of key, then of value if it is given."""
     dtype: tl.constexpr = new_query.dtype.element_ty
     half: tl.constexpr = head_dim // 2
@@ -158,11 +179,33 @@ def _launch(
     kv_tiles = triton.cdiv(num_kv_heads, heads)
     tiles = triton.cdiv(num_heads, heads) + kv_tiles * (1 if value is None else 2)
     _heads[tokens, tiles](
-        query, key, value, query_weight, key_weight, cos, sin, new_query, new_key, new_value, slots,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        0 if value is None else value.stride(0), 0 if value is None else value.stride(1),
-        cos.stride(0), sin.stride(0), eps, num_heads, num_kv_heads, head_dim, heads, block, num_warps=2,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        new_query,
+        new_key,
+        new_value,
+        slots,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        0 if value is None else value.stride(0),
+        0 if value is None else value.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        heads,
+        block,
+        num_warps=2,
+    )
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -27,9 +27,7 @@ class Bytes(click.ParamType[int]):
 
 
 @click.command(
-    "emulate",
-    short_help="Run PROGRAM on the emulated CANN.",
-    context_settings={"allow_interspersed_args": False},
+    "emulate", short_help="Run PROGRAM on the emulated CANN.", context_settings={"allow_interspersed_args": False}
 )
 @click.option("--devices", type=click.IntRange(min=1), default=1, show_default=True, help="Number of NPUs.")
 @click.option("--memory", type=Bytes(), help="Memory of each NPU, such as 8GiB.")

@@ -19,9 +19,17 @@ KINDS = {"DOCUMENTED": "documented", "UNDEFINED": "undefined", "OURS": "ours"}
 """Kinds by macro: CANN or torch_npu documents it; hardware's behavior is undefined; the emulated CANN requires it."""
 
 RAISES = {
-    "Refused": 0, "TilingRefused": 0, "NotEmulated": 0, "runtime_error": 0, "require": 1, "require_tiling": 1,
-    "fail": 1, "DeviceError": 1, "HcclError": 1, "invalidate": 2,
-}  # fmt: skip
+    "Refused": 0,
+    "TilingRefused": 0,
+    "NotEmulated": 0,
+    "runtime_error": 0,
+    "require": 1,
+    "require_tiling": 1,
+    "fail": 1,
+    "DeviceError": 1,
+    "HcclError": 1,
+    "invalidate": 2,
+}
 """Functions that refuse, and the number of arguments before the reason."""
 
 TOKEN = re.compile(

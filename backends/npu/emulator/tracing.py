@@ -17,10 +17,29 @@ Kind = Literal["kernel", "copy", "fill", "graph", "update", "prefetch", "host"]
 Phase = Literal["eager", "capture", "replay"]
 
 DTYPES = {
-    0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 7: "uint16", 8: "uint32", 9: "int64",
-    10: "uint64", 11: "float64", 12: "bool", 16: "complex64", 17: "complex128", 27: "bfloat16", 29: "int4", 30: "uint1",
-    33: "complex32", 34: "hifloat8", 35: "float8_e5m2", 36: "float8_e4m3fn", 37: "float8_e8m0fnu",
-}  # fmt: skip
+    0: "float32",
+    1: "float16",
+    2: "int8",
+    3: "int32",
+    4: "uint8",
+    6: "int16",
+    7: "uint16",
+    8: "uint32",
+    9: "int64",
+    10: "uint64",
+    11: "float64",
+    12: "bool",
+    16: "complex64",
+    17: "complex128",
+    27: "bfloat16",
+    29: "int4",
+    30: "uint1",
+    33: "complex32",
+    34: "hifloat8",
+    35: "float8_e5m2",
+    36: "float8_e4m3fn",
+    37: "float8_e8m0fnu",
+}
 """Names of CANN's data types (aclDataType), torch's names where they exist."""
 
 

@@ -141,9 +141,18 @@ class FusedAttention:
             if longer:
                 _refuse_in_capture(*LONGER)
             return self._otherwise(  # type: ignore[no-any-return]
-                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
-                kv_lens_host, scale, causal, sliding_window,
-            )  # fmt: skip
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                query_start_loc,
+                kv_lens,
+                query_start_loc_host,
+                kv_lens_host,
+                scale,
+                causal,
+                sliding_window,
+            )
         if len(counts) > 1:
             _refuse_in_capture(*UNEVEN)
         parts = []
@@ -258,9 +267,18 @@ class AtbAttention(FusedAttention):
             or not one_query_each(tokens, query_start_loc_host.tolist())
         ):
             return super().__call__(
-                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, query_start_loc_host,
-                kv_lens_host, scale, causal, sliding_window,
-            )  # fmt: skip
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                query_start_loc,
+                kv_lens,
+                query_start_loc_host,
+                kv_lens_host,
+                scale,
+                causal,
+                sliding_window,
+            )
         query = query.contiguous()
         attended = torch.empty_like(query)
         torch_npu._npu_paged_attention(

@@ -169,8 +169,10 @@ def _several(numbers: tuple[int, ...]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-_LAUNCHES = MappingProxyType({
-    "linear_all_reduce": "npu_mm_all_reduce_base",
-    "all_gather_linear": "npu_all_gather_base_mm",
-    "linear_reduce_scatter": "npu_mm_reduce_scatter_base",
-})  # fmt: skip
+_LAUNCHES = MappingProxyType(
+    {
+        "linear_all_reduce": "npu_mm_all_reduce_base",
+        "all_gather_linear": "npu_all_gather_base_mm",
+        "linear_reduce_scatter": "npu_mm_reduce_scatter_base",
+    }
+)

@@ -52,9 +52,15 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
         if queries == 1 and mask is not None:
             masked["atten_mask"] = masked["atten_mask"][:, 0, 0]
         return torch_npu.npu_fused_infer_attention_score(  # type: ignore[no-any-return]
-            query, key, value, num_heads=query.shape[1], num_key_value_heads=key.shape[1], input_layout="BNSD",
-            scale=scale, **masked,
-        )[0]  # fmt: skip
+            query,
+            key,
+            value,
+            num_heads=query.shape[1],
+            num_key_value_heads=key.shape[1],
+            input_layout="BNSD",
+            scale=scale,
+            **masked,
+        )[0]
 
     attention = PreparingKernel(scaled_dot_product_attention, {"mask": torch.logical_not})
     return {"scaled_dot_product_attention": attention}

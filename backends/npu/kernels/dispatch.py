@@ -126,6 +126,9 @@ class ExpertExchange:
         if name is None or not serves(tokens, rows.shape[1], top_k, num_experts, ranks.size, rows.dtype):
             return None
         return {
-            "group_ep": name, "ep_world_size": ranks.size, "ep_rank_id": ranks.rank, "moe_expert_num": num_experts,
+            "group_ep": name,
+            "ep_world_size": ranks.size,
+            "ep_rank_id": ranks.rank,
+            "moe_expert_num": num_experts,
             "shared_expert_num": 0,
-        }  # fmt: skip
+        }

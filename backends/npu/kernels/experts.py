@@ -64,10 +64,17 @@ def topk_route(
         return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
     given = logits if bias is None else logits.float()
     weights, experts, scores = torch_npu.npu_moe_gating_top_k(
-        given, top_k, bias=bias, k_group=top_groups, group_count=num_groups, group_select_mode=group_best - 1,
-        renorm=int(renormalize and not sigmoid), norm_type=int(sigmoid), out_flag=sigmoid and not renormalize,
+        given,
+        top_k,
+        bias=bias,
+        k_group=top_groups,
+        group_count=num_groups,
+        group_select_mode=group_best - 1,
+        renorm=int(renormalize and not sigmoid),
+        norm_type=int(sigmoid),
+        out_flag=sigmoid and not renormalize,
         routed_scaling_factor=scale,
-    )  # fmt: skip
+    )
     if sigmoid and not renormalize:
         weights = scores.gather(-1, experts.long()) * scale
     return weights.to(logits.dtype), experts
@@ -80,9 +87,16 @@ def permuted(x: Tensor, experts: Tensor, num_experts: int, quant_mode: int = PLA
     first call.
     """
     rows, positions, counts, scale = torch_npu.npu_moe_init_routing_v2(
-        x, experts, active_num=ALL, expert_num=num_experts, expert_tokens_num_type=COUNTS,
-        expert_tokens_num_flag=True, quant_mode=quant_mode, active_expert_range=[0, num_experts], row_idx_type=0,
-    )  # fmt: skip
+        x,
+        experts,
+        active_num=ALL,
+        expert_num=num_experts,
+        expert_tokens_num_type=COUNTS,
+        expert_tokens_num_flag=True,
+        quant_mode=quant_mode,
+        active_expert_range=[0, num_experts],
+        row_idx_type=0,
+    )
     return rows, counts, positions, scale
 
 
@@ -103,9 +117,14 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, **options: Any) -> Tensor:
     """Call npu_grouped_matmul for weights ``[num_experts, out_features, in_features]``."""
     (output,) = torch_npu.npu_grouped_matmul(
-        [x.contiguous()], [weight.transpose(1, 2)], group_list=counts, split_item=3, group_type=0,
-        group_list_type=COUNTS, **options,
-    )  # fmt: skip
+        [x.contiguous()],
+        [weight.transpose(1, 2)],
+        group_list=counts,
+        split_item=3,
+        group_type=0,
+        group_list_type=COUNTS,
+        **options,
+    )
     return output  # type: ignore[no-any-return]
 
 

@@ -128,9 +128,15 @@ class Sample:
         self._13, self._16, self._32 = (torch.tensor(bits, device=device) for bits in (13, 16, 32))
 
     def __call__(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
         step: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See :func:`hal.ops.sample`."""
         vocabulary, greedy, wide = logits.shape[-1], temperature <= 0, logits.float()
         scaled = (wide - wide.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)[:, None]

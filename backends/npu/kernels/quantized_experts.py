@@ -59,9 +59,15 @@ class QuantizedExperts:
         return rounded
 
     def quant_expert_mlp_dynamic(
-        self, x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
         experts: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See :func:`hal.ops.quant_expert_mlp_dynamic`. Four launches with weights in FRACTAL_NZ, otherwise five."""
         if not x.shape[0]:
             return torch.empty_like(x)
@@ -77,10 +83,21 @@ class QuantizedExperts:
         return expert_unpermute(output, positions, weights)
 
     def quant_expert_mlp_static(
-        self, x: Tensor, scale: Tensor, offset: Tensor | None, gate_up: Tensor, gate_up_scale: Tensor,
-        gate_up_bias: Tensor | None, down_input_scale: Tensor, down_input_offset: Tensor | None, down: Tensor,
-        down_scale: Tensor, down_bias: Tensor | None, weights: Tensor, experts: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_bias: Tensor | None,
+        down_input_scale: Tensor,
+        down_input_offset: Tensor | None,
+        down: Tensor,
+        down_scale: Tensor,
+        down_bias: Tensor | None,
+        weights: Tensor,
+        experts: Tensor,
+    ) -> Tensor:
         """See :func:`hal.ops.quant_expert_mlp_static`. x is quantized once, before its rows are copied."""
         if not x.shape[0]:
             return torch.empty_like(x)

@@ -109,13 +109,7 @@ def decode_bytes(
 
 
 def prefill_operations(
-    model: CausalLM,
-    num_heads: int,
-    batch_size: int,
-    tokens: int,
-    routings: Sequence[Routing] = (),
-    *,
-    cached: int = 0,
+    model: CausalLM, num_heads: int, batch_size: int, tokens: int, routings: Sequence[Routing] = (), *, cached: int = 0
 ) -> Work:
     """Return the operations of a prefill: two per projection weight and token, and those of attention.
 

@@ -89,9 +89,10 @@ class Planner:
     def best(self, devices: int, workload: Workload) -> Deployment | None:
         """Return the deployment with the shortest step among those that fit in memory, or None."""
         fitting = [
-            self._deployment(model, parallel, workload) for parallel, model in self._models(devices)
+            self._deployment(model, parallel, workload)
+            for parallel, model in self._models(devices)
             if fits(model.held(_kind(parallel, workload)), self._assumed)
-        ]  # fmt: skip
+        ]
         return min(fitting, key=lambda each: each.time.total, default=None)
 
     def _deployment(self, model: SplitModel, parallel: ParallelConfig, workload: Workload) -> Deployment:

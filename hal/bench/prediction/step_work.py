@@ -149,13 +149,11 @@ class SplitModel:
         moved = sum(times * each.at(each.moved, kind.tokens, kind.sequences) for each, times in found)
         return StepWork(
             Work({**read.parts, "activations": moved}, "bytes"),
-            prefill_operations(
-                model, self._heads, kind.sequences, kind.queries, routings, cached=kind.context
-            ),
+            prefill_operations(model, self._heads, kind.sequences, kind.queries, routings, cached=kind.context),
             sum(times * each.launches for each, times in found),
             tuple(each for part, times in found for each in self._exchanges(part, kind, imbalance) * times),
             self.held(kind),
-        )  # fmt: skip
+        )
 
     def layer_exchanges(self, kind: StepKind, imbalance: float = 1.0) -> list[Exchange]:
         """Return the collectives of a layer; see :meth:`work`."""

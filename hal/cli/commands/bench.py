@@ -96,8 +96,9 @@ def _warn_of_unread_compilation() -> None:
     given = read_config().get("compilation", {})
     if given:
         keys = ", ".join(f"compilation.{key}" for key in given)
-        log.warning("%s of the environment is not read, because the benchmark sets the compiler; use "
-                    "--compilation-config", keys)  # fmt: skip
+        log.warning(
+            "%s of the environment is not read, because the benchmark sets the compiler; use --compilation-config", keys
+        )
 
 
 def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None, **options: Any) -> None:

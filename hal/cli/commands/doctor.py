@@ -59,9 +59,13 @@ def command(
     with emulated(emulate, backend) as options:
         total = 3 * timeout if total_timeout is None else total_timeout
         found = examine(
-            backend, options, timeout, total, say=lambda text: click.echo(f"{text} ...", err=True),
+            backend,
+            options,
+            timeout,
+            total,
+            say=lambda text: click.echo(f"{text} ...", err=True),
             ranks=tensor_parallel or 1,
-        )  # fmt: skip
+        )
     if as_document:
         echo(json.dumps(as_json(found), indent=1))
         context.exit(0 if found.ok else 1)

@@ -100,8 +100,10 @@ def command(
         on = hal.open(read(hal.Config, settings, "configuration"), mesh=planned)
     model = hal.load_model(opened, on)
     config = on.config.compilation.of("decode")
-    echo(f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
-               f"{config.compiler}\n")  # fmt: skip
+    echo(
+        f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
+        f"{config.compiler}\n"
+    )
     _layers(opened, model, on)
     if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)
@@ -124,10 +126,11 @@ def _predict(model: Path, devices: int | None, assume: Path | None) -> None:
         raise ConfigError(f"{missing} is missing: --devices and --assume need each other", f"add {missing}")
     context = click.get_current_context()
     given = [
-        name for name in context.params
+        name
+        for name in context.params
         if name not in ("checkpoint", "devices", "assume")
         and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]  # fmt: skip
+    ]
     if given:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} has no effect on a prediction", "omit it, or omit --devices and --assume"
@@ -166,9 +169,18 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
     # A captured eager step launches the same kernels as eager.
     modes = ("eager",) if config.compiler == "eager" or captures_python(config, size) else ("eager", config.compiler)
     kept = {"passes": dict(config.passes), "splitting_ops": config.splitting_ops}
-    plan = Plan(workload="decode", checkpoint=str(path), backend=on.name, dtype=None if on.config.dtype == "auto" else
-                on.config.dtype, batch_sizes=(size,), length=20, compilers=modes, trace=True,
-                options={**on.config.options, **options}, compilation=kept)  # fmt: skip
+    plan = Plan(
+        workload="decode",
+        checkpoint=str(path),
+        backend=on.name,
+        dtype=None if on.config.dtype == "auto" else on.config.dtype,
+        batch_sizes=(size,),
+        length=20,
+        compilers=modes,
+        trace=True,
+        options={**on.config.options, **options},
+        compilation=kept,
+    )
     found = count(prepare(plan, mesh=on.mesh), say=lambda text: None)
     echo()
     print_table(

@@ -108,7 +108,7 @@ def command(
     given = Prompts.read(prompts, prompts_file)
     settings = ranks.with_ranks(
         settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
-    )  # fmt: skip
+    )
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint)
     params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)

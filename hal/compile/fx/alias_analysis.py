@@ -22,18 +22,49 @@ Place = Hashable
 """A storage: all views of it have the same place."""
 
 _NAMES = (
-    "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le", "gt",
-    "ge", "and_", "or_", "not_",
-)  # fmt: skip
-PURE = frozenset({
-    *(getattr(operator, name) for name in _NAMES), torch.sym_int, torch.sym_float, torch.sym_not, torch.sym_max,
-    torch.sym_min, math.ceil, math.floor,
-})  # fmt: skip
+    "getitem",
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "truediv",
+    "mod",
+    "pow",
+    "neg",
+    "pos",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+    "not_",
+)
+PURE = frozenset(
+    {
+        *(getattr(operator, name) for name in _NAMES),
+        torch.sym_int,
+        torch.sym_float,
+        torch.sym_not,
+        torch.sym_max,
+        torch.sym_min,
+        math.ceil,
+        math.floor,
+    }
+)
 """Functions in traced graphs that are not overloads and have no side effects."""
-SIZES = frozenset({
-    aten.sym_size.int, aten.sym_size.default, aten.sym_numel.default, aten.sym_stride.int, aten.sym_stride.default,
-    aten.sym_storage_offset.default,
-})  # fmt: skip
+SIZES = frozenset(
+    {
+        aten.sym_size.int,
+        aten.sym_size.default,
+        aten.sym_numel.default,
+        aten.sym_stride.int,
+        aten.sym_stride.default,
+        aten.sym_storage_offset.default,
+    }
+)
 """Overloads that read a tensor's metadata, not its memory."""
 UNMARKED = frozenset({aten._unsafe_view.default})
 """Views whose schema does not declare the alias."""
@@ -119,9 +150,7 @@ class AliasAnalysis:
     def drop(self, node: fx.Node) -> None:
         """Remove a node, before it is erased from the graph."""
         read = {place for each in node.all_input_nodes for place in self.places(each)}
-        for lists, places in (
-            (self._aliases, self._places.pop(node)), (self._touched, read), (self._written, read)
-        ):  # fmt: skip
+        for lists, places in ((self._aliases, self._places.pop(node)), (self._touched, read), (self._written, read)):
             for place in places:
                 if (known := lists.get(place)) is not None:
                     _remove(known, node)

@@ -21,9 +21,11 @@ from hal.compile.fx.symbolic_sizes import same_size, value
 aten = torch.ops.aten
 
 SCALARS: dict[Any, Any] = {
-    aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor, aten.mul.Scalar: aten.mul.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
-}  # fmt: skip
+}
 """Overloads that PyTorch implements by another one, with the number in place of a tensor."""
 ROUNDED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar})
 """Calls that first round their numbers to the dtype of computation."""
@@ -31,10 +33,19 @@ POWERS: dict[Any, float] = {aten.reciprocal.default: -1.0, aten.sqrt.default: 0.
 """Calls that ``pow`` dispatches to for these exponents. The exponents are compared before any rounding."""
 POWER_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which these are bit-identical. On a CPU, float16 uses a power, and bfloat16 rounds differently."""
-RESPELLED = frozenset({
-    aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
-    aten.pow.Tensor_Scalar, *SCALARS, *POWERS,
-})  # fmt: skip
+RESPELLED = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.rsub.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        *SCALARS,
+        *POWERS,
+    }
+)
 """Calls that have other readings, or are readings of others."""
 
 
@@ -235,10 +246,13 @@ def _arguments(node: fx.Node) -> Iterator[tuple[Any, str]]:
 def _declared(target: torch._ops.OpOverload) -> tuple[tuple[str, Any, str], ...]:
     """Return the name, the default and the type of each argument, which torch takes long to compute."""
     return tuple(
-        (each.name, each.default_value if each.has_default_value() else None,
-         str(each.type).removeprefix("Optional[").removesuffix("]"))
+        (
+            each.name,
+            each.default_value if each.has_default_value() else None,
+            str(each.type).removeprefix("Optional[").removesuffix("]"),
+        )
         for each in target._schema.arguments
-    )  # fmt: skip
+    )
 
 
 def _items(given: Any) -> Iterator[Any]:

@@ -27,10 +27,17 @@ __all__ = ["IN_PLACE", "VIEWS", "mutates", "normalize", "same_shape", "same_size
 
 aten = torch.ops.aten
 
-VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.squeeze.default, aten.unsqueeze.default,
-})  # fmt: skip
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.unsqueeze.default,
+    }
+)
 """Overloads that keep the order of elements and change the shape; the shapes determine which one is meant."""
 SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes, aten.chunk.default})
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})

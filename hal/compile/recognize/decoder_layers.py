@@ -62,9 +62,7 @@ def _rotary_operation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> t
     rows = [each.transpose(1, 2).reshape(-1, each.shape[1], width) for each in (query, key)]
     angles = [each.expand(batch, length, width).reshape(-1, width) for each in (cos, sin)]
     rotated = hal.rotary_embedding.default(*rows, *angles)
-    first, second = (
-        each.view(batch, length, -1, width).transpose(1, 2) for each in rotated
-    )  # fmt: skip
+    first, second = (each.view(batch, length, -1, width).transpose(1, 2) for each in rotated)
     return first, second
 
 
@@ -73,9 +71,11 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
         for rows in {1, batch}:
             angles = draw.normal(rows, length, width // 2).float().repeat(1, 1, 2)
             yield (
-                draw.normal(batch, heads, length, width), draw.normal(batch, kv_heads, length, width),
-                angles.cos().to(draw.dtype), angles.sin().to(draw.dtype),
-            )  # fmt: skip
+                draw.normal(batch, heads, length, width),
+                draw.normal(batch, kv_heads, length, width),
+                angles.cos().to(draw.dtype),
+                angles.sin().to(draw.dtype),
+            )
 
 
 rotary_embedding = Rewrite(
@@ -84,11 +84,13 @@ rotary_embedding = Rewrite(
     _rotary_operation,
     _rotary_samples,
     axes={
-        "query": "batch num_heads length head_dim", "key": "batch num_kv_heads length head_dim",
-        "cos": "rows=1|batch length head_dim", "sin": "rows=1|batch length head_dim",
+        "query": "batch num_heads length head_dim",
+        "key": "batch num_kv_heads length head_dim",
+        "cos": "rows=1|batch length head_dim",
+        "sin": "rows=1|batch length head_dim",
     },
     dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query"},
-)  # fmt: skip
+)
 
 
 def _activation(x: Tensor) -> Tensor:
@@ -140,11 +142,13 @@ repeated_heads = Rewrite(
     hal.scaled_dot_product_attention.default,
     _repeated_samples,
     axes={
-        "query": "batch num_heads queries head_dim", "key": "batch num_kv_heads keys head_dim",
-        "value": "batch num_kv_heads keys head_dim", "mask": "batch 1 queries keys",
+        "query": "batch num_heads queries head_dim",
+        "key": "batch num_kv_heads keys head_dim",
+        "value": "batch num_kv_heads keys head_dim",
+        "mask": "batch 1 queries keys",
     },
     dtypes={"query": FLOATING, "key": "query", "value": "query", "mask": torch.bool},
-)  # fmt: skip
+)
 """Keys and values that are repeated for every query head: the operation shares them without the copies."""
 
 
@@ -153,19 +157,31 @@ _Split = tuple[Tensor, Tensor, Tensor]
 
 
 def _batched_split(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int,
-    num_kv_heads: int, batch: int,
-) -> _Split:  # fmt: skip
-    query, key, value = of_operation(_SPLIT).pattern(
-        qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads
-    )  # fmt: skip
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    batch: int,
+) -> _Split:
+    query, key, value = of_operation(_SPLIT).pattern(qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads)
     return query, key, value.unflatten(0, (batch, -1))
 
 
 def _batched_split_operation(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int,
-    num_kv_heads: int, batch: int,
-) -> _Split:  # fmt: skip
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+    batch: int,
+) -> _Split:
     query, key, value = hal.split_qkv_rmsnorm_rope.default(
         qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads
     )

@@ -115,14 +115,23 @@ _known: dict[str, Rewrite] = {}
 def _of_product(name: str, product: Product) -> Rewrite:
     if name not in _known:
         _known[name] = Rewrite(
-            f"experts_of_{name}", _grouped(product), _operations, _experts_samples,
+            f"experts_of_{name}",
+            _grouped(product),
+            _operations,
+            _experts_samples,
             axes={
-                "x": "tokens hidden", "gate_up": "num_experts merged hidden", "down": "num_experts hidden merged//2",
-                "weights": "tokens top_k", "experts": "tokens top_k",
+                "x": "tokens hidden",
+                "gate_up": "num_experts merged hidden",
+                "down": "num_experts hidden merged//2",
+                "weights": "tokens top_k",
+                "experts": "tokens top_k",
             },
             dtypes={
-                "x": FLOATING, "gate_up": "x", "down": "x", "weights": ("x", torch.float32),
+                "x": FLOATING,
+                "gate_up": "x",
+                "down": "x",
+                "weights": ("x", torch.float32),
                 "experts": torch.int64,
             },
-        )  # fmt: skip
+        )
     return _known[name]

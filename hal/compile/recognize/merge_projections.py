@@ -94,9 +94,10 @@ class MergeProjections:
         memory, mergeable = AliasAnalysis(graph), self._mergeable()
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         places = {
-            node: index for index, node in enumerate(inputs)
+            node: index
+            for index, node in enumerate(inputs)
             if index in mergeable and not any(True for _ in memory.writers(node))
-        }  # fmt: skip
+        }
         count = 0
         for group in _groups(graph, places):
             parts = list(zip(*map(_weights, group), strict=True))

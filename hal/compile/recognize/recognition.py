@@ -58,9 +58,9 @@ def early_views(module: fx.GraphModule) -> int:
     return count
 
 
-MOVED = frozenset({
-    aten.view.default, aten.expand.default, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default,
-})  # fmt: skip
+MOVED = frozenset(
+    {aten.view.default, aten.expand.default, aten.slice.Tensor, aten.transpose.int, aten.unsqueeze.default}
+)
 
 
 def _converts(node: Any, dtype: torch.dtype) -> bool:
@@ -156,6 +156,7 @@ class Recognition:
     def _weights(self) -> list[int]:
         """Return the indices of the inputs that are parameters, and weights of torch's linear."""
         return [
-            index for index, (each, fake) in enumerate(zip(self._inputs, self._fakes, strict=False))
+            index
+            for index, (each, fake) in enumerate(zip(self._inputs, self._fakes, strict=False))
             if isinstance(each, nn.Parameter) and id(fake) in self._calls.weights
-        ]  # fmt: skip
+        ]

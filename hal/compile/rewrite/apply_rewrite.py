@@ -40,9 +40,12 @@ class RewriteApplication:
         with _no_guards(self._mode):
             applied, missed = self._everywhere()
         return PassReport(
-            self._rewrite.name, tuple(applied), tuple(missed), time.perf_counter() - start,
+            self._rewrite.name,
+            tuple(applied),
+            tuple(missed),
+            time.perf_counter() - start,
             declined=frozenset(self._declined.intersection(missed)),
-        )  # fmt: skip
+        )
 
     def _everywhere(self) -> tuple[list[str], list[str]]:
         applied: list[str] = []

@@ -101,9 +101,11 @@ def _check_violations(rewrite: Rewrite) -> None:
             done = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if done.matches:
                 raise _failed(
-                    rewrite, f"a call with {broken}", "it was applied, which contradicts its declaration",
+                    rewrite,
+                    f"a call with {broken}",
+                    "it was applied, which contradicts its declaration",
                     "correct its axes and dtypes",
-                )  # fmt: skip
+                )
 
 
 def _run(function: Any, sample: Sample) -> tuple[Any, list[Any]]:

@@ -226,9 +226,13 @@ def of_operation(operation: Operation) -> Rewrite:
         return inner.rebound(smaller) if inner.fused else inner.overload
 
     return Rewrite(
-        operation.name, operation.rebound(smaller), operation.overload, operation.samples, axes=operation.axes,
+        operation.name,
+        operation.rebound(smaller),
+        operation.overload,
+        operation.samples,
+        axes=operation.axes,
         dtypes=operation.dtypes,
-    )  # fmt: skip
+    )
 
 
 def _conditional(rewrite: Rewrite, condition: Applicable | None) -> Rewrite:

@@ -39,11 +39,15 @@ def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> ha
     pages = req_to_token[:, : columns * size : size][forward_batch.req_pool_indices] // size
     used = torch.arange(columns) * size < lengths.unsqueeze(1)  # The rest is left from earlier requests.
     return hal.Batch.from_tensors(
-        block_size=size, bounds=runner.bounds, token_ids=forward_batch.input_ids.long(),
-        positions=forward_batch.positions.long(), slot_mapping=forward_batch.out_cache_loc.to(torch.int32),
-        block_table=(pages * used).to(torch.int32), kv_lens=lengths,
+        block_size=size,
+        bounds=runner.bounds,
+        token_ids=forward_batch.input_ids.long(),
+        positions=forward_batch.positions.long(),
+        slot_mapping=forward_batch.out_cache_loc.to(torch.int32),
+        block_table=(pages * used).to(torch.int32),
+        kv_lens=lengths,
         query_start_loc=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
-    ).to(runner.backend.device.torch)  # fmt: skip
+    ).to(runner.backend.device.torch)
 
 
 def output_of(
@@ -68,10 +72,14 @@ def output_of(
         scored += range(begin, begin + min(length, count))
     metadata.sample_indices_cpu, metadata.input_logprob_indices_cpu = (ends - 1).tolist(), scored
     found, sampled = processor.forward(
-        pruned_states=logits, sample_indices=ends - 1, input_logprob_indices=torch.tensor(scored),
-        token_to_seq_idx=[row for row, count in enumerate(asked) for _ in range(count)], lm_head=None,
-        get_logits_fn=lambda rows, *_, **__: rows, logits_metadata=metadata,
-    )  # fmt: skip
+        pruned_states=logits,
+        sample_indices=ends - 1,
+        input_logprob_indices=torch.tensor(scored),
+        token_to_seq_idx=[row for row, count in enumerate(asked) for _ in range(count)],
+        lm_head=None,
+        get_logits_fn=lambda rows, *_, **__: rows,
+        logits_metadata=metadata,
+    )
     output = LogitsProcessorOutput(next_token_logits=sampled)
     found.write_input_to(output)
     return output

@@ -34,8 +34,9 @@ class HalSteps:
         if config.dtype not in ("auto", name):
             raise ConfigError(f"SGLang's dtype is {name}, and hal's {config.dtype}", f"pass --dtype {config.dtype}")
         decided: dict[str, Any] = {
-            "dtype": name, "cache": attrs.evolve(config.cache, block_size=get_schedule().page_size)
-        }  # fmt: skip
+            "dtype": name,
+            "cache": attrs.evolve(config.cache, block_size=get_schedule().page_size),
+        }
         self.backend = hal.open(attrs.evolve(config, **decided))
         self._model = hal.load_model(get_model().model_path, self.backend)
         _check_states(self._model)
@@ -54,9 +55,12 @@ class HalSteps:
             )
         pages = -(-model_runner.token_to_kv_pool.size // self.backend.block_size)
         self._runner = hal.Runner(
-            self._model, self.backend, max_sequences=model_runner.max_running_requests,
-            max_length=model_runner.model_config.context_len, num_blocks=1 + pages,
-        )  # fmt: skip
+            self._model,
+            self.backend,
+            max_sequences=model_runner.max_running_requests,
+            max_length=model_runner.model_config.context_len,
+            num_blocks=1 + pages,
+        )
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
 
     def replace(self, weights: Iterable[tuple[str, Tensor]]) -> None:

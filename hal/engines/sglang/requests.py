@@ -11,15 +11,17 @@ import msgspec
 
 from hal.errors import BatchError
 
-UNREAD: Mapping[str, str] = MappingProxyType({
-    "input_embeds": "embeddings in place of tokens", "positional_embed_overrides": "embeddings in place of tokens",
-    "replace_embeds": "embeddings in place of tokens", "token_indices_to_pool": "positions to score at",
-})  # fmt: skip
+UNREAD: Mapping[str, str] = MappingProxyType(
+    {
+        "input_embeds": "embeddings in place of tokens",
+        "positional_embed_overrides": "embeddings in place of tokens",
+        "replace_embeds": "embeddings in place of tokens",
+        "token_indices_to_pool": "positions to score at",
+    }
+)
 """Fields that hal does not support, of a request to SGLang or a batch of its scheduler, and what they hold."""
 
-LARGEST: Mapping[str, float] = MappingProxyType({
-    "top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "temperature": 3e38,
-})  # fmt: skip
+LARGEST: Mapping[str, float] = MappingProxyType({"top_k": 2**31 - 1, "min_new_tokens": 2**31 - 1, "temperature": 3e38})
 """The largest values that the tensors of SGLang's sampler hold: int32 and float32."""
 
 LEAST_PENALTY, LARGEST_BIAS = 1e-6, 1e20

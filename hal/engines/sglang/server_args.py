@@ -13,21 +13,32 @@ from hal.engines.sglang import PLATFORM
 from hal.engines.sglang.served_arguments import SERVED
 from hal.errors import ConfigError
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
-    "device": ("cpu",), "model_impl": ("sglang",), "load_format": ("safetensors",),
-    "attention_backend": (PLATFORM,), "prefill_attention_backend": (PLATFORM,), "decode_attention_backend": (PLATFORM,),
-    "cuda_graph_backend_decode": ("disabled",), "cuda_graph_backend_prefill": ("disabled",),
-})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "device": ("cpu",),
+        "model_impl": ("sglang",),
+        "load_format": ("safetensors",),
+        "attention_backend": (PLATFORM,),
+        "prefill_attention_backend": (PLATFORM,),
+        "decode_attention_backend": (PLATFORM,),
+        "cuda_graph_backend_decode": ("disabled",),
+        "cuda_graph_backend_prefill": ("disabled",),
+    }
+)
 """The values that hal accepts of other arguments, besides their defaults. They state what hal does anyway."""
 
 TORCH_COMPILE_MAX_BS = 32
 """SGLang's default of ``--torch-compile-max-bs``."""
 
-_INSTEAD = MappingProxyType({
-    "attention_backend": "hal computes attention", "cuda_graph": "set compilation in hal's configuration",
-    "kv_cache_dtype": "hal's models declare their states", "quantization": "hal reads the checkpoint's own scheme",
-    "load_format": "pass a folder with safetensors",
-})  # fmt: skip
+_INSTEAD = MappingProxyType(
+    {
+        "attention_backend": "hal computes attention",
+        "cuda_graph": "set compilation in hal's configuration",
+        "kv_cache_dtype": "hal's models declare their states",
+        "quantization": "hal reads the checkpoint's own scheme",
+        "load_format": "pass a folder with safetensors",
+    }
+)
 
 
 def check(server_args: Any) -> None:

@@ -102,9 +102,18 @@ class PagedAttention:
         ops.store_kv_cache(keys, values, key_cache, value_cache, rows.written)
         attended = query.new_zeros(query.shape[2], *queries.shape[1:])
         attended[:new] = ops.paged_attention(
-            queries, key_cache, value_cache, rows.table, rows.starts, rows.lens, rows.starts_host, rows.lens_host,
-            kwargs["scaling"], True, None,
-        )  # fmt: skip
+            queries,
+            key_cache,
+            value_cache,
+            rows.table,
+            rows.starts,
+            rows.lens,
+            rows.starts_host,
+            rows.lens_host,
+            kwargs["scaling"],
+            True,
+            None,
+        )
         return attended[None], None
 
 

@@ -132,22 +132,34 @@ class Sampling:
             numbers = to_device([top_k, random, [each.seed for each in requests]], self._device)
             drawing = (numbers[1].float(), numbers[0].int(), top_p, torch.zeros_like(top_p), numbers[2])
         return Rows(
-            temperature=temperature, top_p=top_p, top_k=drawing[1] if drawing else None, generators={},
-            all_greedy=not any(random), all_random=all(random), max_num_logprobs=max(asked, default=None),
-            no_penalties=not penalized, prompt_token_ids=self._prompts(requests) if penalized else None,
-            frequency_penalties=frequency, presence_penalties=presence, repetition_penalties=repetition,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=drawing[1] if drawing else None,
+            generators={},
+            all_greedy=not any(random),
+            all_random=all(random),
+            max_num_logprobs=max(asked, default=None),
+            no_penalties=not penalized,
+            prompt_token_ids=self._prompts(requests) if penalized else None,
+            frequency_penalties=frequency,
+            presence_penalties=presence,
+            repetition_penalties=repetition,
             output_token_ids=[each.outputs for each in requests],  # They grow with the requests.
             allowed_token_ids_mask=self._refused(params) if any(each.allowed_token_ids for each in params) else None,
             bad_words_token_ids={
                 row: each.bad_words_token_ids for row, each in enumerate(params) if each.bad_words_token_ids
             },
             logitsprocs=self._processors,
-            logprob_token_ids=None if chosen == [None] * len(chosen) else {
+            logprob_token_ids=None
+            if chosen == [None] * len(chosen)
+            else {
                 row: num_logprobs(each.logprobs or 0, size) if ids is None else ids
                 for row, (each, ids) in enumerate(zip(params, chosen, strict=True))
             },
-            thinking_budget_state_holder=self._budgets, requests=requests, drawing=drawing,
-        )  # fmt: skip
+            thinking_budget_state_holder=self._budgets,
+            requests=requests,
+            drawing=drawing,
+        )
 
     def _prompts(self, requests: Sequence[Request]) -> Tensor:
         width = max(len(each.prompt) for each in requests)

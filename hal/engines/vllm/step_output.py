@@ -30,9 +30,13 @@ class StepOutput(AsyncModelRunnerOutput):
     """
 
     def __init__(
-        self, backend: hal.Backend, requests: Sequence[Request], ending: Sequence[Request],
-        sampled: SamplerOutput | None, nans: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: hal.Backend,
+        requests: Sequence[Request],
+        ending: Sequence[Request],
+        sampled: SamplerOutput | None,
+        nans: Tensor | None = None,
+    ) -> None:
         self.ending = ending
         self._names = [each.name for each in requests]
         self._prompts: dict[str, list[LogprobsTensors]] = {}

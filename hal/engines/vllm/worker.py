@@ -54,9 +54,11 @@ class HalWorker(WorkerBase):
         self.model = hal.load_model(opened, self.backend)
 
     def reload_weights(
-        self, weights_iterator: Iterable[tuple[str, Tensor]] | None = None, weights_path: str | None = None,
+        self,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        weights_path: str | None = None,
         is_checkpoint_format: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write new weights in place of the loaded ones. vLLM's prefix cache must be reset after it.
 
         Args:
@@ -120,9 +122,12 @@ class HalWorker(WorkerBase):
         if isinstance(self.backend.device, hal.HostDevice):  # Its ranks have one memory; devices have one each.
             share /= self.vllm_config.additional_config[LOCAL_RANKS]
         plan = hal.plan_memory(
-            self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
-            max_length=self.model_config.max_model_len, share=share,
-        )  # fmt: skip
+            self.model,
+            self.backend,
+            max_sequences=self.scheduler_config.max_num_seqs,
+            max_length=self.model_config.max_model_len,
+            share=share,
+        )
         log.info("hal's memory:\n%s", plan)
         return plan.available
 
@@ -138,9 +143,12 @@ class HalWorker(WorkerBase):
                 "run the model with hal.generate",
             )
         runner = self.runner_type(
-            self.model, self.backend, max_sequences=self.scheduler_config.max_num_seqs,
-            max_length=self.model_config.max_model_len, num_blocks=kv_cache_config.num_blocks,
-        )  # fmt: skip
+            self.model,
+            self.backend,
+            max_sequences=self.scheduler_config.max_num_seqs,
+            max_length=self.model_config.max_model_len,
+            num_blocks=kv_cache_config.num_blocks,
+        )
         self.model_runner = HalModelRunner(self.vllm_config, runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -38,9 +38,14 @@ class CaptureBudget:
 
     @classmethod
     def measure(
-        cls, backend: Backend, shapes: Sequence[StepShape], largest_step: Callable[[], Any], *, phase: str = "decode",
+        cls,
+        backend: Backend,
+        shapes: Sequence[StepShape],
+        largest_step: Callable[[], Any],
+        *,
+        phase: str = "decode",
         graphs: int = 1,
-    ) -> CaptureBudget:  # fmt: skip
+    ) -> CaptureBudget:
         """Run ``largest_step`` once, eagerly, and measure it. This also warms the device up.
 
         Args:

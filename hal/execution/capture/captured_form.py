@@ -218,9 +218,11 @@ class CapturedForm(Form):
             if not self._all_agree(problem is None):
                 bucket.drop()
                 log.warning(
-                    "%s batches of %s run in a larger bucket or uncaptured: %s", context.phase, shape,
+                    "%s batches of %s run in a larger bucket or uncaptured: %s",
+                    context.phase,
+                    shape,
                     problem or OTHER_RANK,
-                )  # fmt: skip
+                )
                 continue
             pool = made
             self._buckets.setdefault(key, []).insert(0, bucket)

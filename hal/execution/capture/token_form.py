@@ -24,9 +24,11 @@ class TokenForm(CapturedForm):
         sequences = most if decodes else 1
         # Some kernels reject a sequence longer than the cache. The rows beyond it are not used.
         length = min(most // sequences, spec.num_tokens)
-        return [self.context.static_batch(
-            StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), length=length,
-        )]  # fmt: skip
+        return [
+            self.context.static_batch(
+                StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), length=length
+            )
+        ]
 
     def shapes_to_capture(self) -> Sequence[StepShape]:
         """Return a shape for each number of tokens, with any sequences."""

@@ -40,9 +40,10 @@ class PiecewiseEagerForm(TokenForm):
         context, most = self.context, largest.shape.tokens
         self._largest = largest
         self._of_steps = [
-            name for name, each in fields_of(context.model.batch_type).items()
+            name
+            for name, each in fields_of(context.model.batch_type).items()
             if each.twin_of is not None or not each.only_tokens
-        ]  # fmt: skip
+        ]
         self._at = context.backend.splitting_ops(context.config)
         states = (tensor for _, tensor in context.states.tensors())
         self._kept = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
@@ -66,8 +67,8 @@ class PiecewiseEagerForm(TokenForm):
         sequences = size if decodes else 1
         length = min(size // sequences, spec.num_tokens)
         made = self.context.static_batch(
-            StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), length=length,
-        )  # fmt: skip
+            StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), length=length
+        )
         fixed = self._largest.first(StepShape(size, 0, 0)).by_token
         return attrs.evolve(made.batch, **fixed)
 
@@ -100,8 +101,10 @@ class PiecewiseEagerForm(TokenForm):
         expected = self._calls[index] if index < len(self._calls) else None
         kinds = call.result_kinds(results)
         if expected is None or (call.operation.name, call.kinds, kinds) != (
-            expected.operation, expected.kinds, [kind for kind, _ in expected.results]
-        ):  # fmt: skip
+            expected.operation,
+            expected.kinds,
+            [kind for kind, _ in expected.results],
+        ):
             raise self._different_call(batch, call, index)
         memory = [self._memory[pair] for pair in zip(kinds, expected.places, strict=True)]
         if any(each.numel() < result.numel() for each, result in zip(memory, results, strict=True)):

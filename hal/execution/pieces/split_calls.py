@@ -62,9 +62,14 @@ class SplitCall:
 
     @classmethod
     def read(
-        cls, operation: Operation, arguments: Mapping[str, Any], *, fields: Mapping[int, str], kept: Collection[int],
+        cls,
+        operation: Operation,
+        arguments: Mapping[str, Any],
+        *,
+        fields: Mapping[int, str],
+        kept: Collection[int],
         sizes: Mapping[str, int],
-    ) -> SplitCall:  # fmt: skip
+    ) -> SplitCall:
         """Classify a call's arguments.
 
         Args:
@@ -79,15 +84,16 @@ class SplitCall:
         """
         given = {name: fields[id(each)] for name, each in arguments.items() if id(each) in fields}
         computed = {
-            name: each for name, each in arguments.items()
+            name: each
+            for name, each in arguments.items()
             if isinstance(each, Tensor) and id(each) not in kept and name not in given
-        }  # fmt: skip
+        }
         fixed = {name: each for name, each in arguments.items() if name not in given and name not in computed}
         call = cls(operation, given, computed, fixed, {})
         shapes = dict(operation.constraints.shapes)
-        return attrs.evolve(call, cuts={
-            name: call._cut(name, shapes[name], each, sizes) for name, each in computed.items()
-        })  # fmt: skip
+        return attrs.evolve(
+            call, cuts={name: call._cut(name, shapes[name], each, sizes) for name, each in computed.items()}
+        )
 
     @property
     def cut_to_step(self) -> bool:

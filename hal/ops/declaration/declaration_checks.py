@@ -137,9 +137,12 @@ def check_rowwise(name: str, constraints: Constraints, rowwise: str | None) -> N
             "add the axis to every result, or declare rowwise=None",
         )
     used = [
-        axis.text for shape in (*(shape for _, shape in constraints.shapes), *constraints.results)
-        for axis in shape.axes for size in axis.sizes if rowwise in size.names
-    ]  # fmt: skip
+        axis.text
+        for shape in (*(shape for _, shape in constraints.shapes), *constraints.results)
+        for axis in shape.axes
+        for size in axis.sizes
+        if rowwise in size.names
+    ]
     if used:
         raise OperationError(
             f"{name} declares rowwise={rowwise!r}, but computes the size {used[0]} from it",

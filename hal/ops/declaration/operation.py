@@ -91,9 +91,16 @@ class Operation:
         over_shards: OverShards | None,
     ) -> None:
         check_declaration(
-            body, mutates=mutates, host=host, state=state, buffers=buffers, weights=weights, tolerance=tolerance,
-            off_by_one=off_by_one, collective=over_shards is not None,
-        )  # fmt: skip
+            body,
+            mutates=mutates,
+            host=host,
+            state=state,
+            buffers=buffers,
+            weights=weights,
+            tolerance=tolerance,
+            off_by_one=off_by_one,
+            collective=over_shards is not None,
+        )
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
         self.name = body.__name__
@@ -243,10 +250,22 @@ def op(
         if body.__name__ in _catalogue:
             raise OperationError(f"an operation {body.__name__!r} is already declared", "choose another name")
         declared = Operation(
-            body, namespace=namespace, fused=fused, axes=axes, dtypes=dtypes, rowwise=rowwise, state=state,
-            mutates=mutates, buffers=buffers, host=host, weights=weights, tolerance=tolerance, off_by_one=off_by_one,
-            samples=samples, over_shards=over_shards,
-        )  # fmt: skip
+            body,
+            namespace=namespace,
+            fused=fused,
+            axes=axes,
+            dtypes=dtypes,
+            rowwise=rowwise,
+            state=state,
+            mutates=mutates,
+            buffers=buffers,
+            host=host,
+            weights=weights,
+            tolerance=tolerance,
+            off_by_one=off_by_one,
+            samples=samples,
+            over_shards=over_shards,
+        )
         _catalogue[declared.name] = declared
         _by_function[declared.function] = declared
         _by_node[declared.overload] = declared

@@ -94,13 +94,14 @@ def _dispatched(shards: Sequence[Sample]) -> list[tuple[Tensor, Tensor, Tensor, 
 @op(
     samples=_dispatch_samples,
     axes={
-        "x": "tokens width", "experts": "tokens top_k",
+        "x": "tokens width",
+        "experts": "tokens top_k",
         "return": ("capacity width", "local_experts", "slots", "places"),
     },
     dtypes={"x": FLOATING, "experts": torch.int32, "return": ("x", torch.int64, torch.int32, torch.int32)},
     rowwise=None,
     over_shards=_dispatched,
-)  # fmt: skip
+)
 def expert_dispatch(x: Tensor, experts: Tensor, num_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Send each token's row to the ranks of its experts, and return the rows for this rank's experts.
 
@@ -132,10 +133,14 @@ def _combine_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, num_experts, top_k in ROUTINGS:
         used, more = tokens * top_k, min(tokens, 1)  # slots, and those and rows that are not used
         yield (
-            draw.normal(used + 2 * more, 48 * top_k), routing(draw, tokens, num_experts, top_k),
-            draw.normal(tokens, top_k).abs(), draw.permutation(used + more)[:used],
-            draw.permutation(used + 2 * more)[: used + more], num_experts, SOLO.name,
-        )  # fmt: skip
+            draw.normal(used + 2 * more, 48 * top_k),
+            routing(draw, tokens, num_experts, top_k),
+            draw.normal(tokens, top_k).abs(),
+            draw.permutation(used + more)[:used],
+            draw.permutation(used + 2 * more)[: used + more],
+            num_experts,
+            SOLO.name,
+        )
 
 
 def _combined(shards: Sequence[Sample]) -> list[Tensor]:
@@ -153,16 +158,24 @@ def _combined(shards: Sequence[Sample]) -> list[Tensor]:
 @op(
     samples=_combine_samples,
     axes={
-        "rows": "capacity width", "experts": "tokens top_k", "weights": "tokens top_k", "sent": "slots",
-        "received": "places", "return": "tokens width",
+        "rows": "capacity width",
+        "experts": "tokens top_k",
+        "weights": "tokens top_k",
+        "sent": "slots",
+        "received": "places",
+        "return": "tokens width",
     },
     dtypes={
-        "rows": FLOATING, "experts": torch.int32, "weights": "rows", "sent": torch.int32, "received": torch.int32,
+        "rows": FLOATING,
+        "experts": torch.int32,
+        "weights": "rows",
+        "sent": torch.int32,
+        "received": torch.int32,
         "return": "rows",
     },
     rowwise=None,
     over_shards=_combined,
-)  # fmt: skip
+)
 def expert_combine(
     rows: Tensor, experts: Tensor, weights: Tensor, sent: Tensor, received: Tensor, num_experts: int, group: str
 ) -> Tensor:

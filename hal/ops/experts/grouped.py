@@ -36,13 +36,15 @@ def _grouped_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_grouped_samples,
     axes={
-        "x": "assignments in_features", "weight": "num_experts out_features in_features", "counts": "num_experts",
+        "x": "assignments in_features",
+        "weight": "num_experts out_features in_features",
+        "counts": "num_experts",
         "return": "assignments out_features",
     },
     dtypes={"x": FLOATING, "weight": "x", "counts": torch.int64, "return": "x"},
     rowwise=None,
     weights=("weight",),
-)  # fmt: skip
+)
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Project consecutive rows with one weight per expert: ``x[rows of e] @ weight[e].T``.
 
@@ -86,15 +88,17 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
 @fused_op(
     samples=_mlp_samples,
     axes={
-        "x": "tokens hidden", "gate_up": "num_experts merged hidden", "down": "num_experts hidden merged//2",
-        "weights": "tokens top_k", "experts": "tokens top_k", "return": "tokens hidden",
+        "x": "tokens hidden",
+        "gate_up": "num_experts merged hidden",
+        "down": "num_experts hidden merged//2",
+        "weights": "tokens top_k",
+        "experts": "tokens top_k",
+        "return": "tokens hidden",
     },
-    dtypes={
-        "x": FLOATING, "gate_up": "x", "down": "x", "weights": "x", "experts": torch.int32, "return": "x",
-    },
+    dtypes={"x": FLOATING, "gate_up": "x", "down": "x", "weights": "x", "experts": torch.int32, "return": "x"},
     rowwise="tokens",
     tolerance={torch.bfloat16: (2e-2, 3e-2), torch.float16: (4e-3, 4e-3)},
-)  # fmt: skip
+)
 def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Return the weighted sum of the gated MLPs of each token's experts.
 

@@ -22,16 +22,23 @@ def _weight_only_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_weight_only_samples,
     axes={
-        "x": "assignments in_features", "weight": "num_experts out_features in_features",
-        "weight_scale": "num_experts out_features", "counts": "num_experts", "return": "assignments out_features",
+        "x": "assignments in_features",
+        "weight": "num_experts out_features in_features",
+        "weight_scale": "num_experts out_features",
+        "counts": "num_experts",
+        "return": "assignments out_features",
     },
     dtypes={
-        "x": FLOATING, "weight": torch.int8, "weight_scale": (torch.float32, "x"), "counts": torch.int64, "return": "x",
+        "x": FLOATING,
+        "weight": torch.int8,
+        "weight_scale": (torch.float32, "x"),
+        "counts": torch.int64,
+        "return": "x",
     },
     rowwise=None,
     weights=("weight", "weight_scale"),
     tolerance={torch.bfloat16: (1.6e-2, 1e-2)},
-)  # fmt: skip
+)
 def grouped_linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor) -> Tensor:
     """Project consecutive rows with one int8 weight per expert: ``x[rows of e] @ (weight[e] * weight_scale[e]).T``.
 

@@ -39,17 +39,24 @@ def _static_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_static_samples,
     axes={
-        "x": "assignments in_features", "weight": "num_experts out_features in_features",
-        "deq_scale": "num_experts out_features", "quant_bias": "num_experts out_features", "counts": "num_experts",
+        "x": "assignments in_features",
+        "weight": "num_experts out_features in_features",
+        "deq_scale": "num_experts out_features",
+        "quant_bias": "num_experts out_features",
+        "counts": "num_experts",
         "return": "assignments out_features",
     },
     dtypes={
-        "x": torch.int8, "weight": torch.int8, "deq_scale": SCALES, "quant_bias": torch.int32,
-        "counts": torch.int64, "return": "dtype",
+        "x": torch.int8,
+        "weight": torch.int8,
+        "deq_scale": SCALES,
+        "quant_bias": torch.int32,
+        "counts": torch.int64,
+        "return": "dtype",
     },
     rowwise=None,
     weights=("weight", "deq_scale"),
-)  # fmt: skip
+)
 def quant_grouped_linear_static(
     x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, counts: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -83,17 +90,24 @@ def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_dynamic_samples,
     axes={
-        "x": "assignments in_features", "x_scale": "assignments",
-        "weight": "num_experts out_features in_features", "weight_scale": "num_experts out_features",
-        "counts": "num_experts", "return": "assignments out_features",
+        "x": "assignments in_features",
+        "x_scale": "assignments",
+        "weight": "num_experts out_features in_features",
+        "weight_scale": "num_experts out_features",
+        "counts": "num_experts",
+        "return": "assignments out_features",
     },
     dtypes={
-        "x": torch.int8, "x_scale": torch.float32, "weight": torch.int8, "weight_scale": SCALES,
-        "counts": torch.int64, "return": "dtype",
+        "x": torch.int8,
+        "x_scale": torch.float32,
+        "weight": torch.int8,
+        "weight_scale": SCALES,
+        "counts": torch.int64,
+        "return": "dtype",
     },
     rowwise=None,
     weights=("weight", "weight_scale"),
-)  # fmt: skip
+)
 def quant_grouped_linear_dynamic(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -136,9 +150,14 @@ def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor
             for out, width in sizes
         ]
         yield (
-            draw.normal(tokens, hidden), weights[0], scales[0], weights[1], scales[1],
-            draw.normal(tokens, top_k).abs(), routing(draw, tokens, num_experts, top_k),
-        )  # fmt: skip
+            draw.normal(tokens, hidden),
+            weights[0],
+            scales[0],
+            weights[1],
+            scales[1],
+            draw.normal(tokens, top_k).abs(),
+            routing(draw, tokens, num_experts, top_k),
+        )
 
 
 QUANT_MLP = {torch.float32: (1e-2, 3e-2), torch.bfloat16: (3e-2, 8e-2), torch.float16: (1.2e-2, 4e-2)}
@@ -152,22 +171,38 @@ def _mlp_dynamic_samples(draw: Draw) -> Iterator[Sample]:
 @fused_op(
     samples=_mlp_dynamic_samples,
     axes={
-        "x": "tokens hidden", "gate_up": "num_experts merged hidden", "gate_up_scale": "num_experts merged",
-        "down": "num_experts hidden merged//2", "down_scale": "num_experts hidden", "weights": "tokens top_k",
-        "experts": "tokens top_k", "return": "tokens hidden",
+        "x": "tokens hidden",
+        "gate_up": "num_experts merged hidden",
+        "gate_up_scale": "num_experts merged",
+        "down": "num_experts hidden merged//2",
+        "down_scale": "num_experts hidden",
+        "weights": "tokens top_k",
+        "experts": "tokens top_k",
+        "return": "tokens hidden",
     },
     dtypes={
-        "x": FLOATING, "gate_up": torch.int8, "gate_up_scale": SCALES, "down": torch.int8,
-        "down_scale": SCALES, "weights": "x", "experts": torch.int32, "return": "x",
+        "x": FLOATING,
+        "gate_up": torch.int8,
+        "gate_up_scale": SCALES,
+        "down": torch.int8,
+        "down_scale": SCALES,
+        "weights": "x",
+        "experts": torch.int32,
+        "return": "x",
     },
     rowwise="tokens",
     tolerance=QUANT_MLP,
     off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
+)
 def quant_expert_mlp_dynamic(
-    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
     experts: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the weighted sum of the gated MLPs of each token's experts, in W8A8 with scales per token.
 
     Args:
@@ -198,7 +233,7 @@ def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
                 draw.tensor([-7], torch.int32).expand(size).contiguous(),
             )
             for step, size in ((0.03125, gate_up.shape[2]), (0.0625, down.shape[2]))
-        ]  # fmt: skip
+        ]
         for bias in (False, True):
             (scale, offset), (down_input, down_offset) = inputs
             if not bias:  # the other form of a scale
@@ -208,36 +243,75 @@ def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
                 for each in (gate_up_scale, down_scale)
             ]
             yield (
-                x, scale, offset if bias else None, gate_up, gate_up_scale * 0.03125, biases[0], down_input,
-                down_offset if bias else None, down, down_scale * 0.0625, biases[1], weights, experts,
-            )  # fmt: skip
+                x,
+                scale,
+                offset if bias else None,
+                gate_up,
+                gate_up_scale * 0.03125,
+                biases[0],
+                down_input,
+                down_offset if bias else None,
+                down,
+                down_scale * 0.0625,
+                biases[1],
+                weights,
+                experts,
+            )
 
 
 @fused_op(
     samples=_mlp_static_samples,
     axes={
-        "x": "tokens hidden", "scale": "channels=1|hidden", "offset": "channels",
-        "gate_up": "num_experts merged hidden", "gate_up_scale": "num_experts merged",
-        "gate_up_bias": "num_experts merged", "down_input_scale": "down_channels=1|merged//2",
-        "down_input_offset": "down_channels", "down": "num_experts hidden merged//2",
-        "down_scale": "num_experts hidden", "down_bias": "num_experts hidden", "weights": "tokens top_k",
-        "experts": "tokens top_k", "return": "tokens hidden",
+        "x": "tokens hidden",
+        "scale": "channels=1|hidden",
+        "offset": "channels",
+        "gate_up": "num_experts merged hidden",
+        "gate_up_scale": "num_experts merged",
+        "gate_up_bias": "num_experts merged",
+        "down_input_scale": "down_channels=1|merged//2",
+        "down_input_offset": "down_channels",
+        "down": "num_experts hidden merged//2",
+        "down_scale": "num_experts hidden",
+        "down_bias": "num_experts hidden",
+        "weights": "tokens top_k",
+        "experts": "tokens top_k",
+        "return": "tokens hidden",
     },
     dtypes={
-        "x": FLOATING, "scale": torch.float32, "offset": torch.int32, "gate_up": torch.int8,
-        "gate_up_scale": SCALES, "gate_up_bias": torch.int32, "down_input_scale": torch.float32,
-        "down_input_offset": torch.int32, "down": torch.int8, "down_scale": SCALES,
-        "down_bias": torch.int32, "weights": "x", "experts": torch.int32, "return": "x",
+        "x": FLOATING,
+        "scale": torch.float32,
+        "offset": torch.int32,
+        "gate_up": torch.int8,
+        "gate_up_scale": SCALES,
+        "gate_up_bias": torch.int32,
+        "down_input_scale": torch.float32,
+        "down_input_offset": torch.int32,
+        "down": torch.int8,
+        "down_scale": SCALES,
+        "down_bias": torch.int32,
+        "weights": "x",
+        "experts": torch.int32,
+        "return": "x",
     },
     rowwise="tokens",
     tolerance=QUANT_MLP,
     off_by_one=ROUNDED_BEFORE,
-)  # fmt: skip
+)
 def quant_expert_mlp_static(
-    x: Tensor, scale: Tensor, offset: Tensor | None, gate_up: Tensor, gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None, down_input_scale: Tensor, down_input_offset: Tensor | None, down: Tensor,
-    down_scale: Tensor, down_bias: Tensor | None, weights: Tensor, experts: Tensor,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down_input_scale: Tensor,
+    down_input_offset: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+) -> Tensor:
     """Return the weighted sum of the gated MLPs of each token's experts, in W8A8 with fixed activation scales.
 
     Args:

@@ -29,12 +29,10 @@ def _route_samples(draw: Draw) -> Iterator[Sample]:
 
 @op(
     samples=_route_samples,
-    axes={
-        "logits": "tokens num_experts", "bias": "num_experts", "return": ("tokens top_k", "tokens top_k"),
-    },
+    axes={"logits": "tokens num_experts", "bias": "num_experts", "return": ("tokens top_k", "tokens top_k")},
     dtypes={"logits": FLOATING, "bias": torch.float32, "return": ("logits", torch.int32)},
     rowwise="tokens",
-)  # fmt: skip
+)
 def topk_route(
     logits: Tensor,
     bias: Tensor | None,
@@ -105,12 +103,13 @@ def _permute_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_permute_samples,
     axes={
-        "x": "tokens width", "experts": "tokens top_k",
+        "x": "tokens width",
+        "experts": "tokens top_k",
         "return": ("tokens*top_k width", "num_experts", "tokens*top_k"),
     },
     dtypes={"x": FLOATING, "experts": torch.int32, "return": ("x", torch.int64, torch.int32)},
     rowwise=None,
-)  # fmt: skip
+)
 def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each token's row for each of its experts, sorted by expert, then by token.
 
@@ -140,12 +139,14 @@ def _unpermute_samples(draw: Draw) -> Iterator[Sample]:
 @op(
     samples=_unpermute_samples,
     axes={
-        "rows": "tokens*top_k width", "positions": "tokens*top_k", "weights": "tokens top_k",
+        "rows": "tokens*top_k width",
+        "positions": "tokens*top_k",
+        "weights": "tokens top_k",
         "return": "tokens width",
     },
     dtypes={"rows": FLOATING, "positions": torch.int32, "weights": "rows", "return": "rows"},
     rowwise=None,
-)  # fmt: skip
+)
 def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each token's rows: ``sum(weights[t, k] * rows[positions[t * top_k + k]])``.
 

@@ -46,8 +46,7 @@ class PreparingKernel:
         for name in self.prepare:
             if name not in names:
                 raise OperationError(
-                    f"prepare has the argument {name!r}, but the kernel takes {', '.join(names)}",
-                    nearest(name, names),
+                    f"prepare has the argument {name!r}, but the kernel takes {', '.join(names)}", nearest(name, names)
                 )
         return tuple((names.index(name), prepare) for name, prepare in self.prepare.items())
 

@@ -82,9 +82,14 @@ def scaled_dot_product_attention(
     groups = heads // key.shape[1]
     grouped = queries == 1 and groups > 1
     attended = functional.scaled_dot_product_attention(
-        query.reshape(query.shape[0], key.shape[1], groups, query.shape[3]) if grouped else query, key, value,
-        attn_mask=mask, is_causal=causal and queries > 1, scale=scale, enable_gqa=groups > 1 and not grouped,
-    )  # fmt: skip
+        query.reshape(query.shape[0], key.shape[1], groups, query.shape[3]) if grouped else query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and queries > 1,
+        scale=scale,
+        enable_gqa=groups > 1 and not grouped,
+    )
     return attended.reshape(query.shape) if grouped else attended
 
 

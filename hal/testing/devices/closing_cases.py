@@ -131,8 +131,10 @@ def _backend(target: Target) -> None:
     refused(backend.__enter__, "a with block of a closed backend")
     refused(lambda: backend.configure(backend.config), "configure() of a closed backend")
     refused(lambda: Runner(model, backend), "a runner on a closed backend")
-    refused(lambda: backend.allocate(StateSpec(spec.layers[:1], spec.dtype, 2, spec.block_size)),
-            "kv_cache() of a closed backend")  # fmt: skip
+    refused(
+        lambda: backend.allocate(StateSpec(spec.layers[:1], spec.dtype, 2, spec.block_size)),
+        "kv_cache() of a closed backend",
+    )
     if "graph" in target.backend.compilers:
         refused(backend.graph, "graph() of a closed backend")
 

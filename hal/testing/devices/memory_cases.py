@@ -19,9 +19,12 @@ BYTES = 64 << 20
 def cases(target: Target) -> Iterator[Case]:
     """Yield ``memory/...``."""
     for name, check in (
-        ("statistics", _statistics), ("follows", _follows), ("peak", _peak), ("reset-peak", _reset_peak),
+        ("statistics", _statistics),
+        ("follows", _follows),
+        ("peak", _peak),
+        ("reset-peak", _reset_peak),
         ("out-of-memory", _out_of_memory),
-    ):  # fmt: skip
+    ):
         yield Case(f"memory/{name}", partial(check, target))
 
 

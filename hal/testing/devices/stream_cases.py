@@ -22,12 +22,20 @@ WORK = 24
 def cases(target: Target) -> Iterator[Case]:
     """Yield ``streams/...`` and ``events/...``."""
     for name, check in (
-        ("streams/order", _order), ("streams/wait-stream", _wait_stream), ("streams/restored", _restored),
-        ("streams/restored-after-an-error", _restored_after_an_error), ("streams/query", _query),
-        ("streams/synchronize", _synchronize), ("streams/priority", _priority),
-        ("events/wait", _event_wait), ("events/record-again", _record_again), ("events/before-record", _before_record),
-        ("events/synchronize", _event_synchronize), ("events/timing", _timing), ("events/across", _across),
-    ):  # fmt: skip
+        ("streams/order", _order),
+        ("streams/wait-stream", _wait_stream),
+        ("streams/restored", _restored),
+        ("streams/restored-after-an-error", _restored_after_an_error),
+        ("streams/query", _query),
+        ("streams/synchronize", _synchronize),
+        ("streams/priority", _priority),
+        ("events/wait", _event_wait),
+        ("events/record-again", _record_again),
+        ("events/before-record", _before_record),
+        ("events/synchronize", _event_synchronize),
+        ("events/timing", _timing),
+        ("events/across", _across),
+    ):
         yield Case(name, partial(check, target))
 
 

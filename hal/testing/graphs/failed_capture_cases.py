@@ -166,6 +166,9 @@ def _value_read(backend: Backend) -> None:
 
 
 CHECKS: dict[str, Callable[[Backend], None]] = {
-    "modes": _modes, "order-of-use": _order_of_use, "memory-inside": _lacks_memory, "value-read": _value_read,
+    "modes": _modes,
+    "order-of-use": _order_of_use,
+    "memory-inside": _lacks_memory,
+    "value-read": _value_read,
     **{f"error-inside/{name}": partial(_error_inside, make) for name, make in RAISED.items()},
-}  # fmt: skip
+}

@@ -25,12 +25,22 @@ Check = Callable[[Backend], None]
 def cases(target: Target) -> Iterator[Case]:
     """Yield ``graphs/<check>``, ``graphs/host-values/<check>`` and ``graphs/replay/<operation>``."""
     checks: list[tuple[str, Check]] = [
-        ("inputs-in-place", _inputs_in_place), ("addresses", _addresses), ("structure", _structure),
-        ("no-python", _glue), ("pool", _pool), ("several", _several), ("hold", _hold), ("reset", _reset),
-        ("pieces", _pieces), *failed_capture_cases.CHECKS.items(),
-        ("on-a-stream", _on_a_stream), ("back-to-back", _back_to_back), ("written-in-place", _written_in_place),
-        ("dump", _dump), *((f"host-values/{name}", check) for name, check in host_value_cases.CHECKS.items()),
-    ]  # fmt: skip
+        ("inputs-in-place", _inputs_in_place),
+        ("addresses", _addresses),
+        ("structure", _structure),
+        ("no-python", _glue),
+        ("pool", _pool),
+        ("several", _several),
+        ("hold", _hold),
+        ("reset", _reset),
+        ("pieces", _pieces),
+        *failed_capture_cases.CHECKS.items(),
+        ("on-a-stream", _on_a_stream),
+        ("back-to-back", _back_to_back),
+        ("written-in-place", _written_in_place),
+        ("dump", _dump),
+        *((f"host-values/{name}", check) for name, check in host_value_cases.CHECKS.items()),
+    ]
     for name, check in checks:
         yield Case(f"graphs/{name}", partial(_on, target, check))
     for operation in ops.catalogue().values():

@@ -41,16 +41,29 @@ class Attend:
         # Clone: if the device is the host, the device tensors must not share memory with the host values.
         self.device_starts, self.device_lens = (each.clone().to(draw.device) for each in (self.starts, self.lens))
         self.lengths = [
-            [1, 1, 1, 1, 1], [5, size + 2, 3 * size, 2, size - 1], [6, size + 3, size + 1, 3, size],
-            [3 * size, 2, size - 1, 5, size + 2], [9, 0, 2 * size, 0, 0], [0] * ROWS, [1, 2, 3, 4, 5],
-        ]  # fmt: skip
+            [1, 1, 1, 1, 1],
+            [5, size + 2, 3 * size, 2, size - 1],
+            [6, size + 3, size + 1, 3, size],
+            [3 * size, 2, size - 1, 5, size + 2],
+            [9, 0, 2 * size, 0, 0],
+            [0] * ROWS,
+            [1, 2, 3, 4, 5],
+        ]
         self.graph = backend.graph()
 
     def _call(self, query: Tensor, lens: Tensor) -> Tensor:
         return ops.paged_attention(
-            query, *self.caches, self.table, self.device_starts, self.device_lens, self.starts, lens, self.scale, True,
+            query,
+            *self.caches,
+            self.table,
+            self.device_starts,
+            self.device_lens,
+            self.starts,
+            lens,
+            self.scale,
+            True,
             None,
-        )  # fmt: skip
+        )
 
     def twice(self, lens: Tensor | None = None) -> Tensor:
         """Return the result of the captured function; with ``lens``, run it eagerly with these lengths."""
@@ -213,8 +226,15 @@ def two_graphs(backend: Backend) -> None:
 
 
 CHECKS: dict[str, Callable[[Backend], None]] = {
-    "lengths": lengths_change, "without-waiting": without_waiting, "overwritten": overwritten, "lists": as_lists,
-    "two-graphs": two_graphs, "misspelt": _refuses(_misspelt), "unknown": _refuses(_unknown),
-    "missing": _refuses(_missing), "short": _refuses(_short), "dtype": _refuses(_other_dtype),
-}  # fmt: skip
+    "lengths": lengths_change,
+    "without-waiting": without_waiting,
+    "overwritten": overwritten,
+    "lists": as_lists,
+    "two-graphs": two_graphs,
+    "misspelt": _refuses(_misspelt),
+    "unknown": _refuses(_unknown),
+    "missing": _refuses(_missing),
+    "short": _refuses(_short),
+    "dtype": _refuses(_other_dtype),
+}
 """Checks by case name."""

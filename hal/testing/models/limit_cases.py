@@ -107,9 +107,10 @@ def _capture_sizes(target: Target) -> None:
     limits = target.backend.limits
     most, size, dtype = max(limits.capture_sizes), target.backend.block_size, limits.dtypes[0]
     backend = target.open(
-        dtype=dtype_name(dtype), compilation={"compiler": "graph"},
+        dtype=dtype_name(dtype),
+        compilation={"compiler": "graph"},
         cache={"num_tokens": (most + 3) * size, "block_size": size},
-    )  # fmt: skip
+    )
     runner = Runner(load_model(checkpoint("qwen3", head_dim_of(target)), backend), backend)
     for count in sorted({1, *limits.capture_sizes[-2:]}):
         plan = Plan((2,) * count, (tuple(range(count)),), seed=count)

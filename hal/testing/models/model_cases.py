@@ -93,9 +93,11 @@ class ModelRun:
         if self.queries != (1,):
             compilation["queries"] = list(self.queries)
         return {
-            "dtype": dtype_name(self.dtype), "max_prefill_tokens": PREFILL_TOKENS, "compilation": compilation,
+            "dtype": dtype_name(self.dtype),
+            "max_prefill_tokens": PREFILL_TOKENS,
+            "compilation": compilation,
             "cache": {"num_tokens": 16 * self.block_size, "block_size": self.block_size},
-        }  # fmt: skip
+        }
 
     def shared_runner(self) -> Runner:
         """Return the cached runner, created at the first call, and activate its backend."""

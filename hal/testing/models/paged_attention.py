@@ -36,9 +36,17 @@ class Paged:
 
     @classmethod
     def filled(
-        cls, backend: Backend, dtype: torch.dtype, block_size: int, head_dim: int, lengths: Sequence[int],
-        *, heads: int = 4, kv_heads: int = 2, seed: int = 0,
-    ) -> Paged:  # fmt: skip
+        cls,
+        backend: Backend,
+        dtype: torch.dtype,
+        block_size: int,
+        head_dim: int,
+        lengths: Sequence[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        seed: int = 0,
+    ) -> Paged:
         """Create a cache with sequences of these lengths in scattered blocks."""
         needed = [math.ceil(length / block_size) for length in lengths]
         spec = StateSpec.key_value(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)

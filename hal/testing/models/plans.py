@@ -93,9 +93,10 @@ def run_plan(runner: Runner, plan: Plan) -> dict[tuple[int, int], Tensor]:
     for index, step in enumerate(plan.steps):
         several = index > 0 and plan.queries > 1
         batch = runner.batch(
-            [texts[row][done[row] : end] for row, end in step], [blocks[row] for row, _ in step],
+            [texts[row][done[row] : end] for row, end in step],
+            [blocks[row] for row, _ in step],
             cached=[done[row] for row, _ in step],
-        )  # fmt: skip
+        )
         with torch.inference_mode():
             logits = runner.step(batch, ALL if several else LAST).logits.cpu().clone()
         asked = [(row, at) for row, end in step for at in range(done[row] if several else end - 1, end)]

@@ -18,25 +18,44 @@ from torch import Tensor
 HEAD_DIM = 64
 """Preferred head dimension; a backend that does not support it gets the nearest supported one."""
 COMMON: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "dtype": "float32",
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
         "attention_bias": False,
     },
     "llama": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
-        "attention_bias": True, "mlp_bias": False,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": False,
     },
     "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": True,
-        "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "norm_topk_prob": True, "mlp_only_layers": [0],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
     },
-}  # fmt: skip
+}
 """Family name, as in case names, to the keys of config.json in addition to :data:`COMMON`."""
 
 DISTANCE = 0.1
@@ -88,8 +107,11 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}.{norm}.weight", (width,)
         for part, rows, columns in (
-            ("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width), ("o_proj", width, queries),
-        ):  # fmt: skip
+            ("q_proj", queries, width),
+            ("k_proj", keys, width),
+            ("v_proj", keys, width),
+            ("o_proj", width, queries),
+        ):
             yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
             if config["attention_bias"]:
                 yield f"{prefix}.self_attn.{part}.bias", (rows,)

@@ -63,8 +63,12 @@ def _shared_queries(count: int, size: int) -> Plan:
 
 
 PLANS: dict[str, MakePlan] = {
-    "padding": _padding, "buckets": _buckets, "block-edges": _block_edges, "second-block": _two_blocks, "order": _order,
-}  # fmt: skip
+    "padding": _padding,
+    "buckets": _buckets,
+    "block-edges": _block_edges,
+    "second-block": _two_blocks,
+    "order": _order,
+}
 QUERIES = (2, 4, 8)
 """Query lengths per sequence."""
 

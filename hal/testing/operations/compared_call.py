@@ -36,8 +36,9 @@ class ComparedCall:
     def __init__(self, backend: Backend, call: Call, seed: int) -> None:
         self.operation, self.dtype = call.operation, call.dtype
         self.wanted = call.arguments("cpu", seed)
-        self.unscaled = _largest(reference(self.operation, Call(call.operation, call.dtype, call.number, "")
-                                           .arguments("cpu", seed)))  # fmt: skip
+        self.unscaled = _largest(
+            reference(self.operation, Call(call.operation, call.dtype, call.number, "").arguments("cpu", seed))
+        )
         self.before = clone_tensors(self.wanted)
         self.expected = reference(self.operation, self.wanted)
         self.backend = backend

@@ -64,9 +64,10 @@ def _of_writes(operation: Operation) -> Iterator[str]:
         reference(operation, given)
         names = operation.signature.parameters
         written |= {
-            name for name, before, after in zip(names, sample, given, strict=True)
+            name
+            for name, before, after in zip(names, sample, given, strict=True)
             if isinstance(before, Tensor) and not same_bits(before, after)
-        }  # fmt: skip
+        }
     for name in sorted(written - set(operation.mutates)):
         yield f"it writes its argument {name}; add {name!r} to `mutates`"
     for name in sorted(set(operation.mutates) - written):

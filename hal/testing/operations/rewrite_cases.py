@@ -130,10 +130,13 @@ def _intermediates(graph: fx.Graph) -> list[fx.Node]:
     results = [returned] if isinstance(returned, fx.Node) else list(returned or ())
     inside = {source for each in results for source in each.all_input_nodes} | set(results)
     return [
-        node for node in graph.nodes
-        if node.op == "call_function" and node not in results and isinstance(node.meta.get("val"), Tensor)
+        node
+        for node in graph.nodes
+        if node.op == "call_function"
+        and node not in results
+        and isinstance(node.meta.get("val"), Tensor)
         and (node not in inside or node.users.keys() - set(results))
-    ]  # fmt: skip
+    ]
 
 
 def _read(module: fx.GraphModule, node: fx.Node) -> None:

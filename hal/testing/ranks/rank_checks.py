@@ -93,9 +93,7 @@ def _exchange(backend: Backend, dtype: torch.dtype) -> str:
         device = backend.device.torch
         chosen = experts.to(device)
         rows, counts, sent, received = ops.expert_dispatch(x.to(device), chosen, num_experts, group.name)
-        result = ops.expert_combine(
-            rows * 2, chosen, weights.to(device), sent, received, num_experts, group.name
-        )  # fmt: skip
+        result = ops.expert_combine(rows * 2, chosen, weights.to(device), sent, received, num_experts, group.name)
         expected, numbers, *_ = dispatch.over_shards(shards)[group.rank]
         doubled = (x.float() * 2 * weights.float().sum(-1, keepdim=True)).to(dtype)
         done.append((rows, expected, counts, numbers, result, doubled))
@@ -118,8 +116,9 @@ def _layer(backend: Backend, name: str, dtype: torch.dtype) -> str:
     bindings = bindings_of(part)
     sources = {
         piece.source: draw.normal(*piece.source_shape, scale=piece.source_shape[-1] ** -0.5)
-        for binding in bindings_of(whole) for piece in binding.pieces()
-    }  # fmt: skip
+        for binding in bindings_of(whole)
+        for piece in binding.pieces()
+    }
     _fill(backend, bindings_of(whole), sources, dtype, SOLO)
     for each in part.modules():
         if callable(split := getattr(each, "split", None)):

@@ -86,9 +86,11 @@ def test_attention_of_mixed_steps(
     (num_heads, kv_heads), draw = heads, Draw(dtype, seed=5)
     many = FEW // 96 + 1
     for counts, lengths in (
-        ([1, 3, many, 0, 1, 5], [40, 3, 96, 7, 1, 70]), ([many, many], [many, 100]), ([2, 0, 1], [9, 4, 33]),
+        ([1, 3, many, 0, 1, 5], [40, 3, 96, 7, 1, 70]),
+        ([many, many], [many, 100]),
+        ([2, 0, 1], [9, 4, 33]),
         ([4, 1], [64, 65]),
-    ):  # fmt: skip
+    ):
         columns = -(-max(lengths) // 16)
         blocks = len(lengths) * columns
         table = draw.permutation(blocks + 3)[:blocks].view(len(lengths), columns).int()

@@ -39,8 +39,16 @@ class Rows:
     step: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-           seed: int = 0) -> Rows:  # fmt: skip
+    def of(
+        cls,
+        logits: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> Rows:
         count = logits.shape[0]
         columns = [torch.full((count,), value) for value in (temperature, top_p, min_p)]
         limit = torch.full((count,), top_k, dtype=torch.int32)

@@ -36,9 +36,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/ns/pid").exists(), reason="shared memory is for Linux; elsewhere the ranks use gloo"
 )
 
-SHAPES = (
-    (0,), (0, 32), (3, 0), (1,), (6, 5), (2, 3, 7), (1, 1024), (6, 2731), (6, 8195), (32769,), (3, 1 << 17),
-)  # fmt: skip
+SHAPES = ((0,), (0, 32), (3, 0), (1,), (6, 5), (2, 3, 7), (1, 1024), (6, 2731), (6, 8195), (32769,), (3, 1 << 17))
 """No element, one, odd numbers, 2 KiB, around the sizes where the steps change, and 1.5 MiB."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)

@@ -249,8 +249,11 @@ def test_torch_is_imported_with_bounded_spinning(given: dict[str, str], expected
     program = "import hal, json, os; print(json.dumps(sorted(each for each in os.environ if 'GOMP' in each)))"
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**kept, **given, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={**kept, **given, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
     assert json.loads(done.stdout) == [each for each in given if "GOMP" in each], "left in the environment"

@@ -48,7 +48,7 @@ def test_out_of_memory(error: BaseException) -> None:
         ("CUDA-capable device(s) is/are busy or unavailable", "another process has exclusive use", "end that process"),
         ("something that nobody has met", "the GPU failed: CUDA error: something", "run the step again"),
     ],
-)  # fmt: skip
+)
 def test_a_failure_of_the_device(text: str, says: str, remedy: str) -> None:
     found = explain(torch.AcceleratorError(f"CUDA error: {text}{TAIL}"))
     assert type(found) is DeviceError
@@ -79,10 +79,12 @@ def test_a_capture_that_breaks_says_why() -> None:
     assert type(found) is CaptureError
     assert "it synchronizes" in found.problem
     assert "move it out of the captured function" in found.remedy
-    copied = explain_in_capture(RuntimeError(
-        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. Please "
-        "use tensor.pin_memory() or allocate the tensor with pin_memory=True."
-    ))  # fmt: skip
+    copied = explain_in_capture(
+        RuntimeError(
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+            "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+        )
+    )
     assert type(copied) is CaptureError
     assert "host memory that is not pinned" in copied.problem
 

@@ -73,9 +73,17 @@ def attention_sample(draw: Draw, queries: list[int], lengths: list[int], **shape
     caches = (draw.normal(blocks, block_size, kv_heads, head_dim) for _ in range(2))
     table = draw.permutation(blocks)[: columns * len(lengths)].view(len(lengths), columns)
     return (
-        draw.normal(sum(queries), heads, head_dim), *caches, table, starts.to(draw.device), kv_lens.to(draw.device),
-        starts, kv_lens, head_dim**-0.5, True, window,
-    )  # fmt: skip
+        draw.normal(sum(queries), heads, head_dim),
+        *caches,
+        table,
+        starts.to(draw.device),
+        kv_lens.to(draw.device),
+        starts,
+        kv_lens,
+        head_dim**-0.5,
+        True,
+        window,
+    )
 
 
 SHAPES = {

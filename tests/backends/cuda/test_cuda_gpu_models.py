@@ -65,9 +65,11 @@ def test_with_each_librarys_attention(
     """In 16 bits near ties may be resolved differently, after which texts diverge: most beginnings must agree."""
     try:
         backend = gpu(
-            dtype=dtype, compilation=MODES[mode], cache={"num_tokens": 8192},
+            dtype=dtype,
+            compilation=MODES[mode],
+            cache={"num_tokens": 8192},
             options={"kernels": {"paged_attention": library}},
-        )  # fmt: skip
+        )
     except ConfigError as error:
         pytest.skip(error.problem)
     found = tokens(new_runner(backend, trained), reference.prompts(trained))

@@ -70,8 +70,7 @@ def test_torch_is_missing(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "built"),
-    [("2.13.0+cpu", "None", "for the CPU only"), ("2.13.0+rocm6.4", "'6.4.2'", "for ROCm")],
+    ("version", "hip", "built"), [("2.13.0+cpu", "None", "for the CPU only"), ("2.13.0+rocm6.4", "'6.4.2'", "for ROCm")]
 )
 def test_torch_is_built_for_something_else(machine: Machine, version: str, hip: str, built: str) -> None:
     machine.install(version, "None", hip)

@@ -74,9 +74,12 @@ def test_fences_hold() -> None:
     for side, offset in (("before", -1), ("after", 7 * 4)):
         ran = subprocess.run(
             [sys.executable, "-c", code.format(side=side, offset=offset)],
-            cwd=TESTS, env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=TESTS,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ran.returncode == -signal.SIGSEGV, ran.stderr
         assert ran.stdout.split() in ([], ["inside"])
 

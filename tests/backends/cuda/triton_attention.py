@@ -57,9 +57,17 @@ def drawn(
     lens = torch.tensor(kv_lens, dtype=integers)
     packed = draw.normal(sum(query_lens) + padding, num_heads + 2 * kv_heads, head_dim)
     return (
-        packed[:, :num_heads], *caches, table.to(integers), starts, lens, starts, lens,
-        head_dim**-0.5, causal, window,
-    )  # fmt: skip
+        packed[:, :num_heads],
+        *caches,
+        table.to(integers),
+        starts,
+        lens,
+        starts,
+        lens,
+        head_dim**-0.5,
+        causal,
+        window,
+    )
 
 
 def cut(tiling: Tiles, parts: int) -> Any:
@@ -190,9 +198,16 @@ def test_random_batches(seed: int) -> None:
     query_lens = [int(draw.integers(0, 8, 1)) for _ in range(count)]
     kv_lens = [new + int(draw.integers(0, 40, 1)) for new in query_lens]
     sample = drawn(
-        draw, query_lens, kv_lens, heads=pick((2, 2), (3, 1), (5, 1)), head_dim=pick(16, 40, 64),
-        block_size=pick(4, 5, 16), window=pick(None, 1, 9, 33), causal=pick(True, True, False), padding=pick(0, 1, 5),
-    )  # fmt: skip
+        draw,
+        query_lens,
+        kv_lens,
+        heads=pick((2, 2), (3, 1), (5, 1)),
+        head_dim=pick(16, 40, 64),
+        block_size=pick(4, 5, 16),
+        window=pick(None, 1, 9, 33),
+        causal=pick(True, True, False),
+        padding=pick(0, 1, 5),
+    )
     group = sample[0].shape[1] // sample[1].shape[2]
     rows = pick(16, 32)
     agree(dtype, sample, cut(Tiles(pick(1, rows // group), rows, pick(16, 32), 4, 2), pick(1, 2)))
@@ -230,9 +245,13 @@ def test_the_cut_depends_on_shapes_alone_and_covers_all_lengths() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     sample = list(drawn(Draw(seed=0), [1, 1], [5, 6], heads=(4, 2)))
     wrong = {
-        0: sample[0][..., :32], 1: sample[1][:, :, :, :32], 2: sample[2][:-1], 3: sample[3].float(),
-        4: sample[4][1:], 5: sample[5][1:],
-    }  # fmt: skip
+        0: sample[0][..., :32],
+        1: sample[1][:, :, :, :32],
+        2: sample[2][:-1],
+        3: sample[3].float(),
+        4: sample[4][1:],
+        5: sample[5][1:],
+    }
     wrong_heads = sample[0][:, :3]
     for place, tensor in [*wrong.items(), (0, wrong_heads), (1, sample[1].half()), (1, sample[1].transpose(0, 1))]:
         arguments = [each.to(DEVICE) if isinstance(each, Tensor) else each for each in sample]

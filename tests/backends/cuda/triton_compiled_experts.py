@@ -22,10 +22,7 @@ TOKENS = (8, 512, 4096)
 
 
 def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (
-        empty(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype),
-        empty(NUM_EXPERTS, HIDDEN, WIDTH, dtype=dtype),
-    )
+    return (empty(NUM_EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype), empty(NUM_EXPERTS, HIDDEN, WIDTH, dtype=dtype))
 
 
 def routed(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -72,9 +69,8 @@ def test_int8_products_fit(compiling: Compiling) -> None:
         both = gate_up, gate_up_scale, down, down_scale
         kernels += compiled(compiling, "quant_expert_mlp_dynamic", x, *both, *route)
         kernels += compiled(
-            compiling, "quant_expert_mlp_static",
-            x, one, None, *both[:2], None, one, None, *both[2:], None, *route,
-        )  # fmt: skip
+            compiling, "quant_expert_mlp_static", x, one, None, *both[:2], None, one, None, *both[2:], None, *route
+        )
         kernels += compiled(compiling, "grouped_linear_int8", empty(tokens * TOP_K, HIDDEN), *both[:2], counts)
     check_products(kernels, 16)
 
@@ -143,7 +139,8 @@ def test_the_launches_of_an_mlp(driver: Compiling) -> None:
         ("expert_mlp", float_mlp(64, torch.bfloat16), ["_rank", *rest]),
         ("expert_mlp", float_mlp(65, torch.bfloat16), ["_histogram", "_rank", *rest]),
         (
-            "quant_expert_mlp_dynamic", (x, gate_up, gate_up_scale, down, down_scale, *route),
+            "quant_expert_mlp_dynamic",
+            (x, gate_up, gate_up_scale, down, down_scale, *route),
             ["_quantize", "_rank", "_project", "_quantize", *rest[1:]],
         ),
         (
@@ -151,7 +148,7 @@ def test_the_launches_of_an_mlp(driver: Compiling) -> None:
             (x, one, None, gate_up, gate_up_scale, None, one, None, down, down_scale, None, *route),
             ["_rank", "_quantize", *rest],
         ),
-    ):  # fmt: skip
+    ):
         Launcher.launched.clear()
         KERNELS[name](*arguments)
         assert Launcher.launched == expected, name

@@ -101,13 +101,16 @@ class TestRouting:
         for sigmoid in (False, True):
             bias = draw.normal(experts) if sigmoid else None
             agree(
-                "topk_route", torch.float32,
+                "topk_route",
+                torch.float32,
                 (draw.normal(9, experts), bias, top_k, sigmoid, True, 2.0, num_groups, top_groups, best),
-            )  # fmt: skip
+            )
         # Groups tie: the lower one is chosen, and its lower experts.
-        found = agree("topk_route", torch.float32, (
-            torch.zeros(2, experts), None, top_k, False, True, 1.0, num_groups, top_groups, best,
-        ))[1]  # fmt: skip
+        found = agree(
+            "topk_route",
+            torch.float32,
+            (torch.zeros(2, experts), None, top_k, False, True, 1.0, num_groups, top_groups, best),
+        )[1]
         assert found.tolist() == [list(range(top_k))] * 2
 
     @pytest.mark.parametrize("sigmoid", [False, True])

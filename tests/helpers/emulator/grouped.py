@@ -78,10 +78,7 @@ class Grouped:
         return pairs if self.kind == "pairs" else pairs[:, 1].contiguous()
 
     def arguments(self) -> dict[str, Any]:
-        return {
-            "group_list": self.listed().npu(),
-            "group_list_type": ("ends", "counts", "pairs").index(self.kind),
-        }
+        return {"group_list": self.listed().npu(), "group_list_type": ("ends", "counts", "pairs").index(self.kind)}
 
 
 def rows_of(groups: Grouped, of_group: Callable[[int, int, int], Tensor]) -> Tensor:

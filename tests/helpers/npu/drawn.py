@@ -49,9 +49,17 @@ def attention_arguments(
     lens = torch.tensor(kv_lens, dtype=torch.int32)
     device = draw.device
     return (
-        draw.normal(sum(query_lens) + left_over, heads, head_dim), *(cache.to(device) for cache in caches),
-        table.to(device), starts.to(device), lens.to(device), starts, lens, head_dim**-0.5, causal, window,
-    )  # fmt: skip
+        draw.normal(sum(query_lens) + left_over, heads, head_dim),
+        *(cache.to(device) for cache in caches),
+        table.to(device),
+        starts.to(device),
+        lens.to(device),
+        starts,
+        lens,
+        head_dim**-0.5,
+        causal,
+        window,
+    )
 
 
 def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
@@ -81,8 +89,11 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
     window = choose.choice((None, None, 1, 60, 128, 129, max(1, longest - 1), longest, longest + 7))
     kv_heads = choose.choice((1, 2))
     given = {
-        "heads": kv_heads * choose.choice((1, 2, 3, 4, 7, 8)), "kv_heads": kv_heads,
-        "head_dim": choose.choice(HEAD_DIMS), "causal": choose.random() < 0.8, "window": window,
+        "heads": kv_heads * choose.choice((1, 2, 3, 4, 7, 8)),
+        "kv_heads": kv_heads,
+        "head_dim": choose.choice(HEAD_DIMS),
+        "causal": choose.random() < 0.8,
+        "window": window,
         "left_over": 3 if kind == "left over" else 0,
-    }  # fmt: skip
+    }
     return attention_arguments(Draw(dtype, "npu", seed), new, lengths, **(given | fixed))

@@ -166,16 +166,35 @@ def work(chosen: Chosen, queue: str) -> Summary:
 @click.option("--configurations", default=20, show_default=True, help="Random configurations of each family.")
 @click.option("--seeds", default=20, show_default=True, help="Schedule seeds.")
 @click.option("--calls", default=40, show_default=True, help="Steps of each run under a schedule seed.")
-@click.option("--queue", "queues", type=click.Choice(["0", "1"]), multiple=True, default=("0", "1"), show_default=True,
-              help="TASK_QUEUE_ENABLE; can be repeated.")  # fmt: skip
-@click.option("--dtype", "dtypes", type=click.Choice(["float16", "bfloat16"]), multiple=True,
-              default=("float16", "bfloat16"), show_default=True, help="Can be repeated.")  # fmt: skip
+@click.option(
+    "--queue",
+    "queues",
+    type=click.Choice(["0", "1"]),
+    multiple=True,
+    default=("0", "1"),
+    show_default=True,
+    help="TASK_QUEUE_ENABLE; can be repeated.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["float16", "bfloat16"]),
+    multiple=True,
+    default=("float16", "bfloat16"),
+    show_default=True,
+    help="Can be repeated.",
+)
 @click.option("--trained/--no-trained", default=True, show_default=True, help="Include the trained checkpoint.")
 @click.option("--summary", "file", type=click.Path(path_type=Path), hidden=True)
 def main(
-    configurations: int, seeds: int, calls: int, queues: tuple[str, ...], dtypes: tuple[str, ...], trained: bool,
+    configurations: int,
+    seeds: int,
+    calls: int,
+    queues: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    trained: bool,
     file: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     chosen = Chosen(configurations, seeds, calls, queues, dtypes, trained)
     if file is not None:  # a subprocess of the call below
         file.write_text(json.dumps(attrs.asdict(work(chosen, os.environ["TASK_QUEUE_ENABLE"]))))

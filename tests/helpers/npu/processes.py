@@ -24,9 +24,14 @@ def environment(**more: str) -> dict[str, str]:
 def python(*arguments: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run Python from the root of the repository, and check its exit status."""
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(**environ), capture_output=True, text=True, timeout=120,
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert result.returncode == code, result.stdout + result.stderr
     return result
 

@@ -136,10 +136,17 @@ def count_launches(
     from hal.bench import plan
     from hal.bench.figures import launches
 
-    setting = plan.prepare(plan.Plan(
-        workload="decode", checkpoint=str(path), backend="npu", dtype=dtype, batch_sizes=sizes, compilers=modes,
-        options=options,
-    ))  # fmt: skip
+    setting = plan.prepare(
+        plan.Plan(
+            workload="decode",
+            checkpoint=str(path),
+            backend="npu",
+            dtype=dtype,
+            batch_sizes=sizes,
+            compilers=modes,
+            options=options,
+        )
+    )
     return launches.count(setting, lambda text: None)
 
 

@@ -53,10 +53,26 @@ def _scaled(total, at, inside, weight_scale, bias, row_scale):
 
 @triton.jit
 def _project(
-    x, x_scale, tokens, weight, weight_scale, bias, counts, result, scale, offset, x_row,
-    num_experts: tl.constexpr, in_features: tl.constexpr, out_features: tl.constexpr, gated: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, most: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scale,
+    tokens,
+    weight,
+    weight_scale,
+    bias,
+    counts,
+    result,
+    scale,
+    offset,
+    x_row,
+    num_experts: tl.constexpr,
+    in_features: tl.constexpr,
+    out_features: tl.constexpr,
+    gated: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    most: tl.constexpr,
+):
     """Write a tile of ``rows`` by ``columns``; if ``gated``, of ``silu(gate) * up``, each with ``out_features``."""
     features: tl.constexpr = out_features * 2 if gated else out_features
     exact: tl.constexpr = in_features % depth == 0
@@ -193,10 +209,28 @@ def project(
     chosen = tiles(count, num_experts, gated, x.itemsize)
     scale, offset = quantizer or (None, None)
     _project[most_tiles(count, num_experts, chosen.rows), triton.cdiv(out_features, chosen.columns)](
-        x, x_scale, tokens, weight.contiguous(), weight_scale, bias, counts.contiguous(), result, scale, offset,
-        x.stride(0), num_experts, in_features, out_features, gated, chosen.rows, chosen.columns, chosen.depth,
-        triton.next_power_of_2(num_experts), num_warps=chosen.warps, num_stages=chosen.stages,
-    )  # fmt: skip
+        x,
+        x_scale,
+        tokens,
+        weight.contiguous(),
+        weight_scale,
+        bias,
+        counts.contiguous(),
+        result,
+        scale,
+        offset,
+        x.stride(0),
+        num_experts,
+        in_features,
+        out_features,
+        gated,
+        chosen.rows,
+        chosen.columns,
+        chosen.depth,
+        triton.next_power_of_2(num_experts),
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )
     return result
 
 

@@ -32,9 +32,18 @@ def _histogram(experts, histograms, count, num_experts: tl.constexpr, block: tl.
 
 @triton.jit(do_not_specialize=["count", "blocks"])
 def _rank(
-    experts, histograms, positions, tokens, counts, count, blocks,
-    top_k: tl.constexpr, num_experts: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
-):  # fmt: skip
+    experts,
+    histograms,
+    positions,
+    tokens,
+    counts,
+    count,
+    blocks,
+    top_k: tl.constexpr,
+    num_experts: tl.constexpr,
+    block: tl.constexpr,
+    chunk: tl.constexpr,
+):
     """Write the position of each assignment of a block, and the token at that position.
 
     ``histograms`` is None if the block holds all assignments.
@@ -111,9 +120,19 @@ def order(experts: Tensor, num_experts: int, *, tokens: bool) -> Order:
         histograms = torch.empty((blocks, num_experts), dtype=torch.int32, device=experts.device)
         _histogram[(blocks,)](assigned, histograms, count, num_experts, block, CHUNK, num_warps=warps(block * CHUNK))
     _rank[(blocks,)](
-        assigned, histograms, positions, sources, counts, count, blocks, experts.shape[1], num_experts, block, CHUNK,
+        assigned,
+        histograms,
+        positions,
+        sources,
+        counts,
+        count,
+        blocks,
+        experts.shape[1],
+        num_experts,
+        block,
+        CHUNK,
         num_warps=warps(block * CHUNK),
-    )  # fmt: skip
+    )
     return Order(positions, sources, counts)
 
 
@@ -142,8 +161,17 @@ def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
 
 
 @triton.jit
-def _gather(rows, positions, weights, result, row_stride, weights_row, width: tl.constexpr, top_k: tl.constexpr,
-            block: tl.constexpr):  # fmt: skip
+def _gather(
+    rows,
+    positions,
+    weights,
+    result,
+    row_stride,
+    weights_row,
+    width: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
@@ -164,9 +192,8 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     result = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
     block = min(triton.next_power_of_2(width), 1024)
     _gather[tokens, triton.cdiv(width, block)](
-        rows, positions, weights, result, rows.stride(0), weights.stride(0), width, top_k, block,
-        num_warps=warps(block),
-    )  # fmt: skip
+        rows, positions, weights, result, rows.stride(0), weights.stride(0), width, top_k, block, num_warps=warps(block)
+    )
     return result
 
 

@@ -43,9 +43,14 @@ def grouped_linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, counts:
 
 
 def quant_expert_mlp_dynamic(
-    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
     experts: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See :func:`hal.ops.quant_expert_mlp_dynamic`. Each token is quantized once, not once for each of its experts."""
     operation = "quant_expert_mlp_dynamic"
     require_mlp(operation, x, gate_up, down, weights, experts)
@@ -54,19 +59,35 @@ def quant_expert_mlp_dynamic(
     quantized, scale = dynamic_quantize(x)
     found = order(experts, gate_up.shape[0], tokens=True)
     activated = project(
-        quantized, gate_up, found.counts, x.dtype, tokens=found.tokens, x_scale=scale, weight_scale=gate_up_scale,
+        quantized,
+        gate_up,
+        found.counts,
+        x.dtype,
+        tokens=found.tokens,
+        x_scale=scale,
+        weight_scale=gate_up_scale,
         gated=True,
-    )  # fmt: skip
+    )
     quantized, scale = dynamic_quantize(activated)
     rows = project(quantized, down, found.counts, x.dtype, x_scale=scale, weight_scale=down_scale)
     return expert_unpermute(rows, found.positions, weights)
 
 
 def quant_expert_mlp_static(
-    x: Tensor, scale: Tensor, offset: Tensor | None, gate_up: Tensor, gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None, down_input_scale: Tensor, down_input_offset: Tensor | None, down: Tensor,
-    down_scale: Tensor, down_bias: Tensor | None, weights: Tensor, experts: Tensor,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down_input_scale: Tensor,
+    down_input_offset: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+) -> Tensor:
     """See :func:`hal.ops.quant_expert_mlp_static`. The first product quantizes its result."""
     operation = "quant_expert_mlp_static"
     require_mlp(operation, x, gate_up, down, weights, experts)
@@ -75,9 +96,16 @@ def quant_expert_mlp_static(
     down_scale, down_bias = _of_weight(operation, down, down_scale, down_bias)
     found = order(experts, gate_up.shape[0], tokens=True)
     activated = project(
-        quantize(x, scale, offset), gate_up, found.counts, torch.int8, tokens=found.tokens,
-        weight_scale=gate_up_scale, bias=gate_up_bias, gated=True, quantizer=(down_input_scale, down_input_offset),
-    )  # fmt: skip
+        quantize(x, scale, offset),
+        gate_up,
+        found.counts,
+        torch.int8,
+        tokens=found.tokens,
+        weight_scale=gate_up_scale,
+        bias=gate_up_bias,
+        gated=True,
+        quantizer=(down_input_scale, down_input_offset),
+    )
     rows = project(activated, down, found.counts, x.dtype, weight_scale=down_scale, bias=down_bias)
     return expert_unpermute(rows, found.positions, weights)
 

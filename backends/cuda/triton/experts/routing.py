@@ -41,11 +41,26 @@ def _values(keys):
 
 @triton.jit(do_not_specialize=["count"])
 def _route(
-    logits, bias, weights, experts, count, logits_row, scale, smallest_sum,
-    top_k: tl.constexpr, sigmoid: tl.constexpr, renormalize: tl.constexpr, num_groups: tl.constexpr,
-    group_size: tl.constexpr, top_groups: tl.constexpr, group_best: tl.constexpr,
-    tokens: tl.constexpr, groups: tl.constexpr, members: tl.constexpr, slots: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    weights,
+    experts,
+    count,
+    logits_row,
+    scale,
+    smallest_sum,
+    top_k: tl.constexpr,
+    sigmoid: tl.constexpr,
+    renormalize: tl.constexpr,
+    num_groups: tl.constexpr,
+    group_size: tl.constexpr,
+    top_groups: tl.constexpr,
+    group_best: tl.constexpr,
+    tokens: tl.constexpr,
+    groups: tl.constexpr,
+    members: tl.constexpr,
+    slots: tl.constexpr,
+):
     """Choose the experts of ``tokens`` tokens. A group's columns are padded to ``members``, a power of two."""
     token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     column = tl.arange(0, groups * members)
@@ -126,8 +141,25 @@ def topk_route(
     groups, members = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     tokens = max(256 // (groups * members), 1)
     _route[(triton.cdiv(count, tokens),)](
-        logits, bias, weights, experts, count, logits.stride(0), scale, SMALLEST_SUM, top_k, sigmoid, renormalize,
-        num_groups, group_size, top_groups, min(group_best, group_size), tokens, groups, members,
-        triton.next_power_of_2(top_k), num_warps=warps(tokens * groups * members),
-    )  # fmt: skip
+        logits,
+        bias,
+        weights,
+        experts,
+        count,
+        logits.stride(0),
+        scale,
+        SMALLEST_SUM,
+        top_k,
+        sigmoid,
+        renormalize,
+        num_groups,
+        group_size,
+        top_groups,
+        min(group_best, group_size),
+        tokens,
+        groups,
+        members,
+        triton.next_power_of_2(top_k),
+        num_warps=warps(tokens * groups * members),
+    )
     return weights, experts

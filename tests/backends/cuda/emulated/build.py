@@ -114,15 +114,24 @@ def _build(tools: Tools, folder: Path) -> None:
     sources = sorted(SOURCES.rglob("*.cpp"), key=lambda path: path.parent.name != "operations")  # slowest first
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compiled = list(pool.map(lambda path: _compile(tools, path, folder), sources))
-    objects = {part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
-               for part in ("runtime", "driver", "operations")}  # fmt: skip
+    objects = {
+        part: [made for path, made in zip(sources, compiled, strict=True) if path.parent.name == part]
+        for part in ("runtime", "driver", "operations")
+    }
     versions = f"--version-script={SOURCES / 'runtime' / 'symbols.map'}"
     _link(tools, folder / RUNTIME, objects["runtime"], f"-Wl,{versions},--no-undefined", "-ldl")
     _link(tools, folder / DRIVER, objects["driver"], f"-L{folder}", f"-l:{RUNTIME}", "-Wl,--no-undefined")
     libraries = [f"-L{tools.packages / 'torch/lib'}", *(f"-l{each}" for each in LINKED)]
     # Torch's libraries depend on others at a path that only the loader needs to know.
-    _link(tools, folder / OPERATIONS, objects["operations"], *libraries, f"-L{folder}", f"-l:{RUNTIME}",
-          "-Wl,--allow-shlib-undefined")  # fmt: skip
+    _link(
+        tools,
+        folder / OPERATIONS,
+        objects["operations"],
+        *libraries,
+        f"-L{folder}",
+        f"-l:{RUNTIME}",
+        "-Wl,--allow-shlib-undefined",
+    )
     for each in compiled:
         each.unlink()
     _stand_in_for_nvcc(folder)

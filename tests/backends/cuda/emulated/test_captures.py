@@ -50,8 +50,10 @@ def test_unsafe_calls_are_a_question_of_modes(cuda: Calls) -> None:
         return "no error" if cuda_memory_made(cuda) else UNSUPPORTED
 
     for mode, here, there in (
-        (GLOBAL, UNSUPPORTED, UNSUPPORTED), (THREAD_LOCAL, UNSUPPORTED, "no error"), (RELAXED, "no error", "no error")
-    ):  # fmt: skip
+        (GLOBAL, UNSUPPORTED, UNSUPPORTED),
+        (THREAD_LOCAL, UNSUPPORTED, "no error"),
+        (RELAXED, "no error", "no error"),
+    ):
         for said, wanted in ((allocate, here), (lambda: elsewhere(allocate), there)):
             stream = cuda.stream()
             assert cuda.begin(stream, mode) == "no error"

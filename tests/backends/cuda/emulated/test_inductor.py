@@ -37,8 +37,13 @@ def test_the_trained_checkpoint_gives_the_cpus_tokens(count: int, trained: Path)
     prompts = reference.prompts(trained)[:count]
     expected = tokens(reference.open_runner(trained), prompts)
     kernels = {**dict.fromkeys(ops.catalogue(), "reference"), "linear": "torch", "paged_attention": "torch"}
-    backend = hal.open({
-        "backend": "cuda", "dtype": "float32", "compilation": {"compiler": "inductor"}, "cache": {"num_tokens": 1024},
-        "options": {"kernels": kernels},
-    })  # fmt: skip
+    backend = hal.open(
+        {
+            "backend": "cuda",
+            "dtype": "float32",
+            "compilation": {"compiler": "inductor"},
+            "cache": {"num_tokens": 1024},
+            "options": {"kernels": kernels},
+        }
+    )
     assert tokens(hal.Runner(hal.load_model(trained, backend), backend), prompts) == expected

@@ -62,8 +62,9 @@ def twin() -> Conformance:
 def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: int) -> None:
     streams = isinstance(deaf.target.device, DeafStreams)
     lost: dict[bool, Callable[[], None]] = {
-        True: deaf.case("streams/wait-stream").run, False: deaf.case("events/wait").run,
-    }  # fmt: skip
+        True: deaf.case("streams/wait-stream").run,
+        False: deaf.case("events/wait").run,
+    }
     with emulator.schedule(seed):
         twin.case("streams/wait-stream").run()
         twin.case("events/wait").run()

@@ -47,8 +47,13 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
         torch.npu.synchronize()
     ran = trace.ran()
     assert {each.name for each in ran} & WRITES_OR_READS_A_CACHE
-    moved = [(each.kind, each.name, each.bytes) for each in trace.records if each.phase != "capture"
-             and each.kind in ("kernel", "copy", "fill") and each.name not in WRITES_OR_READS_A_CACHE]  # fmt: skip
+    moved = [
+        (each.kind, each.name, each.bytes)
+        for each in trace.records
+        if each.phase != "capture"
+        and each.kind in ("kernel", "copy", "fill")
+        and each.name not in WRITES_OR_READS_A_CACHE
+    ]
     # The largest other reads are of the embedding table; a cache is ten times as large.
     assert max(size for _, _, size in moved) < one / 4, sorted(moved, key=lambda each: -each[2])[:3]
     assert [cache.data_ptr() for _, cache in runner.states.tensors()] == places

@@ -10,7 +10,14 @@ conformance = Conformance(
     config={"options": {"nz_cache": True, "nz_weights": True}},
     # The areas that a layout can affect. test_npu_conformance.py has all areas.
     only=(
-        "operations/*linear*", "operations/*cache*", "operations/*attention*", "rewrites/*", "graphs/*", "runners/*",
-        "models/*", "limits/*", "leaks/steps/*",
+        "operations/*linear*",
+        "operations/*cache*",
+        "operations/*attention*",
+        "rewrites/*",
+        "graphs/*",
+        "runners/*",
+        "models/*",
+        "limits/*",
+        "leaks/steps/*",
     ),
-)  # fmt: skip
+)

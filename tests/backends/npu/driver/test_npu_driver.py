@@ -186,7 +186,7 @@ print(opened().compilers)
             "ConfigError: the option nz_cache is set, and Ascend950PR_9599 has no kernel that writes a cache in "
             "FRACTAL_NZ | remove nz_cache",
             "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
-        ]  # fmt: skip
+        ]
 
     def test_a_310p_has_no_graphs_and_computes_in_float16_alone(self) -> None:
         program = """

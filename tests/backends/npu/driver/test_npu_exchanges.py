@@ -50,18 +50,22 @@ FUSED = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")
     ("options", "applied", "skipped"),
     [
         ({"mc2_rows": 4}, 8, {}),
-        ({}, 0, {
-            "at most 4 rows: npu_mm_all_reduce_base is for prefill, from 1000 rows on (option mc2_rows)": 8
-        }),
-        ({"mc2_rows": 0, "nz_weights": True}, 0, {
-            "the weight is in FRACTAL_NZ (option nz_weights), and npu_mm_all_reduce_base takes ND": 8
-        }),
+        ({}, 0, {"at most 4 rows: npu_mm_all_reduce_base is for prefill, from 1000 rows on (option mc2_rows)": 8}),
+        (
+            {"mc2_rows": 0, "nz_weights": True},
+            0,
+            {"the weight is in FRACTAL_NZ (option nz_weights), and npu_mm_all_reduce_base takes ND": 8},
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_a_projection_is_fused_with_its_sum(
-    trained: Path, pair: Group, caplog: pytest.LogCaptureFixture, options: dict[str, Any], applied: int,
+    trained: Path,
+    pair: Group,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    applied: int,
     skipped: dict[str, int],
-) -> None:  # fmt: skip
+) -> None:
     """`hal explain` says so for a step of four sequences."""
     settings = {"backend": "npu", "dtype": "float16", "options": options}
     with caplog.at_level("WARNING"), hal.open(settings, mesh=Mesh(tensor=pair)) as backend:
@@ -102,8 +106,7 @@ def test_conditions_of_fused_collectives(npu: Callable[..., hal.Backend], pair: 
 
 
 @pytest.mark.parametrize(
-    ("prefix", "fused"),
-    [("Ascend910B", FUSED), ("Ascend910_93", FUSED[::2]), ("Ascend310P", ()), ("Ascend950", ())],
+    ("prefix", "fused"), [("Ascend910B", FUSED), ("Ascend910_93", FUSED[::2]), ("Ascend310P", ()), ("Ascend950", ())]
 )
 def test_generations_that_fuse(prefix: str, fused: tuple[str, ...]) -> None:
     from hal.backends.npu.kernels.collectives import FusedCollectives
@@ -160,9 +163,16 @@ def test_whole_experts_on_each_rank_of_an_a3(monkeypatch: pytest.MonkeyPatch, tm
     checkpoint = random_checkpoint(tmp_path / "checkpoint", **EXPERTS, hidden_size=1024, head_dim=64, dtype="float16")
     compilers = ["eager", "graph", "piecewise"]
     found = started(
-        "tokens", 2, tmp_path, checkpoint=str(checkpoint), dtype="float16", compilers=compilers, count=True,
-        parallel={"tensor": 2, "experts": "dispatch"}, on={"backend": "npu"},
-    )  # fmt: skip
+        "tokens",
+        2,
+        tmp_path,
+        checkpoint=str(checkpoint),
+        dtype="float16",
+        compilers=compilers,
+        count=True,
+        parallel={"tensor": 2, "experts": "dispatch"},
+        on={"backend": "npu"},
+    )
     for rank in found:
         for compiler in compilers:
             assert rank[compiler] == found[0][compiler], compiler
@@ -175,9 +185,17 @@ def test_calls_that_dispatch_and_combine_serve(monkeypatch: pytest.MonkeyPatch) 
     given = {"tokens": 8, "width": 2048, "top_k": 8, "num_experts": 64, "ranks": 8, "dtype": torch.bfloat16}
     assert serves(**given)
     for name, value in (
-        ("tokens", 0), ("tokens", 513), ("width", 1023), ("width", 7169), ("top_k", 17), ("num_experts", 1024),
-        ("ranks", 1), ("ranks", 385), ("dtype", torch.float32), ("tokens", 512),
-    ):  # fmt: skip
+        ("tokens", 0),
+        ("tokens", 513),
+        ("width", 1023),
+        ("width", 7169),
+        ("top_k", 17),
+        ("num_experts", 1024),
+        ("ranks", 1),
+        ("ranks", 385),
+        ("dtype", torch.float32),
+        ("tokens", 512),
+    ):
         assert not serves(**{**given, name: value}), (name, value)
     monkeypatch.setenv("HCCL_BUFFSIZE", "500")
     assert serves(**{**given, "tokens": 512})

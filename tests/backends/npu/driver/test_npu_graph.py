@@ -143,10 +143,17 @@ class TestCounts:
 
         def function() -> Tensor:
             attended: Tensor = torch_npu.npu_fused_infer_attention_score(
-                attend.query.view(ROWS, 1, -1), attend.caches[0].flatten(2), attend.caches[1].flatten(2),
-                actual_seq_lengths_kv=[1] * ROWS, block_table=attend.table, num_heads=HEADS,
-                num_key_value_heads=KV_HEADS, scale=SCALE, input_layout="BSH", block_size=BLOCK,
-            )[0]  # fmt: skip
+                attend.query.view(ROWS, 1, -1),
+                attend.caches[0].flatten(2),
+                attend.caches[1].flatten(2),
+                actual_seq_lengths_kv=[1] * ROWS,
+                block_table=attend.table,
+                num_heads=HEADS,
+                num_key_value_heads=KV_HEADS,
+                scale=SCALE,
+                input_layout="BSH",
+                block_size=BLOCK,
+            )[0]
             return attended
 
         with pytest.raises(CaptureError, match="recorded 1 launches to update, but hal's operations made only 0"):

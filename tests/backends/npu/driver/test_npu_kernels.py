@@ -123,7 +123,7 @@ def test_of_no_tokens(npu: Opened) -> None:
         "split_qkv_rmsnorm_rope_cache": [(*split, *caches, none)],
         "store_kv_cache": [(draw.normal(0, 2, 64), draw.normal(0, 2, 64), *caches, none)],
         **quantized_nothing(draw),
-    }  # fmt: skip
+    }
     for name in EXPERT_OPERATIONS:
         every = ops.operation(name).samples(draw)
         of_nothing[name] = [each for each in every if not next(x for x in each if isinstance(x, Tensor)).shape[0]]
@@ -244,11 +244,15 @@ class TestAttention:
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_dim", "turned"),
     [
-        (torch.bfloat16, 76, 128, 1), (torch.bfloat16, 77, 128, 2), (torch.float16, 152, 128, 1),
-        (torch.float16, 153, 128, 2), (torch.bfloat16, 152, 64, 1), (torch.bfloat16, 153, 64, 2),
+        (torch.bfloat16, 76, 128, 1),
+        (torch.bfloat16, 77, 128, 2),
+        (torch.float16, 152, 128, 1),
+        (torch.float16, 153, 128, 2),
+        (torch.bfloat16, 152, 64, 1),
+        (torch.bfloat16, 153, 64, 2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_heads_that_are_turned_in_one_launch(
     npu: Opened, dtype: torch.dtype, heads: int, head_dim: int, turned: int
 ) -> None:
@@ -256,9 +260,15 @@ def test_heads_that_are_turned_in_one_launch(
     backend, draw, operation = npu(), Draw(dtype, "npu"), ops.operation("split_qkv_rmsnorm_rope")
     angles = draw.normal(2, head_dim // 2).float().repeat(1, 2)
     sample = (
-        draw.normal(2, (heads + 4) * head_dim), draw.normal(head_dim), draw.normal(head_dim), angles.cos().to(dtype),
-        angles.sin().to(dtype), 1e-6, heads - 4, 4,
-    )  # fmt: skip
+        draw.normal(2, (heads + 4) * head_dim),
+        draw.normal(head_dim),
+        draw.normal(head_dim),
+        angles.cos().to(dtype),
+        angles.sin().to(dtype),
+        1e-6,
+        heads - 4,
+        4,
+    )
     with emulator.trace() as trace:
         check_kernel(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
     assert trace.counts()["ApplyRotaryPosEmbV2" if turned == 1 else "RotaryPositionEmbeddingV2"] == turned
@@ -361,9 +371,11 @@ class TestLongerThanTheCache:
         query, keys, values, table, starts, kv_lens, starts_host, lens_host, *numbers = sample
         short = kv_lens[:1].clamp(max=100), starts_host[:2], lens_host[:1].clamp(max=100)
         graph = npu().graph()
-        graph.capture(lambda: ops.paged_attention(
-            query[:3], keys, values, table[:1], starts[:2], short[0], short[1], short[2], *numbers, window
-        ))  # fmt: skip
+        graph.capture(
+            lambda: ops.paged_attention(
+                query[:3], keys, values, table[:1], starts[:2], short[0], short[1], short[2], *numbers, window
+            )
+        )
         with pytest.raises(HostValueError, match=r"captured over 3 blocks, and the 1 sequences have more"):
             graph.replay(kv_lens_host=[600], query_start_loc_host=starts_host[:2])
 

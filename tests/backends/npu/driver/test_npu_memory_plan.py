@@ -29,8 +29,9 @@ def test_what_was_planned_fits_and_no_more(npu: Opened, trained: Path, compiler:
     assert (plan.captures > 0) == (compiler == "graph")
     blocks = 1 + TOGETHER * plan.spec.blocks_for(LONGEST)
     slack = plan.step + plan.captures + (100 << 20)
-    taken = torch.empty(backend.device.memory_stats().free - blocks * plan.block_bytes - slack, dtype=torch.uint8,
-                        device="npu")  # fmt: skip
+    taken = torch.empty(
+        backend.device.memory_stats().free - blocks * plan.block_bytes - slack, dtype=torch.uint8, device="npu"
+    )
     tight = hal.plan_memory(model, backend, max_sequences=TOGETHER, max_length=LONGEST, share=1.0)
     assert blocks <= tight.num_blocks < blocks + (120 << 20) // plan.block_bytes
     segments = (40 << 20) // plan.block_bytes  # torch's allocator rounds up, to 2 MiB for large tensors

@@ -171,8 +171,11 @@ def test_the_configurations_cover_what_they_should() -> None:
         windows = {each.get("sliding_window") for each in configs}
         assert None in windows
         assert len(windows) >= 4
-        windowed = {each["num_attention_heads"] // each["num_key_value_heads"] % 2 for each in configs
-                    if each.get("sliding_window")}  # fmt: skip
+        windowed = {
+            each["num_attention_heads"] // each["num_key_value_heads"] % 2
+            for each in configs
+            if each.get("sliding_window")
+        }
         assert windowed == {0, 1}
         assert {each["attention_bias"] for each in configs} == {False, True}, family
     assert {True, False} == {len(set(each["layer_types"])) > 1 for each in drawn["qwen3"] if "layer_types" in each}

@@ -153,18 +153,22 @@ Job = tuple[str, str, dict[str, Any], list[str]]
             id="experts on 2 x 2",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_same_tokens(
     checkpoints: dict[str, Path], one_npu: Callable[[str, str], OneDevice], ranks: int, jobs: list[Job]
-) -> None:  # fmt: skip
+) -> None:
     """In float16, the tokens are equal. In bfloat16 and W8A8, they are up to a tie."""
     given = [
         {
-            "checkpoint": str(checkpoints[name]), "dtype": dtype, "parallel": parallel, "compilers": compilers,
-            "continuations": one_npu(name, dtype).texts, "on": NPU,
+            "checkpoint": str(checkpoints[name]),
+            "dtype": dtype,
+            "parallel": parallel,
+            "compilers": compilers,
+            "continuations": one_npu(name, dtype).texts,
+            "on": NPU,
         }
         for name, dtype, parallel, compilers in jobs
-    ]  # fmt: skip
+    ]
     found = on_npus("several", ranks, jobs=given)
     for number, (name, dtype, parallel, compilers) in enumerate(jobs):
         for compiler in compilers:

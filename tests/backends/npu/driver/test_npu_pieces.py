@@ -68,9 +68,11 @@ def opened(npu: Opened) -> Opened:
     def pieces(options: Mapping[str, Any] | None = None, *, most: int = 2048, **compilation: Any) -> hal.Backend:
         chosen = {"compiler": "piecewise", "capture_sizes": DECODE, "prefill": {"capture_sizes": PREFILL}}
         return npu(
-            cache={"num_tokens": 2048}, compilation={**chosen, **compilation}, options=dict(options or {}),
+            cache={"num_tokens": 2048},
+            compilation={**chosen, **compilation},
+            options=dict(options or {}),
             max_prefill_tokens=most,
-        )  # fmt: skip
+        )
 
     npu()  # Models are made on the current device, which another test may have changed.
     return pieces
@@ -135,9 +137,10 @@ class TestSameAsEager:
         params, found = hal.SamplingParams(max_new_tokens=8), []
         for compiler in ("eager", "piecewise"):
             backend = npu(
-                cache={"num_tokens": 2048}, dtype="bfloat16",
+                cache={"num_tokens": 2048},
+                dtype="bfloat16",
                 compilation={"compiler": compiler, "capture_sizes": [1, 4], "prefill": {"capture_sizes": [16, 64]}},
-            )  # fmt: skip
+            )
             runner = hal.Runner(hal.load_model(trained, backend), backend)
             found.append([each.token_id for each in hal.generate(runner, prompts, params)])
         assert found[0] == found[1]

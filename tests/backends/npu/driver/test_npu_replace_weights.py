@@ -23,10 +23,14 @@ SIZES = {
 
 
 OTHERS = (
-    ("tied", "eager", False), ("tied", "graph", False), ("biased", "npugraph_ex", True), ("experts", "graph", True),
-    ("compressed-tensors/w8a8_dynamic", "graph", True), ("modelslim/w8a16", "graph", True),
+    ("tied", "eager", False),
+    ("tied", "graph", False),
+    ("biased", "npugraph_ex", True),
+    ("experts", "graph", True),
+    ("compressed-tensors/w8a8_dynamic", "graph", True),
+    ("modelslim/w8a16", "graph", True),
     ("modelslim/w8a8_dynamic/experts", "graph", True),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +46,12 @@ def test_results_are_those_of_a_fresh_load(npu: Opened, tmp_path: Path, kind: st
 
     def runner_of(folder: Path) -> hal.Runner:
         compilation = {} if compiler == "eager" else {"capture_sizes": [1, 2, 4], "debug": True}
-        backend = npu(dtype="float16", compilation={"compiler": compiler, **compilation}, options={"nz_weights": nz},
-                      cache={"num_tokens": 2048})  # fmt: skip
+        backend = npu(
+            dtype="float16",
+            compilation={"compiler": compiler, **compilation},
+            options={"nz_weights": nz},
+            cache={"num_tokens": 2048},
+        )
         return hal.Runner(hal.load_model(folder, backend), backend)
 
     with runner_of(second) as fresh:

@@ -84,9 +84,10 @@ def check(runner: hal.Runner, seed: int = 0, steps: int = 2) -> None:
     for number in range(steps):
         rows = draw.sample(range(4), 1 + number % 4)
         batch = runner.batch(
-            [[5 + row] for row in rows], [blocks[row] for row in rows],
+            [[5 + row] for row in rows],
+            [blocks[row] for row in rows],
             cached=[draw.randint(1, longest[row]) for row in rows],
-        )  # fmt: skip
+        )
         with runner.backend.explaining():
             found = runner.step(batch).logits.cpu()
             same(found, eagerly(runner, batch).cpu(), f"seed {seed}, step {number}")
@@ -502,8 +503,11 @@ def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path
     native, compiled = calls["native"], calls["npugraph_ex"]
     assert 0 < compiled < native, "at least unused results are removed"
     assert [each.name for each in sorted(tmp_path.iterdir())] == [
-        "0-trace.py", "1-rewrite.py", "2-native.py", "3-npugraph_ex.py"
-    ]  # fmt: skip
+        "0-trace.py",
+        "1-rewrite.py",
+        "2-native.py",
+        "3-npugraph_ex.py",
+    ]
     code = (tmp_path / "3-npugraph_ex.py").read_text(encoding="utf-8")
     before = (tmp_path / "2-native.py").read_text(encoding="utf-8")
     for text in (before, code):

@@ -119,10 +119,16 @@ def test_split_norm_rope_and_store(fractal: hal.Backend, seed: int, dtype: torch
     for tokens, heads, kv_heads in ((0, 4, 2), (140, 6, 3), (9, 16, 2), (7, 1, 1)):  # of more tokens than blocks
         angles = draw.normal(tokens, head_dim // 2).float().repeat(1, 2)
         sample = (
-            draw.normal(tokens, (heads + 2 * kv_heads) * head_dim), draw.normal(head_dim), draw.normal(head_dim),
-            angles.cos().to(dtype), angles.sin().to(dtype), 1e-5, heads, kv_heads,
+            draw.normal(tokens, (heads + 2 * kv_heads) * head_dim),
+            draw.normal(head_dim),
+            draw.normal(head_dim),
+            angles.cos().to(dtype),
+            angles.sin().to(dtype),
+            1e-5,
+            heads,
+            kv_heads,
             *written(draw, tokens, kv_heads, head_dim, 128),
-        )  # fmt: skip
+        )
         # The kernel rounds less often than declared, and the reference's own rounding is, rarely, beyond the tolerance.
         check(fractal, operation.name, dtype, sample, rounded_once=True)
 

@@ -263,9 +263,8 @@ class TestPrepared:
         x, thin = torch.ones(2, 64, dtype=torch.int8, device="npu"), torch.ones(64, 1, dtype=torch.int8, device="npu")
         with pytest.raises(RuntimeError, match="FRACTAL_NZ must have no dimension of size 1"):
             torch_npu.npu_quant_matmul(
-                x, torch_npu.npu_format_cast(thin, FRACTAL_NZ), torch.ones(1, device="npu"),
-                output_dtype=torch.bfloat16,
-            )  # fmt: skip
+                x, torch_npu.npu_format_cast(thin, FRACTAL_NZ), torch.ones(1, device="npu"), output_dtype=torch.bfloat16
+            )
 
     def test_weights_stay_without_the_option(self, npu: Opened) -> None:
         weight = torch.ones(96, 64, dtype=torch.int8, device="npu")

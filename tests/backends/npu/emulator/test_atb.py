@@ -196,23 +196,28 @@ def test_a_captured_cache_write_takes_the_slots_of_each_replay() -> None:
 
 def paged_call(**changes: Any) -> None:
     arguments = {
-        "query": torch.ones(2, 4, 64, dtype=torch.float16).npu(), "key_cache": torch.ones(4, 16, 2, 64,
-        dtype=torch.float16).npu(),
-        "value_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(), "num_kv_heads": 2, "num_heads": 4,
+        "query": torch.ones(2, 4, 64, dtype=torch.float16).npu(),
+        "key_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(),
+        "value_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(),
+        "num_kv_heads": 2,
+        "num_heads": 4,
         "scale_value": 1.0,
-        "block_table": torch.ones(2, 2, dtype=torch.int32).npu(), "context_lens": torch.tensor([3, 32],
-        dtype=torch.int32),
+        "block_table": torch.ones(2, 2, dtype=torch.int32).npu(),
+        "context_lens": torch.tensor([3, 32], dtype=torch.int32),
         "out": torch.ones(2, 4, 64, dtype=torch.float16).npu(),
-    }  # fmt: skip
+    }
     torch_npu._npu_paged_attention(**{**arguments, **changes})
 
 
 def cache_call(**changes: Any) -> None:
     rows, cache = torch.ones(2, 2, 64, dtype=torch.float16), torch.ones(4, 16, 2, 64, dtype=torch.float16)
     arguments = {
-        "key": rows.npu(), "value": rows.npu(), "key_cache": cache.npu(), "value_cache": cache.npu(),
+        "key": rows.npu(),
+        "value": rows.npu(),
+        "key_cache": cache.npu(),
+        "value_cache": cache.npu(),
         "slot_indices": torch.tensor([0, 1], dtype=torch.int32).npu(),
-    }  # fmt: skip
+    }
     torch_npu._npu_reshape_and_cache(**{**arguments, **changes})
 
 
@@ -223,14 +228,15 @@ def halves(*shape: int) -> Tensor:
 def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
     """Return arguments of ``paged_call`` for these head dimensions and this block size."""
     return {
-        "query": halves(2, 4, dim), "out": halves(2, 4, value_dim),
-        "key_cache": halves(4, block, 2, dim), "value_cache": halves(4, block, 2, value_dim),
-    }  # fmt: skip
+        "query": halves(2, 4, dim),
+        "out": halves(2, 4, value_dim),
+        "key_cache": halves(4, block, 2, dim),
+        "value_cache": halves(4, block, 2, value_dim),
+    }
 
 
 REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = [
-    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int32).npu()},
-     "context_lens must be a CPU tensor"),
+    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int32).npu()}, "context_lens must be a CPU tensor"),
     (paged_call, lambda: {"context_lens": torch.ones(3, dtype=torch.int32)}, "one length for each of the 2 sequences"),
     (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int64)}, "context_lens must be int32"),
     (paged_call, lambda: {"context_lens": torch.tensor([3, 33], dtype=torch.int32)}, "but must be between 0 and 32"),
@@ -258,13 +264,19 @@ REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = 
     (cache_call, lambda: {"slot_indices": torch.ones(3, dtype=torch.int32).npu()}, "slots must have shape [2]"),
     (cache_call, lambda: {"key_cache": halves(4, 16, 2, 32)}, "key_cache must have shape"),
     (cache_call, lambda: {"key_cache": halves(4, 16, 128)}, "and its cache 4 dimensions"),
-    (cache_call, lambda: {"key": halves(2, 2, 64).float(), "key_cache": halves(4, 16, 2, 64).float()},
-     "key must be float16, bfloat16 or int8, not Float"),
-    (cache_call, lambda: {"value": halves(2, 1, 64), "value_cache": halves(4, 16, 1, 64)},
-     "the same number of tokens and heads"),
+    (
+        cache_call,
+        lambda: {"key": halves(2, 2, 64).float(), "key_cache": halves(4, 16, 2, 64).float()},
+        "key must be float16, bfloat16 or int8, not Float",
+    ),
+    (
+        cache_call,
+        lambda: {"value": halves(2, 1, 64), "value_cache": halves(4, 16, 1, 64)},
+        "the same number of tokens and heads",
+    ),
     (cache_call, lambda: {"value_cache": halves(5, 16, 2, 64)}, "the same number of blocks and block_size"),
     (cache_call, lambda: {"key": halves(2, 2, 64).bfloat16()}, "key and its cache must have the same dtype"),
-]  # fmt: skip
+]
 
 
 def rotary_call() -> None:

@@ -187,16 +187,34 @@ def run(
     soil_memory()
     if version == 1:
         output, lse = torch_npu.npu_fused_infer_attention_score(
-            query, key, value, actual_seq_lengths=query_lengths, actual_seq_lengths_kv=key_lengths, num_heads=heads[0],
-            num_key_value_heads=heads[1], scale=scale, input_layout=layout, sparse_mode=sparse, softmax_lse_flag=True,
+            query,
+            key,
+            value,
+            actual_seq_lengths=query_lengths,
+            actual_seq_lengths_kv=key_lengths,
+            num_heads=heads[0],
+            num_key_value_heads=heads[1],
+            scale=scale,
+            input_layout=layout,
+            sparse_mode=sparse,
+            softmax_lse_flag=True,
             **arguments,
-        )  # fmt: skip
+        )
     else:
         output, lse = torch_npu.npu_fused_infer_attention_score_v2(
-            query, key, value, actual_seq_qlen=query_lengths, actual_seq_kvlen=key_lengths, num_query_heads=heads[0],
-            num_key_value_heads=heads[1], softmax_scale=scale, input_layout=layout, sparse_mode=sparse,
-            return_softmax_lse=True, **arguments,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            actual_seq_qlen=query_lengths,
+            actual_seq_kvlen=key_lengths,
+            num_query_heads=heads[0],
+            num_key_value_heads=heads[1],
+            softmax_scale=scale,
+            input_layout=layout,
+            sparse_mode=sparse,
+            return_softmax_lse=True,
+            **arguments,
+        )
     if decode and not packed:  # with one query per sequence, modes and bands have no effect
         hidden = list(batch.hidden(1 if masks else 0, 0, 0, masks))
     else:
@@ -287,12 +305,20 @@ def test_bias_and_sink(layout: str, seed: int) -> None:
     bias, sink = draw.normal(2, 4, rows, 9), draw.normal(4)
     packed = layout == "TND"
     output, lse = torch_npu.npu_fused_infer_attention_score_v2(
-        *(batch.laid_out(parts, layout, size) for parts, size in ((batch.queries, rows), (batch.keys, 9),
-        (batch.values, 9))),
-        num_query_heads=4, num_key_value_heads=2, softmax_scale=0.125, input_layout=layout, return_softmax_lse=True,
-        pse_shift=None if packed else bias.npu(), learnable_sink=sink.npu(),
-        actual_seq_qlen=[4, 8] if packed else None, actual_seq_kvlen=[9, 18] if packed else None,
-    )  # fmt: skip
+        *(
+            batch.laid_out(parts, layout, size)
+            for parts, size in ((batch.queries, rows), (batch.keys, 9), (batch.values, 9))
+        ),
+        num_query_heads=4,
+        num_key_value_heads=2,
+        softmax_scale=0.125,
+        input_layout=layout,
+        return_softmax_lse=True,
+        pse_shift=None if packed else bias.npu(),
+        learnable_sink=sink.npu(),
+        actual_seq_qlen=[4, 8] if packed else None,
+        actual_seq_kvlen=[9, 18] if packed else None,
+    )
     hidden = list(batch.hidden(0, 0, 0, None))
     compare(batch, layout, output, lse, hidden, 0.125, bias=None if packed else list(bias), sink=sink)
 
@@ -303,19 +329,30 @@ def test_incremental_and_prompt(layout: str, seed: int) -> None:
     draw = Draw(f"older {layout}", torch.float16, seed)
     one = Batch(draw, 4, 2, 64, [1, 1], [draw.between(1, 20) for _ in range(2)])
     output = torch_npu.npu_incre_flash_attention(
-        one.laid_out(one.queries, layout, 1), one.laid_out(one.keys, layout, 20), one.laid_out(one.values, layout, 20),
-        num_heads=4, num_key_value_heads=2, scale_value=0.125, input_layout=layout,
+        one.laid_out(one.queries, layout, 1),
+        one.laid_out(one.keys, layout, 20),
+        one.laid_out(one.values, layout, 20),
+        num_heads=4,
+        num_key_value_heads=2,
+        scale_value=0.125,
+        input_layout=layout,
         actual_seq_lengths=list(one.key_lengths),
-    )  # fmt: skip
+    )
     compare(one, layout, output, None, list(one.hidden(0, 0, 0, None)), 0.125)
     many = Batch(draw, 4, 2, 64, [draw.between(1, 9) for _ in range(2)], [draw.between(1, 9) for _ in range(2)])
     output = torch_npu.npu_prompt_flash_attention(
-        many.laid_out(many.queries, layout, 9), many.laid_out(many.keys, layout, 9), many.laid_out(many.values,
-        layout, 9),
-        num_heads=4, num_key_value_heads=2, scale_value=0.125, input_layout=layout, sparse_mode=3,
+        many.laid_out(many.queries, layout, 9),
+        many.laid_out(many.keys, layout, 9),
+        many.laid_out(many.values, layout, 9),
+        num_heads=4,
+        num_key_value_heads=2,
+        scale_value=0.125,
+        input_layout=layout,
+        sparse_mode=3,
         atten_mask=causal_template(),
-        actual_seq_lengths=list(many.query_lengths), actual_seq_lengths_kv=list(many.key_lengths),
-    )  # fmt: skip
+        actual_seq_lengths=list(many.query_lengths),
+        actual_seq_lengths_kv=list(many.key_lengths),
+    )
     compare(many, layout, output, None, list(many.hidden(3, 0, 0, None)), 0.125)
 
 
@@ -400,9 +437,13 @@ def test_scaled_dot_product(mask: str, dtype: torch.dtype, seed: int) -> None:
     soil_memory()
     with emulator.trace() as trace:
         result = scaled_dot_product_attention(
-            draw.strided(query), draw.strided(key), draw.strided(value), attn_mask=None if seen is None else seen.npu(),
-            is_causal=mask == "causal", enable_gqa=True,
-        )  # fmt: skip
+            draw.strided(query),
+            draw.strided(key),
+            draw.strided(value),
+            attn_mask=None if seen is None else seen.npu(),
+            is_causal=mask == "causal",
+            enable_gqa=True,
+        )
     assert trace.counts()["FlashAttentionScore"] == 1
     expected = scaled_dot_product_attention(
         query.double(), key.double(), value.double(), attn_mask=seen, is_causal=mask == "causal", enable_gqa=True

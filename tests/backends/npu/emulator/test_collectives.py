@@ -19,9 +19,16 @@ sys.path.insert(0, str(SCRIPTS))
 import hccl  # noqa: E402
 
 TORCH = {
-    "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "float16": torch.float16,
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "float64": torch.float64,
-}  # fmt: skip
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    "float64": torch.float64,
+}
 REDUCED = ("int8", "int16", "int32", "int64", "float16", "float32", "bfloat16")
 SIZES = (1, 1000, 70000)  # the last is above the size from which ranks share the work
 

@@ -65,9 +65,13 @@ class Device:
         masks = {"tokens": tokens.active[:, 0], "choices": tokens.active}
         self.mask = masks[mask].contiguous().to(self.device) if mask else None
         self.group = {
-            "group_ep": of.name, "ep_world_size": of.ranks, "ep_rank_id": of.rank, "moe_expert_num": EXPERTS,
-            "global_bs": options.pop("global_bs", 0), "x_active_mask": self.mask,
-        }  # fmt: skip
+            "group_ep": of.name,
+            "ep_world_size": of.ranks,
+            "ep_rank_id": of.rank,
+            "moe_expert_num": EXPERTS,
+            "global_bs": options.pop("global_bs", 0),
+            "x_active_mask": self.mask,
+        }
         self.options = options
 
     def dispatch(self) -> tuple[Tensor, ...]:
@@ -256,12 +260,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x_active_mask": torch.ones(3, dtype=torch.bool)}, r"x_active_mask must be \[BS\] or \[BS, K\]"),
     ({"expert_ids": torch.zeros(4, 7, dtype=INT32)}, "expert_ids must have 1 to 6 columns, but has 7"),
     ({"expert_scales": torch.ones(4, 3)}, r"expert_scales must have shape \[4, 2\], but has \[4, 3\]"),
-    ({"expert_ids": torch.zeros(257, 2, dtype=INT32), "x": torch.ones(257, HIDDEN, dtype=torch.float16)},
-     "at least 1 token and at most 256, but there are 257"),
-    ({"expert_ids": torch.zeros(256, 6, dtype=INT32), "x": torch.ones(256, 10240, dtype=torch.float16),
-      "moe_expert_num": 1024, "global_bs": 2 * 1024},
-     r"the buffer of the group must have at least 484 MiB, but has 200: set HCCL_BUFFSIZE"),
-]  # fmt: skip
+    (
+        {"expert_ids": torch.zeros(257, 2, dtype=INT32), "x": torch.ones(257, HIDDEN, dtype=torch.float16)},
+        "at least 1 token and at most 256, but there are 257",
+    ),
+    (
+        {
+            "expert_ids": torch.zeros(256, 6, dtype=INT32),
+            "x": torch.ones(256, 10240, dtype=torch.float16),
+            "moe_expert_num": 1024,
+            "global_bs": 2 * 1024,
+        },
+        r"the buffer of the group must have at least 484 MiB, but has 200: set HCCL_BUFFSIZE",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=range(len(REFUSED)))
@@ -338,10 +350,18 @@ def different(case: str, ranks: list[hccl.Communicator]) -> tuple[list[Device], 
 @pytest.mark.parametrize(
     "case",
     [
-        "global_bs", "experts", "quant_mode", "outside", "twice", "mask", "masked and different",
-        "combine and dispatch", "other counts", "falling counts",
+        "global_bs",
+        "experts",
+        "quant_mode",
+        "outside",
+        "twice",
+        "mask",
+        "masked and different",
+        "combine and dispatch",
+        "other counts",
+        "falling counts",
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_an_error_on_every_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = two_ranks()
     devices, call, reason = different(case, ranks)
@@ -428,8 +448,7 @@ print("well")
 
 
 @pytest.mark.parametrize(
-    ("soc", "which"),
-    [("Ascend910_9391", "second"), ("Ascend910_9391", "first"), ("Ascend950PR_9599", "second")],
+    ("soc", "which"), [("Ascend910_9391", "second"), ("Ascend910_9391", "first"), ("Ascend950PR_9599", "second")]
 )
 def test_on_other_products(clean: dict[str, str], soc: str, which: str) -> None:
     """On these a shared expert's result is added. The interface without a version needs 8 ranks."""

@@ -270,11 +270,7 @@ def mrope(draw: Draw, sections: int, cache_mode: str, mode: str) -> Pairs:
     tokens = draw.between(1, 6)
     if sections == 4:
         cache_mode = "default"
-    known = {
-        0: [[0, 0, 0]],
-        3: [[16, 24, 24], [24, 20, 20], [8, 12, 12], [11, 11, 10]],
-        4: [[16, 16, 16, 16]],
-    }
+    known = {0: [[0, 0, 0]], 3: [[16, 24, 24], [24, 20, 20], [8, 12, 12], [11, 11, 10]], 4: [[16, 16, 16, 16]]}
     section = draw.choice(known[sections])
     rotary_dim = 2 * sum(section) or draw.choice([32, 64])
     head = draw.choice([64, 128]) if rotary_dim <= 64 else 128

@@ -98,9 +98,19 @@ def qkv_norm_rope(draw: Draw, skipped: bool, outputs: bool) -> Pairs:
         [in_fractals(cache).npu() for cache in caches],
     )
     before = torch_npu.npu_qkv_rms_norm_rope_cache(
-        qkv.npu(), gammas[0].npu(), gammas[1].npu(), cos.npu(), sin.npu(), slots.npu(), query, *on_npu,
-        [1, tokens, sum(heads), dim], heads, epsilon=EPSILON, is_output_qkv=outputs,
-    )  # fmt: skip
+        qkv.npu(),
+        gammas[0].npu(),
+        gammas[1].npu(),
+        cos.npu(),
+        sin.npu(),
+        slots.npu(),
+        query,
+        *on_npu,
+        [1, tokens, sum(heads), dim],
+        heads,
+        epsilon=EPSILON,
+        is_output_qkv=outputs,
+    )
     parts = qkv.unflatten(1, (-1, dim)).split(heads, 1)
     done = [
         rope(rms_norm(part, gamma)[0], cos[:, None], sin[:, None]).flatten(1)

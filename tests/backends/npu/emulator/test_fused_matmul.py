@@ -137,9 +137,14 @@ def of_int4_beside_int8(draw: Draw, groups: bool) -> Pairs:
     # CANN's documentation requires callers to prepare this; another value changes the result.
     prepared, moved = 8 * weights.sum(0), draw.normal(n, dtype=torch.float32)
     y = torch_npu.npu_quant_matmul(
-        x1.npu(), packed_int4(x2).npu(), packed, offset=(prepared.float() + moved).npu(), pertoken_scale=by_row.npu(),
-        output_dtype=draw.dtype, group_sizes=[0, 0, 256] if groups else None,
-    )  # fmt: skip
+        x1.npu(),
+        packed_int4(x2).npu(),
+        packed,
+        offset=(prepared.float() + moved).npu(),
+        pertoken_scale=by_row.npu(),
+        output_dtype=draw.dtype,
+        group_sizes=[0, 0, 256] if groups else None,
+    )
     yield y, Near((x1.double() @ weights + moved) * by_row.double().view(m, 1), 3)
 
 

@@ -14,8 +14,13 @@ import torch_npu
 from torch import Tensor
 
 HALF, BF16, FLOAT, INT8, INT32, INT64 = (
-    torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 
 
 def t(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -25,40 +30,64 @@ def t(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 def attend(**changes: Any) -> Any:
     """Run a paged call with two sequences of one query each."""
     arguments: dict[str, Any] = {
-        "query": t(2, 1, 256), "key": t(8, 16, 128), "value": t(8, 16, 128), "num_heads": 4, "num_key_value_heads": 2,
-        "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 4, dtype=INT32), "block_size": 16,
+        "query": t(2, 1, 256),
+        "key": t(8, 16, 128),
+        "value": t(8, 16, 128),
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 1.0,
+        "input_layout": "BSH",
+        "block_table": t(2, 4, dtype=INT32),
+        "block_size": 16,
         "actual_seq_lengths_kv": [3, 20],
-    }  # fmt: skip
+    }
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
 def attend_prefill(**changes: Any) -> Any:
     """Run an unpaged BNSD call with two sequences of four queries each."""
     arguments: dict[str, Any] = {
-        "query": t(2, 4, 4, 64), "key": t(2, 2, 9, 64), "value": t(2, 2, 9, 64), "num_heads": 4,
+        "query": t(2, 4, 4, 64),
+        "key": t(2, 2, 9, 64),
+        "value": t(2, 2, 9, 64),
+        "num_heads": 4,
         "num_key_value_heads": 2,
-        "scale": 1.0, "input_layout": "BNSD",
-    }  # fmt: skip
+        "scale": 1.0,
+        "input_layout": "BNSD",
+    }
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
 def attend_packed(**changes: Any) -> Any:
     """Run an unpaged TND call with sequences of two and three queries."""
     arguments: dict[str, Any] = {
-        "query": t(5, 4, 64, dtype=BF16), "key": t(9, 2, 64, dtype=BF16), "value": t(9, 2, 64, dtype=BF16),
-        "num_heads": 4, "num_key_value_heads": 2, "scale": 1.0, "input_layout": "TND",
-        "actual_seq_lengths": [2, 5], "actual_seq_lengths_kv": [4, 9],
-    }  # fmt: skip
+        "query": t(5, 4, 64, dtype=BF16),
+        "key": t(9, 2, 64, dtype=BF16),
+        "value": t(9, 2, 64, dtype=BF16),
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 1.0,
+        "input_layout": "TND",
+        "actual_seq_lengths": [2, 5],
+        "actual_seq_lengths_kv": [4, 9],
+    }
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
 def attend_blocks(**changes: Any) -> Any:
     """Run a paged BSH call with two sequences of four queries each."""
     arguments: dict[str, Any] = {
-        "query": t(2, 4, 256), "key": t(3, 128, 128), "value": t(3, 128, 128), "num_heads": 4,
-        "num_key_value_heads": 2, "scale": 1.0, "input_layout": "BSH", "block_table": t(2, 2, dtype=INT32),
-        "block_size": 128, "actual_seq_lengths_kv": [129, 5],
-    }  # fmt: skip
+        "query": t(2, 4, 256),
+        "key": t(3, 128, 128),
+        "value": t(3, 128, 128),
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 1.0,
+        "input_layout": "BSH",
+        "block_table": t(2, 2, dtype=INT32),
+        "block_size": 128,
+        "actual_seq_lengths_kv": [129, 5],
+    }
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
@@ -66,9 +95,12 @@ def paged(blocks: int, block_size: int, width: int = 128, dtype: torch.dtype = B
     """Return ``attend_packed`` with a paged cache."""
     cache = t(blocks, block_size, width, dtype=dtype)
     return {
-        "key": cache, "value": cache, "block_table": t(2, 1, dtype=INT32), "block_size": block_size,
+        "key": cache,
+        "value": cache,
+        "block_table": t(2, 1, dtype=INT32),
+        "block_size": block_size,
         "actual_seq_lengths_kv": [4, 5],
-    }  # fmt: skip
+    }
 
 
 def mask(*shape: int) -> Tensor:
@@ -101,16 +133,33 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
         (attend, {"key": t(8, 2, 8, 16, 8), "value": t(8, 2, 8, 16, 8)}, "in FRACTAL_NZ must be 16, but is 8"),
         (attend, {"num_heads": 4, "num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         (attend, {"input_layout": "BSH_SBH"}, "layout"),
-        (attend_prefill, {"query": t(2, 4, 4, 40), "key": t(2, 2, 9, 40), "value": t(2, 2, 9, 40)},
-         "multiple of 16 and at most 512"),
-        (attend_prefill, {"query": t(2, 4, 4, 528), "key": t(2, 2, 9, 528), "value": t(2, 2, 9, 528)},
-         "multiple of 16 and at most 512"),
+        (
+            attend_prefill,
+            {"query": t(2, 4, 4, 40), "key": t(2, 2, 9, 40), "value": t(2, 2, 9, 40)},
+            "multiple of 16 and at most 512",
+        ),
+        (
+            attend_prefill,
+            {"query": t(2, 4, 4, 528), "key": t(2, 2, 9, 528), "value": t(2, 2, 9, 528)},
+            "multiple of 16 and at most 512",
+        ),
         (attend_prefill, {"num_heads": 8}, "num_heads must be that of the query, 4, but is 8"),
-        (attend_prefill, {"query": t(1, 130, 1, 16), "key": t(1, 2, 9, 16), "value": t(1, 2, 9, 16), "num_heads": 130},
-         "at most 64 for head dimension 16 in this release of CANN, but is 65"),
-        (attend_prefill, {"query": t(1, 257, 1, 16), "key": t(1, 257, 9, 16), "value": t(1, 257, 9, 16),
-         "num_heads": 257,
-         "num_key_value_heads": 257}, "between 1 and 256"),
+        (
+            attend_prefill,
+            {"query": t(1, 130, 1, 16), "key": t(1, 2, 9, 16), "value": t(1, 2, 9, 16), "num_heads": 130},
+            "at most 64 for head dimension 16 in this release of CANN, but is 65",
+        ),
+        (
+            attend_prefill,
+            {
+                "query": t(1, 257, 1, 16),
+                "key": t(1, 257, 9, 16),
+                "value": t(1, 257, 9, 16),
+                "num_heads": 257,
+                "num_key_value_heads": 257,
+            },
+            "between 1 and 256",
+        ),
         (attend_prefill, {"actual_seq_lengths": [5, 4]}, r"actual_seq_lengths\[0\] is 5"),
         (attend_prefill, {"actual_seq_lengths_kv": [1, 2, 10][::-1]}, "is 10"),
         (attend_prefill, {"sparse_mode": 5}, "sparse_mode must be 0, 1, 2, 3 or 4"),
@@ -126,34 +175,62 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
         (attend_prefill, {"atten_mask": mask(4, 18)[:, ::2]}, "atten_mask must be contiguous"),
         (attend_prefill, {"quant_scale2": t(1, dtype=FLOAT)}, "quantized output .* is not emulated"),
         (attend_prefill, {"antiquant_scale": t(2)}, "quantized cache .* is not emulated"),
-        (attend_prefill, {"query_rope": t(2, 4, 4, 64), "key_rope": t(2, 2, 9, 64)},
-         "latent attention .* is not emulated"),
+        (
+            attend_prefill,
+            {"query_rope": t(2, 4, 4, 64), "key_rope": t(2, 2, 9, 64)},
+            "latent attention .* is not emulated",
+        ),
         (attend_prefill, {"kv_padding_size": t(1, dtype=INT64)}, "left padding .* is not emulated"),
-        (attend_prefill, {"key_shared_prefix": t(1, 2, 9, 64), "value_shared_prefix": t(1, 2, 9, 64)},
-         "shared prefix .* is not emulated"),
+        (
+            attend_prefill,
+            {"key_shared_prefix": t(1, 2, 9, 64), "value_shared_prefix": t(1, 2, 9, 64)},
+            "shared prefix .* is not emulated",
+        ),
         (attend_packed, {"actual_seq_lengths": None}, "a TND layout requires actual_seq_lengths"),
         (attend_packed, {"actual_seq_lengths_kv": None}, "a TND layout requires actual_seq_lengths_kv"),
         (attend_packed, {"actual_seq_lengths": [3, 2]}, "must be cumulative, but 2 follows 3"),
         (attend_packed, {"actual_seq_lengths": [2, 4]}, "must end with T = 5, but ends with 4"),
         (attend_packed, {"actual_seq_lengths": [5]}, "must have the same number of entries, but have 1 and 2"),
         (attend_packed, {"actual_seq_lengths": [0] * 4096 + [5]}, "must have at most 4096 entries, but has 4097"),
-        (attend_packed, {"atten_mask": mask(5, 9)},
-         "atten_mask in a TND layout requires sparse_mode 2, 3 or 4, but sparse_mode is 0"),
+        (
+            attend_packed,
+            {"atten_mask": mask(5, 9)},
+            "atten_mask in a TND layout requires sparse_mode 2, 3 or 4, but sparse_mode is 0",
+        ),
         (attend_packed, paged(4, 24), "multiple of 16 and at most 1024"),
         (attend_packed, paged(4, 128) | {"actual_seq_lengths_kv": [0, 0]}, "must not all be 0"),
         (attend_packed, paged(1, 128), "at most the cache's 1 blocks, .* but need 2"),
         (attend_blocks, {"actual_seq_lengths_kv": [129, 130]}, "at most the cache's 3 blocks, .* but need 4"),
-        (attend_packed, {name: t(rows, heads, 272) for name, rows, heads in packed_shapes},
-         "the head dimension in TND must be at most 256, but is 272"),
-        *((attend_packed, {name: t(rows, heads, 256) for name, rows, heads in packed_shapes} | change,
-         "the head dimension in a TND layout must be 64 or 128") for change in (
-            {"inner_precise": 1}, {"sparse_mode": 2, "atten_mask": mask(2048, 2048)},
-            {"key": t(4, 2, 128, 256), "value": t(4, 2, 128, 256), "block_table": t(2, 1, dtype=INT32),
-             "block_size": 128, "actual_seq_lengths_kv": [4, 5]},
-            paged(4, 528, 512, HALF))),
-        (attend_packed, {name: t(heads, rows, 256) for name, rows, heads in packed_shapes} | {"input_layout": "NTD"},
-         "the head dimension in a TND layout must be 64 or 128"),
-    ]  # fmt: skip
+        (
+            attend_packed,
+            {name: t(rows, heads, 272) for name, rows, heads in packed_shapes},
+            "the head dimension in TND must be at most 256, but is 272",
+        ),
+        *(
+            (
+                attend_packed,
+                {name: t(rows, heads, 256) for name, rows, heads in packed_shapes} | change,
+                "the head dimension in a TND layout must be 64 or 128",
+            )
+            for change in (
+                {"inner_precise": 1},
+                {"sparse_mode": 2, "atten_mask": mask(2048, 2048)},
+                {
+                    "key": t(4, 2, 128, 256),
+                    "value": t(4, 2, 128, 256),
+                    "block_table": t(2, 1, dtype=INT32),
+                    "block_size": 128,
+                    "actual_seq_lengths_kv": [4, 5],
+                },
+                paged(4, 528, 512, HALF),
+            )
+        ),
+        (
+            attend_packed,
+            {name: t(heads, rows, 256) for name, rows, heads in packed_shapes} | {"input_layout": "NTD"},
+            "the head dimension in a TND layout must be 64 or 128",
+        ),
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(attention())), ids=[reason[:40] for _, _, reason in attention()])
@@ -167,10 +244,12 @@ def test_attention(number: int) -> None:
 
 def quantized(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "x1": t(4, 64, dtype=INT8), "x2": t(64, 32, dtype=INT8), "scale": t(32, dtype=FLOAT), "pertoken_scale": t(4,
-        dtype=FLOAT),
+        "x1": t(4, 64, dtype=INT8),
+        "x2": t(64, 32, dtype=INT8),
+        "scale": t(32, dtype=FLOAT),
+        "pertoken_scale": t(4, dtype=FLOAT),
         "output_dtype": HALF,
-    }  # fmt: skip
+    }
     arguments |= changes
     return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
 
@@ -178,10 +257,14 @@ def quantized(**changes: Any) -> Any:
 def mixed(**changes: Any) -> Any:
     """Run int8 activations with int4 weights, in groups of 256 rows."""
     arguments: dict[str, Any] = {
-        "x1": t(4, 512, dtype=INT8), "x2": t(512, 4, dtype=INT32), "scale": t(2, 32, dtype=INT64),
-        "pertoken_scale": t(4, 1, dtype=FLOAT), "offset": t(32, dtype=FLOAT), "output_dtype": HALF,
+        "x1": t(4, 512, dtype=INT8),
+        "x2": t(512, 4, dtype=INT32),
+        "scale": t(2, 32, dtype=INT64),
+        "pertoken_scale": t(4, 1, dtype=FLOAT),
+        "offset": t(32, dtype=FLOAT),
+        "output_dtype": HALF,
         "group_sizes": [0, 0, 256],
-    }  # fmt: skip
+    }
     arguments |= changes
     return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
 
@@ -193,18 +276,30 @@ def weighted(**changes: Any) -> Any:
 
 def scattered(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "key": t(4, 2, 64), "value": t(4, 2, 64), "key_cache": t(8, 16, 2, 64), "value_cache": t(8, 16, 2, 64),
-        "slot_mapping": torch.arange(4, dtype=INT32).npu(), "cache_mode": "Norm",
-    }  # fmt: skip
+        "key": t(4, 2, 64),
+        "value": t(4, 2, 64),
+        "key_cache": t(8, 16, 2, 64),
+        "value_cache": t(8, 16, 2, 64),
+        "slot_mapping": torch.arange(4, dtype=INT32).npu(),
+        "cache_mode": "Norm",
+    }
     return torch_npu.npu_scatter_pa_kv_cache(**{**arguments, **changes})
 
 
 def fused_cache(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "qkv": t(4, 1024), "q_gamma": t(128), "k_gamma": t(128), "cos": t(4, 128), "sin": t(4, 128),
-        "index": torch.arange(4).npu(), "q_out": t(4, 512), "k_cache": t(8, 16, 16, 16), "v_cache": t(8, 16, 16, 16),
-        "qkv_size": [4, 1, 8, 128], "head_nums": [4, 2, 2],
-    }  # fmt: skip
+        "qkv": t(4, 1024),
+        "q_gamma": t(128),
+        "k_gamma": t(128),
+        "cos": t(4, 128),
+        "sin": t(4, 128),
+        "index": torch.arange(4).npu(),
+        "q_out": t(4, 512),
+        "k_cache": t(8, 16, 16, 16),
+        "v_cache": t(8, 16, 16, 16),
+        "qkv_size": [4, 1, 8, 128],
+        "head_nums": [4, 2, 2],
+    }
     return torch_npu.npu_qkv_rms_norm_rope_cache(**{**arguments, **changes})
 
 

@@ -73,9 +73,13 @@ def reason() -> str:
 def ends_well(script: str) -> None:
     """Run a script without torch_npu's queue, in a process that a failure may leave unusable. It prints "well" last."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, "TASK_QUEUE_ENABLE": "0"},
-    )  # fmt: skip
+    )
     assert done.stdout == "well\n", done.stderr
 
 
@@ -196,11 +200,14 @@ print("well")
     @pytest.mark.parametrize(
         ("mode", "elsewhere", "code"),
         [
-            ("global", False, 107030), ("global", True, 107030),
-            ("thread_local", False, 107030), ("thread_local", True, 0),
-            ("relaxed", False, 0), ("relaxed", True, 0),
+            ("global", False, 107030),
+            ("global", True, 107030),
+            ("thread_local", False, 107030),
+            ("thread_local", True, 0),
+            ("relaxed", False, 0),
+            ("relaxed", True, 0),
         ],
-    )  # fmt: skip
+    )
     def test_an_unsafe_call(self, mode, elsewhere, code):
         raw = Raw(mode)
         host = (ctypes.c_char * 16)()

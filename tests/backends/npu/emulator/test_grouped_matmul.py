@@ -52,9 +52,13 @@ def of_rows(draw: Draw, layout: str, listed: str, spread: str) -> Pairs:
     bias = draw.normal(groups.count, n, dtype=torch.float16 if draw.dtype == torch.float16 else torch.float32)
     biased = draw.below(2) == 1
     (y,) = torch_npu.npu_grouped_matmul(
-        [x.npu()], [in_layout(weight, layout)], bias=[bias.npu()] if biased else None, group_type=0, split_item=2,
+        [x.npu()],
+        [in_layout(weight, layout)],
+        bias=[bias.npu()] if biased else None,
+        group_type=0,
+        split_item=2,
         **groups.arguments(),
-    )  # fmt: skip
+    )
     exact = products(x, weight, groups)
     assert y.shape == (groups.rows, n)
     yield y[: groups.used], Near(exact + by_row(bias, groups) if biased else exact, 3)
@@ -66,9 +70,13 @@ def by_several_weights(draw: Draw, layout: str, listed: str) -> Pairs:
     x, weight = draw.normal(groups.rows, 48), draw.normal(groups.count, 48, 32)
     bias = draw.normal(groups.count, 32, dtype=torch.float16 if draw.dtype == torch.float16 else torch.float32)
     (y,) = torch_npu.npu_grouped_matmul(
-        [x.npu()], [in_layout(each, layout) for each in weight], bias=[each.npu() for each in bias],
-        group_type=0, split_item=3, **groups.arguments(),
-    )  # fmt: skip
+        [x.npu()],
+        [in_layout(each, layout) for each in weight],
+        bias=[each.npu() for each in bias],
+        group_type=0,
+        split_item=3,
+        **groups.arguments(),
+    )
     yield y[: groups.used], Near(products(x, weight, groups) + by_row(bias, groups), 3)
 
 
@@ -80,9 +88,13 @@ def of_separate_rows(draw: Draw, layout: str) -> Pairs:
     weights = [in_layout(each, layout) for each in weight]
     exact = [each.double() @ matrix.double() for each, matrix in zip(x, weight, strict=True)]
     (y,) = torch_npu.npu_grouped_matmul(
-        [each.npu() for each in x], weights, group_list=torch.tensor(counts).npu(), group_list_type=1, group_type=0,
+        [each.npu() for each in x],
+        weights,
+        group_list=torch.tensor(counts).npu(),
+        group_list_type=1,
+        group_type=0,
         split_item=2,
-    )  # fmt: skip
+    )
     yield y, Near(torch.cat(exact), 3)
     apart = torch_npu.npu_grouped_matmul([each.npu() for each in x], weights, group_type=-1, split_item=0)
     for actual, expected in zip(apart, exact, strict=True):
@@ -93,9 +105,7 @@ def of_separate_rows(draw: Draw, layout: str) -> Pairs:
 def of_the_inner_dimension(draw: Draw, listed: str) -> Pairs:
     groups = Grouped.drawn(draw, "random", listed)
     x, weight = draw.normal(groups.rows, 6), draw.normal(groups.rows, 20)
-    (y,) = torch_npu.npu_grouped_matmul(
-        [x.npu().t()], [weight.npu()], group_type=2, split_item=2, **groups.arguments()
-    )  # fmt: skip
+    (y,) = torch_npu.npu_grouped_matmul([x.npu().t()], [weight.npu()], group_type=2, split_item=2, **groups.arguments())
     yield y, Near(torch.stack([x[b:e].double().t() @ weight[b:e].double() for _, b, e in groups.ranges()]), 3)
 
 
@@ -122,10 +132,17 @@ def of_int8(draw: Draw, layout: str, listed: str, spread: str, dynamic: bool) ->
     bias = draw.integers(-999, 999, groups.count, n, dtype=torch.int32)
     activation, biased = draw.choice(list(ACTIVATIONS)), draw.below(2) == 1
     (y,) = torch_npu.npu_grouped_matmul(
-        [x.npu()], [in_layout(weight, layout)], bias=[bias.npu()] if biased else None, scale=[scale.npu()],
-        per_token_scale=[by_token.npu()] if dynamic else None, group_type=0, split_item=2, act_type=activation,
-        output_dtype=draw.dtype, **groups.arguments(),
-    )  # fmt: skip
+        [x.npu()],
+        [in_layout(weight, layout)],
+        bias=[bias.npu()] if biased else None,
+        scale=[scale.npu()],
+        per_token_scale=[by_token.npu()] if dynamic else None,
+        group_type=0,
+        split_item=2,
+        act_type=activation,
+        output_dtype=draw.dtype,
+        **groups.arguments(),
+    )
     exact = products(x, weight, groups) + (by_row(bias, groups) if biased else 0)
     exact = exact * by_row(scale, groups)
     if dynamic:
@@ -167,9 +184,14 @@ def of_quantised_weights(draw: Draw, bits: int, layout: str, factors: str, sever
         given = stored(weight).npu()
     listed: Callable[[Tensor], list[Tensor]] = lambda each: list(each.unbind()) if several else [each]  # noqa: E731
     (y,) = torch_npu.npu_grouped_matmul(
-        [x.npu()], listed(given), antiquant_scale=listed(scale.npu()),
-        antiquant_offset=listed(offset.npu()) if shifted else None, group_type=0, split_item=2, **groups.arguments(),
-    )  # fmt: skip
+        [x.npu()],
+        listed(given),
+        antiquant_scale=listed(scale.npu()),
+        antiquant_offset=listed(offset.npu()) if shifted else None,
+        group_type=0,
+        split_item=2,
+        **groups.arguments(),
+    )
     wide: Callable[[Tensor], Tensor] = lambda each: (  # noqa: E731
         each.double().unsqueeze(1) if factors == "column" else each.double().repeat_interleave(k // 4, 1)
     )
@@ -199,9 +221,13 @@ def of_int8_with_swiglu(draw: Draw, version: int, spread: str) -> Pairs:
         )
     else:
         y, y_scale = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-            x.npu(), [given], [scale.npu()], by_token.npu(), groups.listed().npu(),
+            x.npu(),
+            [given],
+            [scale.npu()],
+            by_token.npu(),
+            groups.listed().npu(),
             group_list_type=groups.arguments()["group_list_type"],
-        )  # fmt: skip
+        )
     exact = swiglu_rows(x, weight, scale, by_token, groups)
     largest = exact.abs().amax(1)
     assert y.dtype == torch.int8
@@ -269,9 +295,15 @@ class TestGraph:
         graph = torch.npu.NPUGraph()
         with torch.npu.graph(graph):
             (y,) = torch_npu.npu_grouped_matmul(
-                [on_device[0]], [given], scale=[on_device[1]], per_token_scale=[on_device[2]] if dynamic else None,
-                group_list=listed, group_type=0, split_item=2, output_dtype=torch.bfloat16,
-            )  # fmt: skip
+                [on_device[0]],
+                [given],
+                scale=[on_device[1]],
+                per_token_scale=[on_device[2]] if dynamic else None,
+                group_list=listed,
+                group_type=0,
+                split_item=2,
+                output_dtype=torch.bfloat16,
+            )
             quantised, scales, _ = torch_npu.npu_grouped_matmul_swiglu_quant(
                 on_device[0], given, listed, on_device[1], on_device[2]
             )

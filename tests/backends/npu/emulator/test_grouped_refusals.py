@@ -17,8 +17,13 @@ from helpers.emulator.grouped import in_layout
 from torch import Tensor
 
 HALF, BF16, FLOAT, INT8, INT32, INT64 = (
-    torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 Call = tuple[Callable[..., Any], dict[str, Any], str]
 
 
@@ -44,8 +49,12 @@ def counts(*values: Any) -> Tensor:
 def plain(**changes: Any) -> Any:
     """Six rows in two groups."""
     arguments: dict[str, Any] = {
-        "x": [t(6, 32)], "weight": [t(2, 32, 16)], "group_list": counts(2, 6), "group_type": 0, "split_item": 2,
-    }  # fmt: skip
+        "x": [t(6, 32)],
+        "weight": [t(2, 32, 16)],
+        "group_list": counts(2, 6),
+        "group_type": 0,
+        "split_item": 2,
+    }
     arguments |= changes
     return torch_npu.npu_grouped_matmul(arguments.pop("x"), arguments.pop("weight"), **arguments)
 
@@ -68,23 +77,22 @@ def inner(**changes: Any) -> Any:
 
 def int8(**changes: Any) -> Any:
     arguments = {
-        "x": [t(6, 32, dtype=INT8)], "weight": [t(2, 32, 32, dtype=INT8)], "scale": [t(2, 32, dtype=BF16)],
-        "per_token_scale": [t(6, dtype=FLOAT)], "output_dtype": BF16,
-    }  # fmt: skip
+        "x": [t(6, 32, dtype=INT8)],
+        "weight": [t(2, 32, 32, dtype=INT8)],
+        "scale": [t(2, 32, dtype=BF16)],
+        "per_token_scale": [t(6, dtype=FLOAT)],
+        "output_dtype": BF16,
+    }
     return plain(**{**arguments, **changes})
 
 
 def weight_only(**changes: Any) -> Any:
-    arguments = {
-        "weight": [t(2, 32, 16, dtype=INT8)], "antiquant_scale": [t(2, 16)], "antiquant_offset": [t(2, 16)],
-    }  # fmt: skip
+    arguments = {"weight": [t(2, 32, 16, dtype=INT8)], "antiquant_scale": [t(2, 16)], "antiquant_offset": [t(2, 16)]}
     return plain(**{**arguments, **changes})
 
 
 def int4(**changes: Any) -> Any:
-    arguments = {
-        "weight": [t(2, 32, 2, dtype=INT32)], "antiquant_scale": [t(2, 4, 16)], "antiquant_offset": None,
-    }  # fmt: skip
+    arguments = {"weight": [t(2, 32, 2, dtype=INT32)], "antiquant_scale": [t(2, 4, 16)], "antiquant_offset": None}
     return weight_only(**{**arguments, **changes})
 
 
@@ -97,33 +105,43 @@ def numbers(**changes: Any) -> Any:
 
 def swiglu(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "x": t(6, 32, dtype=INT8), "weight": nz(2, 32, 64, dtype=INT8), "group_list": counts(2, 6),
-        "weight_scale": t(2, 64, dtype=FLOAT), "x_scale": t(6, dtype=FLOAT),
-    }  # fmt: skip
+        "x": t(6, 32, dtype=INT8),
+        "weight": nz(2, 32, 64, dtype=INT8),
+        "group_list": counts(2, 6),
+        "weight_scale": t(2, 64, dtype=FLOAT),
+        "x_scale": t(6, dtype=FLOAT),
+    }
     return torch_npu.npu_grouped_matmul_swiglu_quant(**{**arguments, **changes})
 
 
 def swiglu_2(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "x": t(6, 32, dtype=INT8), "weight": [nz(2, 32, 64, dtype=INT8)], "group_list": counts(2, 6),
-        "weight_scale": [t(2, 64, dtype=FLOAT)], "x_scale": t(6, dtype=FLOAT),
-    }  # fmt: skip
+        "x": t(6, 32, dtype=INT8),
+        "weight": [nz(2, 32, 64, dtype=INT8)],
+        "group_list": counts(2, 6),
+        "weight_scale": [t(2, 64, dtype=FLOAT)],
+        "x_scale": t(6, dtype=FLOAT),
+    }
     return torch_npu.npu_grouped_matmul_swiglu_quant_v2(**{**arguments, **changes})
 
 
 def swiglu_8_4(**changes: Any) -> Any:
     """An int4 weight beside int8 x."""
     arguments: dict[str, Any] = {
-        "x": t(6, 64, dtype=INT8), "weight": [t(2, 64, 8, dtype=INT32)], "weight_scale": [t(2, 64, dtype=INT64)],
+        "x": t(6, 64, dtype=INT8),
+        "weight": [t(2, 64, 8, dtype=INT32)],
+        "weight_scale": [t(2, 64, dtype=INT64)],
         "weight_assist_matrix": [t(2, 64, dtype=FLOAT)],
-    }  # fmt: skip
+    }
     return swiglu_2(**{**arguments, **changes})
 
 
 def swiglu_4_4(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "x": t(6, 8, dtype=INT32), "weight": [t(2, 64, 8, dtype=INT32)], "weight_scale": [t(2, 64, dtype=FLOAT)],
-    }  # fmt: skip
+        "x": t(6, 8, dtype=INT32),
+        "weight": [t(2, 64, 8, dtype=INT32)],
+        "weight_scale": [t(2, 64, dtype=FLOAT)],
+    }
     return swiglu_2(**{**arguments, **changes})
 
 
@@ -191,10 +209,14 @@ def cases() -> Iterator[Call]:
     yield int8, {"weight": [t(2, 32, 4, dtype=INT32)]}, "int4 weights beside int8 x, are not emulated"
     yield (
         int8,
-        {"output_dtype": INT8, "per_token_scale": None, "scale": [t(2, 32, dtype=INT64)],
-         "weight": [nz(2, 32, 32, dtype=INT8)]},
+        {
+            "output_dtype": INT8,
+            "per_token_scale": None,
+            "scale": [t(2, 32, dtype=INT64)],
+            "weight": [nz(2, 32, 32, dtype=INT8)],
+        },
         "an int8 y does not go with a weight in FRACTAL_NZ",
-    )  # fmt: skip
+    )
     yield int8, {"tuning_config": [7]}, "from 0 to all"
     yield weight_only, {"antiquant_offset": None}, "an int8 weight needs antiquant_offset"
     yield weight_only, {"antiquant_scale": [t(2, 16, dtype=BF16)]}, "antiquant_scale must be given, of x's dtype"

@@ -97,9 +97,14 @@ def of_int8_with_int4_weights(draw: Draw, version: int, layout: str, by_group: b
     if version == 2:
         options = {"weight_assist_matrix": [assist], "dequant_mode": int(by_group)}
     y, y_scale = launch(
-        version, x, laid_out(packed_int4(weight), layout), packed if by_group else packed.squeeze(1), by_token, groups,
+        version,
+        x,
+        laid_out(packed_int4(weight), layout),
+        packed if by_group else packed.squeeze(1),
+        by_token,
+        groups,
         **options,
-    )  # fmt: skip
+    )
     yield from quantized(y, y_scale, gated(x, scaled, by_token, groups, more))
 
 
@@ -115,9 +120,14 @@ def of_int4(draw: Draw, layout: str, smooth: int | None, packed: bool) -> Pairs:
         given = laid_out(packed_int4(weight), layout)
     factors = None if smooth is None else draw.positive(groups.count, *[n // 2][: smooth - 1])
     y, y_scale = launch(
-        2, packed_int4(x), given, scale.view(torch.int32).long() if packed else scale, by_token, groups,
+        2,
+        packed_int4(x),
+        given,
+        scale.view(torch.int32).long() if packed else scale,
+        by_token,
+        groups,
         smooth_scale=None if factors is None else factors.npu(),
-    )  # fmt: skip
+    )
     exact = gated(x, weight * scale[:, None], by_token, groups)
     if factors is not None:
         exact = exact * factors[groups.experts()].double().view(len(exact), -1)

@@ -13,8 +13,13 @@ import torch_npu
 from torch import Tensor
 
 HALF, BF16, FLOAT, INT8, INT32, INT64 = (
-    torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+)
 
 
 def t(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -31,9 +36,14 @@ def softmax(x: Tensor | None = None, finished: Tensor | None = None, k: int = 2)
 
 def init(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
-        "x": t(4, 16), "expert_idx": t(4, 2, dtype=INT32), "active_num": 8, "expert_num": 8,
-        "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [0, 8],
-    }  # fmt: skip
+        "x": t(4, 16),
+        "expert_idx": t(4, 2, dtype=INT32),
+        "active_num": 8,
+        "expert_num": 8,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, 8],
+    }
     return torch_npu.npu_moe_init_routing_v2(**{**arguments, **changes})
 
 
@@ -50,10 +60,15 @@ def quant(**changes: Any) -> Any:
 
 def finalize(**changes: Any) -> Any:
     arguments = {
-        "expanded_permuted_rows": t(8, 16), "skip1": None, "skip2": None, "bias": None, "scales": t(4, 2),
-        "expanded_src_to_dst_row": torch.arange(8, dtype=INT32).npu(), "export_for_source_row": t(4, 2, dtype=INT32),
+        "expanded_permuted_rows": t(8, 16),
+        "skip1": None,
+        "skip2": None,
+        "bias": None,
+        "scales": t(4, 2),
+        "expanded_src_to_dst_row": torch.arange(8, dtype=INT32).npu(),
+        "export_for_source_row": t(4, 2, dtype=INT32),
         "drop_pad_mode": 2,
-    }  # fmt: skip
+    }
     return torch_npu.npu_moe_finalize_routing(**{**arguments, **changes})
 
 
@@ -132,7 +147,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("re_route", {"expert_token_num_type": 0}, "expert_token_num_type must be 1"),
     ("re_route", {"idx_type": 1}, "idx_type must be 0, on Ascend 950 0 or 1"),
     ("re_route", {"per_token_scales": ("ones", 5, FLOAT)}, "per_token_scales must be float32 .A."),
-]  # fmt: skip
+]
 
 
 def made(value: Any) -> Any:

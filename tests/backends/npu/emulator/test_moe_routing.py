@@ -59,9 +59,18 @@ def gating(draw: Draw, norm: int, groups: int, mode: int, biased: bool, renorm: 
     bias = scores(draw, EXPERTS) if biased else None
     kept, k, factor = (2, draw.between(1, 4), 2.5) if groups > 1 else (1, draw.between(1, EXPERTS), 1.0)
     y, experts, normalised = torch_npu.npu_moe_gating_top_k(
-        draw.strided(x), k, bias=None if bias is None else bias.npu(), k_group=kept, group_count=groups,
-        group_select_mode=mode, renorm=renorm, norm_type=norm, out_flag=True, routed_scaling_factor=factor, eps=1e-20,
-    )  # fmt: skip
+        draw.strided(x),
+        k,
+        bias=None if bias is None else bias.npu(),
+        k_group=kept,
+        group_count=groups,
+        group_select_mode=mode,
+        renorm=renorm,
+        norm_type=norm,
+        out_flag=True,
+        routed_scaling_factor=factor,
+        eps=1e-20,
+    )
     exact = x.float().sigmoid() if norm else x.float().softmax(-1)
     values = exact if bias is None else exact + bias.float()
     grouped = values.view(len(x), groups, -1)
@@ -84,9 +93,12 @@ def limits(draw: Draw, ranged: bool) -> tuple[int, int]:
 
 def init_routing(x: Tensor, expert_idx: Tensor, **options: Any) -> Any:
     defaults = {
-        "active_num": expert_idx.numel(), "expert_num": EXPERTS, "expert_tokens_num_type": 1,
-        "expert_tokens_num_flag": True, "active_expert_range": [0, EXPERTS],
-    }  # fmt: skip
+        "active_num": expert_idx.numel(),
+        "expert_num": EXPERTS,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, EXPERTS],
+    }
     return torch_npu.npu_moe_init_routing_v2(x, expert_idx.npu(), **{**defaults, **options})
 
 
@@ -98,13 +110,19 @@ def plain_routing(draw: Draw, kind: str, ranged: bool, index: int) -> Pairs:
     scale = draw.positive(tokens, dtype=torch.float32)
     routed = route(expert_idx, first, end)
     expected = {
-        0: torch.tensor(routed.counts).cumsum(0), 1: torch.tensor(routed.counts), 2: routed.pairs(first, EXPERTS)
-    }  # fmt: skip
+        0: torch.tensor(routed.counts).cumsum(0),
+        1: torch.tensor(routed.counts),
+        2: routed.pairs(first, EXPERTS),
+    }
     for count_type, counts in expected.items():
         rows, places, numbers, scales = init_routing(
-            draw.strided(x), expert_idx, scale=scale.npu(), active_expert_range=[first, end],
-            expert_tokens_num_type=count_type, row_idx_type=index,
-        )  # fmt: skip
+            draw.strided(x),
+            expert_idx,
+            scale=scale.npu(),
+            active_expert_range=[first, end],
+            expert_tokens_num_type=count_type,
+            row_idx_type=index,
+        )
         yield numbers, Same(counts)
         if index == 0:
             yield places, Same(routed.gather_index(tokens * k))
@@ -211,11 +229,18 @@ def quantising_routing(draw: Draw, kind: str, mode: int, smooth: int | None, pad
     if mode == 1 and smooth is not None:
         scale = draw.positive(smooth, 16, dtype=torch.float32)
     rows, places, counts, before, scales = torch_npu.npu_moe_init_routing_quant(
-        draw.strided(x), expert_idx.npu(), scale=None if scale is None else scale.npu(),
-        offset=torch.ones(1).npu() if mode == 0 else None, active_num=0, expert_capacity=capacity or 0,
-        expert_num=EXPERTS, drop_pad_mode=int(padded), expert_tokens_num_mode=draw.between(1, 2) if not padded else 0,
-        expert_tokens_before_capacity_flag=padded, quant_mode=mode,
-    )  # fmt: skip
+        draw.strided(x),
+        expert_idx.npu(),
+        scale=None if scale is None else scale.npu(),
+        offset=torch.ones(1).npu() if mode == 0 else None,
+        active_num=0,
+        expert_capacity=capacity or 0,
+        expert_num=EXPERTS,
+        drop_pad_mode=int(padded),
+        expert_tokens_num_mode=draw.between(1, 2) if not padded else 0,
+        expert_tokens_before_capacity_flag=padded,
+        quant_mode=mode,
+    )
     yield places, Same(routed.gather_index(tokens * k))
     found = (before if padded else counts).cpu()
     each = torch.tensor(routed.counts).int()
@@ -249,8 +274,11 @@ def finalising(draw: Draw, kind: str, mode: int, weights: str | None, biased: bo
     y = torch_npu.npu_moe_finalize_routing(
         draw.strided(rows).unflatten(0, (EXPERTS, -1)) if padded else draw.strided(rows),
         *(None if each is None else each.npu() for each in (*skips, bias, scales)),
-        given.npu(), expert_idx.npu(), mode, k,
-    )  # fmt: skip
+        given.npu(),
+        expert_idx.npu(),
+        mode,
+        k,
+    )
     expected = combined(rows, index, scales, k, bias, expert_idx)
     yield y, Near(expected + sum(each.double() for each in skips if each is not None), 4)
 
@@ -292,8 +320,10 @@ def re_routing(draw: Draw, scaled: bool, kind: torch.dtype) -> Pairs:
     starts = counts.flatten().cumsum(0) - counts.flatten()
     order = [
         int(starts[rank * 4 + expert]) + i
-        for expert in range(4) for rank in range(3) for i in range(int(counts[rank, expert]))
-    ]  # fmt: skip
+        for expert in range(4)
+        for rank in range(3)
+        for i in range(int(counts[rank, expert]))
+    ]
     yield y, Same(x[order])
     yield index, Same(torch.tensor(order, dtype=torch.int32))
     yield totals, Same(counts.sum(0).to(kind))
@@ -316,9 +346,15 @@ def test_a_captured_block_follows_its_inputs(quant_mode: int) -> None:
     def block() -> tuple[Tensor, Tensor, Tensor]:
         weights, experts, _ = torch_npu.npu_moe_gating_top_k(logits, k, renorm=1)
         rows, places, counts, scales = torch_npu.npu_moe_init_routing_v2(
-            x, experts, active_num=tokens * k, expert_num=EXPERTS, expert_tokens_num_type=1,
-            expert_tokens_num_flag=True, quant_mode=quant_mode, active_expert_range=[0, EXPERTS],
-        )  # fmt: skip
+            x,
+            experts,
+            active_num=tokens * k,
+            expert_num=EXPERTS,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            quant_mode=quant_mode,
+            active_expert_range=[0, EXPERTS],
+        )
         if quant_mode == 1:
             rows = (rows.float() * scales.unsqueeze(1)).half()
         y = torch_npu.npu_moe_finalize_routing(rows, None, None, None, weights, places, experts, 2)

@@ -134,8 +134,12 @@ class TestAllReduce:
             buffers[rank] = result
             stream = torch.npu.current_stream().npu_stream
             arguments = result.data_ptr(), result.data_ptr(), hccl.number(result.numel()), hccl.TYPES["float16"], 0
-            hccl.cann.HcclAllReduce(*map(hccl.ctypes.c_void_p, arguments[:2]), *arguments[2:], pair[rank].handle,
-                                    hccl.ctypes.c_void_p(stream))  # fmt: skip
+            hccl.cann.HcclAllReduce(
+                *map(hccl.ctypes.c_void_p, arguments[:2]),
+                *arguments[2:],
+                pair[rank].handle,
+                hccl.ctypes.c_void_p(stream),
+            )
             return result
 
         for found, due in zip(fused, on_all(apart, all_inputs), strict=True):
@@ -160,9 +164,11 @@ class TestAllReduce:
 
         def inputs(rank: int) -> dict[str, Any]:
             made: dict[str, Any] = {
-                "x1": draw(rank, m, k, dtype=INT8), "x2": draw(rank, k, n, dtype=INT8, seed=1),
-                "bias": draw(rank, n, dtype=INT8).to(INT32), "dequant_scale": scales,
-            }  # fmt: skip
+                "x1": draw(rank, m, k, dtype=INT8),
+                "x2": draw(rank, k, n, dtype=INT8, seed=1),
+                "bias": draw(rank, n, dtype=INT8).to(INT32),
+                "dequant_scale": scales,
+            }
             if options == "transposed":
                 made["x2"] = draw(rank, n, k, dtype=INT8, seed=1).t()
             if options == "bfloat16":
@@ -253,9 +259,11 @@ class TestAllGather:
     def test_of_int8(self, pair: list[hccl.Communicator], packed: bool) -> None:
         def inputs(rank: int) -> dict[str, Any]:
             return {
-                "input": draw(rank, 3, 256, dtype=INT8), "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
-                "x1_scale": draw(rank, 3, 1, dtype=FLOAT).abs(), "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
-            }  # fmt: skip
+                "input": draw(rank, 3, 256, dtype=INT8),
+                "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
+                "x1_scale": draw(rank, 3, 1, dtype=FLOAT).abs(),
+                "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
+            }
 
         def call(x2_scale: Tensor, **arguments: Any) -> Any:
             scale = torch_npu.npu_trans_quant_param(x2_scale) if packed else x2_scale
@@ -294,9 +302,11 @@ class TestReduceScatter:
     def test_of_int8(self, pair: list[hccl.Communicator]) -> None:
         def inputs(rank: int) -> dict[str, Any]:
             return {
-                "input": draw(rank, 4, 256, dtype=INT8), "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
-                "x1_scale": draw(rank, 4, 1, dtype=FLOAT).abs(), "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
-            }  # fmt: skip
+                "input": draw(rank, 4, 256, dtype=INT8),
+                "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
+                "x1_scale": draw(rank, 4, 1, dtype=FLOAT).abs(),
+                "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
+            }
 
         all_inputs = ranks_of(inputs)
         found = on_all(
@@ -390,7 +400,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("scatter", {"world_size": 4}, r"the output must have shape \[2, 8\], but has \[1, 8\]"),
     ("scatter", {"reduce_op": "max"}, "reduce_op must be sum, but is max"),
     ("scatter", {"comm_turn": 2}, "comm_turn must be 0, but is 2"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=range(len(REFUSED)))
@@ -402,9 +412,10 @@ def test_a_changed_call_is_refused(
     if name != "reduce":
         arguments["world_size"] = 2
     functions = {
-        "reduce": torch_npu.npu_mm_all_reduce_base, "gather": torch_npu.npu_all_gather_base_mm,
+        "reduce": torch_npu.npu_mm_all_reduce_base,
+        "gather": torch_npu.npu_all_gather_base_mm,
         "scatter": torch_npu.npu_mm_reduce_scatter_base,
-    }  # fmt: skip
+    }
     changed = {key: value() if callable(value) else value for key, value in changes.items()}
     with pytest.raises(RuntimeError, match=reason):
         on_all(lambda **a: functions[name](**a), [{**arguments, **changed}])
@@ -419,20 +430,25 @@ def test_an_unknown_group_is_an_error_of_the_tiling(pair: list[hccl.Communicator
 
 def test_communication_quantized_to_int8_names_itself(pair: list[hccl.Communicator]) -> None:
     arguments = {
-        "x1": draw(0, 4, 64, dtype=INT8), "x2": draw(0, 64, 8, dtype=INT8), "dequant_scale": draw(0, 8).bfloat16(),
-        "comm_quant_scale_1": draw(0, 8).bfloat16(), "comm_quant_scale_2": draw(0, 8).bfloat16(),
-    }  # fmt: skip
+        "x1": draw(0, 4, 64, dtype=INT8),
+        "x2": draw(0, 64, 8, dtype=INT8),
+        "dequant_scale": draw(0, 8).bfloat16(),
+        "comm_quant_scale_1": draw(0, 8).bfloat16(),
+        "comm_quant_scale_2": draw(0, 8).bfloat16(),
+    }
     with pytest.raises(RuntimeError, match="no aclnnQuantMatmulAllReduceV3"):
         on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **a), [arguments])
 
 
 DIFFERENT: dict[str, tuple[list[tuple[int, int]], Callable[[int, Tensor, Tensor, str], Any], str]] = {
     "counts": (
-        [(4, 8), (6, 8)], lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        [(4, 8), (6, 8)],
+        lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
         "rank 0 calls MatmulAllReduce of 32 float16, sum, and rank 1 MatmulAllReduce of 48 float16, sum",
     ),
     "shapes": (
-        [(4, 8), (8, 4)], lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        [(4, 8), (8, 4)],
+        lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
         "the number of columns of x2 must be the same on all ranks, but is 8 on rank 0 and 4 on rank 1",
     ),
     "operations": (
@@ -445,7 +461,7 @@ DIFFERENT: dict[str, tuple[list[tuple[int, int]], Callable[[int, Tensor, Tensor,
         lambda rank, x, w, name: torch_npu.npu_all_gather_base_mm(x, w, name, 2, bias=x[0, :8].contiguous() * rank),
         "bias must be zero in this version",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DIFFERENT)

@@ -43,7 +43,7 @@ FAILS = {
     "test_monitored_barrier_allreduce_hang_wait_all_ranks": (OTHER_THAN_NCCL, "AssertionError: RuntimeError not"),
     "test_nccl_backend_bool_broadcast": (BROADCAST, NO_CAPABILITY),
     "test_send_recv_nccl_autograd_profiler": (PROFILER, "TypeError: _prepare_profiler(): incompatible"),
-}  # fmt: skip
+}
 """Tests of torch that fail on NPUs, the reasons, and the starts of their errors. The page lists tests and reasons."""
 
 
@@ -52,7 +52,7 @@ def test_torchs_own_tests(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "torch_own_tests.py")]
     done = subprocess.run(
         command, env=environment(4), capture_output=True, text=True, timeout=1500, check=False, cwd=tmp_path
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = {each["test"]: each["why"] for each in lines if each["result"] == "failed"}

@@ -8,18 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import (
-    Attention,
-    Batch,
-    Concatenated,
-    Consumer,
-    Linear,
-    MergedLinear,
-    RMSNorm,
-    Stacked,
-    Transposed,
-    Weight,
-)
+from hal.nn import Attention, Batch, Concatenated, Consumer, Linear, MergedLinear, RMSNorm, Stacked, Transposed, Weight
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
 
@@ -37,14 +26,16 @@ def _samples(draw: Draw) -> Iterator[Sample]:
 @ops.op(
     samples=_samples,
     axes={
-        "x": "tokens in_features", "weight": "experts out_features in_features", "expert": "tokens",
+        "x": "tokens in_features",
+        "weight": "experts out_features in_features",
+        "expert": "tokens",
         "return": "tokens out_features",
     },
     dtypes={"x": FLOATING, "weight": "x", "expert": torch.int64, "return": "x"},
     rowwise="tokens",
     weights=("weight",),
     namespace="hal_toys",
-)  # fmt: skip
+)
 def expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """Multiply each token by its expert's matrix, in float32."""
     return torch.einsum("toi,ti->to", weight[expert].float(), x.float()).to(x.dtype)
@@ -62,13 +53,19 @@ class Experts(nn.Module):
         self.weights = {
             "gate_up": Weight(
                 tuple(f"experts.{index}.{part}.weight" for index in range(EXPERTS) for part in ("gate", "up")),
-                "experts rows width", "rows", Stacked(Concatenated("rows", (INNER, INNER))), consumer,
+                "experts rows width",
+                "rows",
+                Stacked(Concatenated("rows", (INNER, INNER))),
+                consumer,
             ),
             "down": Weight(
                 tuple(f"experts.{index}.down_transposed" for index in range(EXPERTS)),
-                "experts width columns", "columns", Stacked(Transposed()), consumer,
+                "experts width columns",
+                "columns",
+                Stacked(Transposed()),
+                consumer,
             ),
-        }  # fmt: skip
+        }
 
     def forward(self, hidden: Tensor) -> Tensor:
         # Minus the best share that is not chosen: where rounding chooses another expert, both have weight 0.

@@ -30,17 +30,25 @@ def _factors(draw: Draw, out: int) -> tuple[Tensor, Tensor]:
 @ops.op(
     samples=_samples,
     axes={
-        "x": "... in_features", "weight": "out_features in_features", "weight_scale": "out_features 1",
-        "zero_point": "out_features 1", "bias": "out_features", "return": "... out_features",
+        "x": "... in_features",
+        "weight": "out_features in_features",
+        "weight_scale": "out_features 1",
+        "zero_point": "out_features 1",
+        "bias": "out_features",
+        "return": "... out_features",
     },
     dtypes={
-        "x": FLOATING, "weight": torch.int8, "weight_scale": torch.float32, "zero_point": torch.int8, "bias": "x",
+        "x": FLOATING,
+        "weight": torch.int8,
+        "weight_scale": torch.float32,
+        "zero_point": torch.int8,
+        "bias": "x",
         "return": "x",
     },
     rowwise="...",
     weights=("weight",),
     namespace="hal_toys",
-)  # fmt: skip
+)
 def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, zero_point: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x @ ((weight - zero_point) * weight_scale).T + bias`` in float32, rounded once."""
     result = x.float() @ ((weight.float() - zero_point.float()) * weight_scale).t()

@@ -43,25 +43,37 @@ def _attention_samples(draw: Draw) -> Iterator[Sample]:
         starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         table = (1 + draw.permutation(4 * len(lengths))).view(len(lengths), 4).to(torch.int32)
         yield (
-            draw.normal(sum(queries), heads, width), draw.normal(4 * len(lengths) + 1, 8, width), table,
-            starts.to(draw.device), torch.tensor(lengths, dtype=torch.int32).to(draw.device), width**-0.5,
-        )  # fmt: skip
+            draw.normal(sum(queries), heads, width),
+            draw.normal(4 * len(lengths) + 1, 8, width),
+            table,
+            starts.to(draw.device),
+            torch.tensor(lengths, dtype=torch.int32).to(draw.device),
+            width**-0.5,
+        )
 
 
 @ops.op(
     samples=_attention_samples,
     axes={
-        "query": "tokens heads width", "latent_cache": "num_blocks block_size width", "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1", "kv_lens": "sequences", "return": "tokens heads width",
+        "query": "tokens heads width",
+        "latent_cache": "num_blocks block_size width",
+        "block_table": "sequences blocks",
+        "query_start_loc": "sequences+1",
+        "kv_lens": "sequences",
+        "return": "tokens heads width",
     },
     dtypes={
-        "query": FLOATING, "latent_cache": "query", "block_table": torch.int32, "query_start_loc": torch.int32,
-        "kv_lens": torch.int32, "return": "query",
+        "query": FLOATING,
+        "latent_cache": "query",
+        "block_table": torch.int32,
+        "query_start_loc": torch.int32,
+        "kv_lens": torch.int32,
+        "return": "query",
     },
     rowwise=None,
     state=("latent_cache",),
     namespace="hal_toys",
-)  # fmt: skip
+)
 def latent_attention(
     query: Tensor, latent_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, kv_lens: Tensor, scale: float
 ) -> Tensor:

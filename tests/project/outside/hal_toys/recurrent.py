@@ -38,24 +38,37 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
     for index, (queries, slots, starts) in enumerate(_steps(draw)):
         width = (16, 32)[index % 2]
         yield (
-            draw.normal(sum(queries), width), draw.normal(LAGS, width), draw.normal(6, LAGS - 1, width), slots, starts
-        )  # fmt: skip
+            draw.normal(sum(queries), width),
+            draw.normal(LAGS, width),
+            draw.normal(6, LAGS - 1, width),
+            slots,
+            starts,
+        )
 
 
 @ops.op(
     samples=_conv_samples,
     axes={
-        "x": "tokens width", "weight": "lags width", "window": "num_slots lags-1 width", "slots": "sequences",
-        "query_start_loc": "sequences+1", "return": "tokens width",
+        "x": "tokens width",
+        "weight": "lags width",
+        "window": "num_slots lags-1 width",
+        "slots": "sequences",
+        "query_start_loc": "sequences+1",
+        "return": "tokens width",
     },
     dtypes={
-        "x": FLOATING, "weight": "x", "window": "x", "slots": torch.int32, "query_start_loc": torch.int32, "return": "x"
+        "x": FLOATING,
+        "weight": "x",
+        "window": "x",
+        "slots": torch.int32,
+        "query_start_loc": torch.int32,
+        "return": "x",
     },
     rowwise=None,
     state=("window",),
     mutates=("window",),
     namespace="hal_toys",
-)  # fmt: skip
+)
 def causal_conv(x: Tensor, weight: Tensor, window: Tensor, slots: Tensor, query_start_loc: Tensor) -> Tensor:
     """Compute a convolution over each sequence, whose last rows before this step are in ``window``."""
     owner, place = _owners(x.shape[0], query_start_loc)
@@ -84,27 +97,41 @@ def _linear_attention_samples(draw: Draw) -> Iterator[Sample]:
         keys, values = ((8, 16), (4, 8))[index % 2]
         rows = sum(queries)
         yield (
-            draw.normal(rows, keys), draw.normal(rows, keys), draw.normal(rows, values), draw.normal(6, keys, values),
-            slots, starts, 0.9,
-        )  # fmt: skip
+            draw.normal(rows, keys),
+            draw.normal(rows, keys),
+            draw.normal(rows, values),
+            draw.normal(6, keys, values),
+            slots,
+            starts,
+            0.9,
+        )
 
 
 @ops.op(
     samples=_linear_attention_samples,
     axes={
-        "query": "tokens key_dim", "key": "tokens key_dim", "value": "tokens value_dim",
-        "matrix": "num_slots key_dim value_dim", "slots": "sequences", "query_start_loc": "sequences+1",
+        "query": "tokens key_dim",
+        "key": "tokens key_dim",
+        "value": "tokens value_dim",
+        "matrix": "num_slots key_dim value_dim",
+        "slots": "sequences",
+        "query_start_loc": "sequences+1",
         "return": "tokens value_dim",
     },
     dtypes={
-        "query": FLOATING, "key": "query", "value": "query", "matrix": "query", "slots": torch.int32,
-        "query_start_loc": torch.int32, "return": "query",
+        "query": FLOATING,
+        "key": "query",
+        "value": "query",
+        "matrix": "query",
+        "slots": torch.int32,
+        "query_start_loc": torch.int32,
+        "return": "query",
     },
     rowwise=None,
     state=("matrix",),
     mutates=("matrix",),
     namespace="hal_toys",
-)  # fmt: skip
+)
 def linear_attention(
     query: Tensor, key: Tensor, value: Tensor, matrix: Tensor, slots: Tensor, query_start_loc: Tensor, decay: float
 ) -> Tensor:
@@ -134,8 +161,9 @@ class RecurrentLayer(nn.Module):
         self.conv = nn.Parameter(torch.empty(LAGS, width), requires_grad=False)
         self.out = Linear(self.values, width)
         self.states = {
-            "matrix": State(SEQUENCE, (self.keys, self.values)), "window": State(SEQUENCE, (LAGS - 1, width))
-        }  # fmt: skip
+            "matrix": State(SEQUENCE, (self.keys, self.values)),
+            "window": State(SEQUENCE, (LAGS - 1, width)),
+        }
 
     def forward(self, hidden: Tensor, batch: SlotBatch, state: LayerState) -> Tensor:
         mixed = causal_conv(self.norm(hidden), self.conv, state["window"], batch.slots, batch.query_start_loc)

@@ -52,8 +52,17 @@ def _staged(workspace: Tensor, *expected: Tensor) -> list[Tensor]:
     return parts
 
 
-def _attention(name: str, workspace: Tensor, info: list[int], starts: Tensor | None, tensors: tuple[Tensor, ...],
-               *, causal: bool, window: int, scale: float) -> None:  # fmt: skip
+def _attention(
+    name: str,
+    workspace: Tensor,
+    info: list[int],
+    starts: Tensor | None,
+    tensors: tuple[Tensor, ...],
+    *,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> None:
     """Launch batched attention over pages on the current stream.
 
     Args:
@@ -91,9 +100,26 @@ def _decode(*_: Any) -> SimpleNamespace:
         _stage(workspace, pinned, ends)
         return [batch]
 
-    def run(_float: Any, workspace: Tensor, info: list[int], query: Tensor, key: Tensor, value: Tensor, ends: Tensor,
-            blocks: Tensor, last: Tensor, output: Tensor, _sums: Any, _layout: Any, window: int, _launch: Any,
-            _slopes: Any, _cap: Any, scale: float, *_: Any) -> None:  # fmt: skip
+    def run(
+        _float: Any,
+        workspace: Tensor,
+        info: list[int],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor,
+        blocks: Tensor,
+        last: Tensor,
+        output: Tensor,
+        _sums: Any,
+        _layout: Any,
+        window: int,
+        _launch: Any,
+        _slopes: Any,
+        _cap: Any,
+        scale: float,
+        *_: Any,
+    ) -> None:
         tensors = (query, key, value, ends, blocks, last, output)
         _attention("decode", workspace, info, None, tensors, causal=False, window=window, scale=scale)
 
@@ -101,15 +127,47 @@ def _decode(*_: Any) -> SimpleNamespace:
 
 
 def _prefill(*_: Any) -> SimpleNamespace:
-    def plan(_float: Any, workspace: Tensor, pinned: Tensor, starts: Tensor, ends: Tensor, _lengths: Any, _rows: Any,
-             batch: int, *_: Any) -> list[int]:  # fmt: skip
+    def plan(
+        _float: Any,
+        workspace: Tensor,
+        pinned: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        _lengths: Any,
+        _rows: Any,
+        batch: int,
+        *_: Any,
+    ) -> list[int]:
         _stage(workspace, pinned, starts, ends)
         return [batch]
 
-    def run(_float: Any, workspace: Tensor, info: list[int], query: Tensor, key: Tensor, value: Tensor,
-            starts: Tensor, ends: Tensor, blocks: Tensor, last: Tensor, output: Tensor, _sums: Any, mask: int,
-            _layout: Any, window: int, _launch: Any, _mask: Any, _bits: Any, _slopes: Any, _prefix: Any, _token: Any,
-            _longest: Any, _cap: Any, scale: float, *_: Any) -> None:  # fmt: skip
+    def run(
+        _float: Any,
+        workspace: Tensor,
+        info: list[int],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        blocks: Tensor,
+        last: Tensor,
+        output: Tensor,
+        _sums: Any,
+        mask: int,
+        _layout: Any,
+        window: int,
+        _launch: Any,
+        _mask: Any,
+        _bits: Any,
+        _slopes: Any,
+        _prefix: Any,
+        _token: Any,
+        _longest: Any,
+        _cap: Any,
+        scale: float,
+        *_: Any,
+    ) -> None:
         tensors = (query, key, value, ends, blocks, last, output)
         _attention("prefill", workspace, info, starts, tensors, causal=mask == 1, window=window, scale=scale)
 

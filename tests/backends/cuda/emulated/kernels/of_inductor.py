@@ -14,10 +14,21 @@ from typing import Any
 import numpy as np
 
 BY_NUMPY = {
-    "abs": np.abs, "ceil": np.ceil, "cos": np.cos, "exp": np.exp, "exp2": np.exp2, "floor": np.floor, "log": np.log,
-    "log2": np.log2, "nearbyint": np.rint, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin,
-    "sqrt": np.sqrt, "tanh": np.tanh,
-}  # fmt: skip
+    "abs": np.abs,
+    "ceil": np.ceil,
+    "cos": np.cos,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "floor": np.floor,
+    "log": np.log,
+    "log2": np.log2,
+    "nearbyint": np.rint,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+}
 """Functions of CUDA's libdevice, by name."""
 
 

@@ -47,9 +47,17 @@ class Layer(nn.Module):
         torch_npu.npu_scatter_nd_update_(self.key_cache.view(-1, KV_HEADS * HEAD_DIM), slots, k)
         torch_npu.npu_scatter_nd_update_(self.value_cache.view(-1, KV_HEADS * HEAD_DIM), slots, v)
         attended = torch_npu.npu_fused_infer_attention_score(
-            q, self.key_cache, self.value_cache, actual_seq_lengths_kv=lengths, block_table=block_table,
-            num_heads=HEADS, num_key_value_heads=KV_HEADS, scale=HEAD_DIM**-0.5, input_layout="BSH", block_size=BLOCK,
-        )[0]  # fmt: skip
+            q,
+            self.key_cache,
+            self.value_cache,
+            actual_seq_lengths_kv=lengths,
+            block_table=block_table,
+            num_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            scale=HEAD_DIM**-0.5,
+            input_layout="BSH",
+            block_size=BLOCK,
+        )[0]
         hidden = hidden + self.out(attended.reshape(-1, HEADS * HEAD_DIM))
         normed = torch_npu.npu_rms_norm(hidden, self.post_norm, 1e-6)[0]
         return hidden + self.down(torch_npu.npu_swiglu(self.gate_up(normed)))

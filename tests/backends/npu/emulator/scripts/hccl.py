@@ -21,9 +21,19 @@ import numpy as np
 
 NAMES = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 TYPES = {
-    "int8": 0, "int16": 1, "int32": 2, "float16": 3, "float32": 4, "int64": 5, "uint64": 6, "uint8": 7, "uint16": 8,
-    "uint32": 9, "float64": 10, "bfloat16": 11,
-}  # fmt: skip
+    "int8": 0,
+    "int16": 1,
+    "int32": 2,
+    "float16": 3,
+    "float32": 4,
+    "int64": 5,
+    "uint64": 6,
+    "uint8": 7,
+    "uint16": 8,
+    "uint32": 9,
+    "float64": 10,
+    "bfloat16": 11,
+}
 MAGIC, CONFIG_BYTES, NAME_AT, TIMEOUT_AT = 0xF0F0F0F0, 4096, 32, 316
 
 

@@ -26,7 +26,7 @@ TRAINING = re.compile(
 """Tests of training with replicas: hal is for inference, and the emulated CANN has few backward passes."""
 os.environ.update(
     BACKEND="nccl", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", HCCL_EXEC_TIMEOUT="30"
-)  # fmt: skip
+)
 
 import torch_npu  # noqa: E402, F401
 from torch.testing._internal.common_distributed import skip_if_no_gpu  # noqa: E402
@@ -53,9 +53,17 @@ class OnNpus(type("GpuTests", (), GPU_TESTS), TestDistBackend, TESTS):  # type: 
         self._start_processes(multiprocessing.get_context("fork").Process)
 
     def call_dist_op(
-        self, postfix: str, is_async: bool, op: Callable[..., Any], *args: Any, secondary_op_call: Any = None,
-        expect_event: bool = True, profile_cuda: bool = False, tensor_shapes: Any = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        postfix: str,
+        is_async: bool,
+        op: Callable[..., Any],
+        *args: Any,
+        secondary_op_call: Any = None,
+        expect_event: bool = True,
+        profile_cuda: bool = False,
+        tensor_shapes: Any = None,
+        **kwargs: Any,
+    ) -> None:
         """Call without torch's profiler, which refuses the activities that transfer_to_npu gives it.
 
         torch would check what the profiler recorded only for other backends.
