@@ -100,7 +100,7 @@ class BatchError(HalError):
 
 
 class BackendNotActive(HalError):
-    """A runner was used while another backend was active."""
+    """No backend is active, or another one than that for which a function was compiled."""
 
 
 class ClosedError(HalError):

@@ -45,12 +45,12 @@ class Pool:
         """The end offset of each chunk, ascending."""
         return [start + chunk.nbytes() for start, chunk in self._chunks]
 
-    def hold(self, owner: int, spans: list[tuple[int, int]]) -> None:
+    def reserve_outputs(self, owner: int, spans: list[tuple[int, int]]) -> None:
         """Reserve parts of the memory for an owner."""
         self._held[owner] = spans
 
-    def let_go(self, owner: int) -> None:
-        """Release the memory that :meth:`hold` reserved for an owner."""
+    def release_outputs(self, owner: int) -> None:
+        """Release the memory that :meth:`reserve_outputs` reserved for an owner."""
         self._held.pop(owner, None)
 
     def reserve(self, nbytes: int) -> None:
@@ -98,7 +98,7 @@ def place(launches: list[Launch], outputs: Any, pool: Pool, holder: int | None =
     pool.reserve(_assign_offsets(lives.values(), pool.held, pool.ends, len(launches)))
     if holder is not None:
         given = {storage_of(tensor) for tensor in tensors_of(outputs)} & set(lives)
-        pool.hold(holder, [(lives[each].offset, lives[each].nbytes) for each in given])
+        pool.reserve_outputs(holder, [(lives[each].offset, lives[each].nbytes) for each in given])
 
     def moved(tensor: Tensor) -> Tensor:
         life = lives.get(storage_of(tensor))

@@ -95,11 +95,11 @@ class Tape(Graph):
         for call in self._calls:
             call()
 
-    def _let_go(self) -> None:
+    def _release_outputs(self) -> None:
         if self._pool is not None:
-            self._pool.let_go(id(self))
+            self._pool.release_outputs(id(self))
 
     def _release(self) -> None:
-        self._let_go()
+        self._release_outputs()
         self._launches.clear()
         self._calls.clear()

@@ -36,7 +36,7 @@ _UNENDED: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture CUDA could not end. torch's allocator of pinned memory keeps pointers to them."""
 
 
-class Watch:
+class CallWatch:
     """The interception of calls with host values, for all captures in a context.
 
     Attributes:
@@ -73,7 +73,7 @@ class CudaGraph(Graph):
         self._plans: list[GraphPlan] = []
         self._decodes: Tensor | None = None
         self._kept: Any = None
-        self._watch: Watch | None = None
+        self._watch: CallWatch | None = None
         self._begun: Any = None  # the pool of the current capture
 
     def dump(self, path: Path) -> None:
@@ -82,19 +82,19 @@ class CudaGraph(Graph):
         assert self._graph is not None
         self._graph.debug_dump(str(path))
 
-    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Watch]:
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[CallWatch]:
         return self._watching(stream)
 
     @contextmanager
-    def _watching(self, stream: Stream | None) -> Iterator[Watch]:
+    def _watching(self, stream: Stream | None) -> Iterator[CallWatch]:
         with torch.cuda.device(self._index):
             on = self._stream(stream)
             self._prepare(on)
-            watch = Watch()
+            watch = CallWatch()
             with torch.cuda.stream(on), ops.intercepted(watch.wrap):
                 yield watch
 
-    def _begin(self, context: Watch, pool: Any) -> None:
+    def _begin(self, context: CallWatch, pool: Any) -> None:
         if pool is not None and not (isinstance(pool, tuple) and [type(each) for each in pool] == [int, int]):
             raise GraphError(
                 f"{pool!r} is not the pool of a CUDA graph", "pass the pool of another graph of this backend"
@@ -241,7 +241,7 @@ class CudaGraph(Graph):
     def _explain(self, error: Exception) -> HalError | None:
         return explain_in_capture(error)
 
-    def _let_go(self) -> None:
+    def _release_outputs(self) -> None:
         self._kept = None
 
     def _release(self) -> None:

@@ -132,7 +132,7 @@ class NpuBackend(Backend):
         """Apply a configuration; see :meth:`hal.Backend.configure`. The ranks make a communicator for dispatch."""
         super().configure(config)
         if self._exchange is not None and self.config.parallel.experts == "dispatch" and self.mesh.expert.size > 1:
-            with self.explaining():
+            with self.translating_errors():
                 self._exchange.join(self.mesh.expert)
 
     def enter(self) -> Any:
@@ -191,7 +191,7 @@ class NpuBackend(Backend):
         super()._join(config)
         if alone and self.mesh.size > 1:
             shared = () if config.parallel.experts == "split" else (self.mesh.data, self.mesh.expert)
-            with self.explaining():
+            with self.translating_errors():
                 for group in dict.fromkeys((self.mesh.tensor, *shared)):
                     if group.size > 1:
                         self.kernels["all_reduce"](torch.zeros(1, device=self.device.torch), group.name)

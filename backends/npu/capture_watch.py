@@ -25,7 +25,7 @@ class HostCall:
     recorded: int
 
 
-class Watch(TorchDispatchMode):
+class CaptureWatch(TorchDispatchMode):
     """A dispatch mode that forwards calls to torch_npu's mode of the current graph, and records host values.
 
     torch_npu enters one mode for each graph. This mode stays active across several graphs.

@@ -27,7 +27,7 @@ from hal.device.host_values import HostValue
 from hal.device.stream import Stream
 from hal.errors import CaptureError, CommunicationError, GraphError, HalError, HostValueError
 
-from .capture_watch import HostCall, Watch
+from .capture_watch import CaptureWatch, HostCall
 from .device import UPDATING, NpuDevice
 from .failures import explain, explain_in_capture, first_line
 from .lengths import PackedLengths, Update, updates_of
@@ -49,7 +49,7 @@ class NpuGraph(Graph):
         self._checks: list[PackedLengths] = []
         self._replayed: Any = None
         self._kept: Any = None
-        self._watch: Watch | None = None
+        self._watch: CaptureWatch | None = None
         self._begun = False
         self._failures: int | None = 0  # the device's count at the last replay; None while a replay is launched
 
@@ -58,19 +58,19 @@ class NpuGraph(Graph):
         self._require_capture("dump")
         self._graph.debug_dump(str(path))
 
-    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Watch]:
+    def _capture_context(self, stream: Stream | None) -> AbstractContextManager[CaptureWatch]:
         return self._watching(stream)
 
     @contextmanager
-    def _watching(self, stream: Stream | None) -> Iterator[Watch]:
+    def _watching(self, stream: Stream | None) -> Iterator[CaptureWatch]:
         with torch_npu.npu.device(self._device.torch):
             self._device.synchronize()
             self._device.empty_cache()
-            watch = Watch()
+            watch = CaptureWatch()
             with torch_npu.npu.stream(self._stream(stream)), ops.intercepted(watch.wrap), watch:
                 yield watch
 
-    def _begin(self, context: Watch, pool: Any) -> None:
+    def _begin(self, context: CaptureWatch, pool: Any) -> None:
         if pool is not None and not (isinstance(pool, tuple) and all(isinstance(each, int) for each in pool)):
             raise GraphError(
                 f"{pool!r} is not the pool of an NPUGraph", "pass the pool of another graph of this backend"
@@ -262,7 +262,7 @@ class NpuGraph(Graph):
     def _explain(self, error: Exception) -> HalError | None:
         return explain_in_capture(error)
 
-    def _let_go(self) -> None:
+    def _release_outputs(self) -> None:
         self._kept = None
 
     def _release(self) -> None:

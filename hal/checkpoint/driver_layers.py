@@ -93,5 +93,5 @@ def _sharing(layer: nn.Module) -> dict[str, Sharing]:
         declared = getattr(module, "weights", None)
         for name, each in declared.items() if isinstance(declared, Mapping) else ():
             if (full_name := f"{path}.{name}".lstrip(".")) in found:
-                found[full_name] = (each.shard, each.share, each.once, each.among)
+                found[full_name] = (each.shard, each.share, each.first_rank_only, each.group)
     return found

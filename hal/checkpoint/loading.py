@@ -84,7 +84,7 @@ def load_model(
     bindings = bindings_of(model)
     check_fit(checkpoint, model, bindings, quantized)
     check_tied(checkpoint, model, dtype)
-    beside = quantized.names()
+    side_tensors = quantized.names()
     if distributed:
         quantized.distribute(mesh.expert)
     if (tensor := mesh.tensor).size > 1:
@@ -98,7 +98,7 @@ def load_model(
             f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",
             "make it a parameter, or compute it in forward",
         )
-    model.loaded = LoadedWeights(tuple(bindings), quantized, frozenset(beside), dtype)
+    model.loaded = LoadedWeights(tuple(bindings), quantized, frozenset(side_tensors), dtype)
     return model.eval()
 
 
@@ -245,9 +245,9 @@ def _fill(
     large = sum(each.nbytes for each in filling) // LARGE
     _order(filling, large)
     pieces = [(each, piece) for each in filling for piece in each.pieces]
-    beside = sorted(quantized.names() & set(checkpoint.tensors))
+    side_tensors = sorted(quantized.names() & set(checkpoint.tensors))
     wanted = [TensorSlice(piece.source, piece.taken) for _, piece in pieces]
-    wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in beside]
+    wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in side_tensors]
     done, total = 0, sum(_nbytes(each, checkpoint) for each in wanted)
     changed, buffers = False, weight_buffers(filling, backend, min(large, MOST))
     for place, start, values in checkpoint.read_slices(wanted):
@@ -256,7 +256,7 @@ def _fill(
             quantized.observe(piece.source, values)
             changed |= each.put(piece, start, values, buffers)
         else:
-            quantized.keep(beside[place - len(pieces)], values)
+            quantized.keep(side_tensors[place - len(pieces)], values)
         before, done = done, done + values.nbytes
         if done * TRIMS // max(total, 1) > before * TRIMS // max(total, 1):
             backend.device.empty_cache()

@@ -165,7 +165,7 @@ class QuantizedLayers:
             if getattr(layer.module, "shard", None) != EXPERTS:
                 continue
             weight = getattr(layer.module, "weights", {}).get("weight")
-            if weight is None or weight.among != "expert":
+            if weight is None or weight.group != "expert":
                 raise ConfigError(
                     f"ranks cannot share the experts of {type(layer.module).__name__}, the layer of the quantization "
                     f"scheme {layer.scheme.name} for {layer.parts[0].name}",

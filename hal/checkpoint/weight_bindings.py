@@ -155,7 +155,7 @@ class Binding:
 
     def ranks(self, mesh: Mesh) -> Group:
         """Return the ranks of a mesh that share the tensor. A layer that does not know of ranks has the whole one."""
-        shared: Group = getattr(mesh, self.weight.among) if hasattr(self.module, "split") else SOLO
+        shared: Group = getattr(mesh, self.weight.group) if hasattr(self.module, "split") else SOLO
         return shared
 
     def rank_shape(self, mesh: Mesh) -> torch.Size:

@@ -23,12 +23,12 @@ class Filling:
 
     def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend, tied: AbstractSet[str]) -> None:
         # A layer that does not know of ranks computes with the whole weight.
-        ranks: Group = getattr(backend.mesh, binding.weight.among) if hasattr(binding.module, "split") else SOLO
+        ranks: Group = getattr(backend.mesh, binding.weight.group) if hasattr(binding.module, "split") else SOLO
         self.pieces = binding.pieces(ranks.rank, ranks.size)
         self.shape = binding.local_shape(ranks.size)
         self.module = binding.module
         self._binding = binding
-        self._zero = binding.weight.once and ranks.rank > 0
+        self._zero = binding.weight.first_rank_only and ranks.rank > 0
         self._computing, self._backend = computing, backend
         self.dtype = binding.dtype(computing)
         self.nbytes = self.shape.numel() * self.dtype.itemsize

@@ -29,13 +29,13 @@ class LoadedWeights:
     Attributes:
         bindings: of all tensors, with their whole shapes.
         quantized: the quantized layers.
-        beside: the names of all checkpoint tensors of quantized layers, other than weights.
+        side_tensors: the names of all checkpoint tensors of quantized layers, other than weights.
         dtype: the dtype of computation.
     """
 
     bindings: tuple[Binding, ...]
     quantized: QuantizedLayers
-    beside: frozenset[str]
+    side_tensors: frozenset[str]
     dtype: torch.dtype
 
 
@@ -57,7 +57,7 @@ def replace_tensors(model: CausalLM, backend: Backend, tensors: Mapping[str, Ten
             f"{type(model).__name__} was not loaded by hal.load_model, so its weights have no names",
             "copy into its parameters, or load it from a checkpoint",
         )
-    known = {piece.source for binding in loaded.bindings for piece in binding.pieces()} | loaded.beside
+    known = {piece.source for binding in loaded.bindings for piece in binding.pieces()} | loaded.side_tensors
     given = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, known)
     bindings, layers = _touched(loaded, given)
     _check(model, loaded, bindings, layers, given)
@@ -117,7 +117,7 @@ def _check(
                 problems += tensor_problems(infos[piece.source], piece, binding)
     problems += loaded.quantized.problems(infos, layers)
     names = {piece.source for binding in loaded.bindings for piece in binding.pieces()}
-    names |= {*model.tied, *loaded.beside}
+    names |= {*model.tied, *loaded.side_tensors}
     problems += [
         f"{name} is not in the model ({nearest(name, names)})"
         for name in given

@@ -57,7 +57,7 @@ def captures_python(config: CompilationConfig, size: int) -> bool:
 
 def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
     at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
-    with _capturing_only(on, size), on.explaining():
+    with _capturing_only(on, size), on.translating_errors():
         pieces = _form(model, on, size).num_graphs
     echo(
         f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
@@ -124,7 +124,7 @@ def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, fl
 
 
 def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, SplitStep]:
-    with _capturing_only(on, size), on.explaining():
+    with _capturing_only(on, size), on.translating_errors():
         pieces = _form(model, on, size)
     assert pieces.optimized is not None  # it would have raised otherwise
     assert pieces.split is not None
@@ -135,7 +135,7 @@ def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     """Return the stages that a compiler of another package reports after the rewrites."""
     from hal.step import StepShape
 
-    with _capturing_only(on, size), on.explaining():
+    with _capturing_only(on, size), on.translating_errors():
         stages: Sequence[Stage] = _form(model, on, size).stages(StepShape.uniform(size))
     return stages
 

@@ -110,7 +110,7 @@ class CallComparer:
         theirs_before = _on_cpu(_plain(theirs, second, self._their_own_tensors)) if kept else {}
         returned = kernel(*args)
         their_kernel = getattr(second.ops, operation.name)
-        with second.explaining(), torch.inference_mode():
+        with second.translating_errors(), torch.inference_mode():
             answered = _blaming(second, call, their_kernel, tuple(theirs.values()))
             expected, found = self._results(operation, ours, returned), self._results(operation, theirs, answered)
             worst = worst_error(operation, self._dtype, found, expected)

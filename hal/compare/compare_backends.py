@@ -17,7 +17,7 @@ from hal.compare.comparison_results import OUTSIDE, Comparison, Outcome, Row
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.saved_call import check_folder, save
 from hal.compare.texts import Prompts, Texts, new_runner
-from hal.compare.watch import Watch, disturbing
+from hal.compare.watch import ModelWatch, disturbing
 from hal.config import CompilationConfig, DTypeName
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
@@ -58,7 +58,7 @@ def compare_backends(
     sides = _sides(checkpoint, first, second, prompts, say)
     ours, theirs = sides
     dtype = ours.runner.spec.dtype
-    watched, other = Watch(ours.model), Watch(theirs.model)
+    watched, other = ModelWatch(ours.model), ModelWatch(theirs.model)
     comparing, recording = CallComparer(ours, theirs, keep=save_to is not None), CallRecorder(theirs)
     disturbance, beside = disturbing(dtype), new_runner(ours.model, first)
     texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length), Drifts()
@@ -178,7 +178,7 @@ def _with_what_came_before(raised: CompareError, comparing: CallComparer) -> Com
     )
 
 
-def _states(watch: Watch, logits: Tensor) -> dict[str, Tensor]:
+def _states(watch: ModelWatch, logits: Tensor) -> dict[str, Tensor]:
     return {**watch.layers, LOGITS: logits}
 
 

@@ -22,7 +22,7 @@ from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Comparison, Row
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
-from hal.compare.watch import Watch, disturbing
+from hal.compare.watch import ModelWatch, disturbing
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
@@ -89,7 +89,7 @@ def _compared(
     runners: Mapping[str, Runner], beside: Runner, compilers: Sequence[str], prompts: Prompts, say: Say
 ) -> tuple[Comparison, ...]:
     """Each mode after the first, compared with that; ``beside`` runs eagerly, disturbed."""
-    watch, disturbance = Watch(beside.model), disturbing(beside.spec.dtype)
+    watch, disturbance = ModelWatch(beside.model), disturbing(beside.spec.dtype)
     reference, *others = compilers
     drifts = {name: Drifts() for name in others}
     texts = Texts(prompts, beside.spec.block_size, beside.model.max_length)
@@ -112,7 +112,7 @@ def in_mode(config: CompilationConfig, compiler: str) -> CompilationConfig:
 
 def _state(texts: Texts, runner: Runner) -> dict[str, Tensor]:
     logits = texts.run(runner)
-    with runner.backend.explaining(), torch.inference_mode():
+    with runner.backend.translating_errors(), torch.inference_mode():
         written = {
             f"layer {index} (states)": torch.cat(
                 [each[DUMMY_BLOCK + 1 :].float().cpu().flatten() for each in layer.values()]

@@ -23,7 +23,7 @@ from hal.compare.compare_errors import CompareError
 from hal.compare.comparison_results import Call, RankComparison, RankDifference
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
-from hal.compare.watch import Seen, Watch
+from hal.compare.watch import ModelWatch, Seen
 from hal.config import CompilationConfig
 from hal.device.group import Group
 from hal.drivers.backend import Backend
@@ -72,7 +72,7 @@ def compare_ranks(
     with going_on(say, "loading the ranks' parts") as done:
         part = load_model(checkpoint, rank, progress=done)
     runners = new_runner(whole, alone), new_runner(whole, alone), new_runner(part, rank)
-    watches = Watch(whole), Watch(whole), Watch(part)
+    watches = ModelWatch(whole), ModelWatch(whole), ModelWatch(part)
     pairing = _Pairing(part, group)
     texts, drifts = Texts(prompts, block_size, whole.max_length), Drifts()
     with going_on(say, f"comparing {group.size} ranks with a single device") as done:

@@ -78,7 +78,7 @@ class Texts:
             cached = [len(self._texts[row]) - 1 for row in self._running]
             batch = runner.batch([self._texts[row][-1:] for row in self._running], blocks, cached=cached)
         logits = runner.step(batch).logits
-        with runner.backend.explaining(), torch.inference_mode():
+        with runner.backend.translating_errors(), torch.inference_mode():
             return logits.float().cpu().clone()
 
     def take(self, tokens: Sequence[int]) -> None:

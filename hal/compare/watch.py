@@ -28,7 +28,7 @@ def layer_of(path: str) -> str:
     return found.group() if found else OUTSIDE
 
 
-class Watch:
+class ModelWatch:
     """Follows a model's forward by hooks on its modules.
 
     Attributes:

@@ -30,7 +30,7 @@ from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step.fields import Axis, Field, fields_of
+from hal.step.fields import Field, FieldAxis, fields_of
 from hal.step.rows import ALL, NONE, Rows
 from hal.step.shape import StepShape
 from hal.step.state import StateMemory
@@ -235,7 +235,7 @@ def trace_logits(model: CausalLM, hidden: Tensor, *, whole: Collection[str], dec
     return TracedStep(graph, fixed, {"rows": rows}, 0, {"hidden": _HIDDEN}, mode)
 
 
-_HIDDEN = Field("hidden", (Axis("rows"), Axis(None)), torch.float32, 0, False, None, None)
+_HIDDEN = Field("hidden", (FieldAxis("rows"), FieldAxis(None)), torch.float32, 0, False, None, None)
 
 
 def _fake_mode() -> FakeTensorMode:

@@ -31,13 +31,14 @@ class Captures:
         self._in_driver = True  # remains True if a method of the driver raises
         self._raised: BaseException | None = None
 
-    def begin(self, graph: GraphBase, *, pool: Any = None, hold: bool = False) -> None:
+    def begin(self, graph: GraphBase, *, pool: Any = None, reserve_outputs: bool = False) -> None:
         """Begin to record the launches of this thread.
 
         Args:
             graph: an empty graph of the same backend.
             pool: another graph's :attr:`hal.Graph.pool`, to share its memory.
-            hold: reserve the outputs' memory from graphs captured later in this pool, until :meth:`hal.Graph.let_go`.
+            reserve_outputs: reserve the outputs' memory from graphs captured later in this pool, until
+                :meth:`hal.Graph.release_outputs`.
 
         Raises:
             GraphError: the graph has a capture already, or another type; or a capture is in progress.
@@ -52,10 +53,10 @@ class Captures:
                 f"cannot capture a {type(graph).__name__} in a block of {self._kind.__name__} captures",
                 "capture it in a separate capturing() block",
             )
-        graph._check_empty(hold)
+        graph._check_empty(reserve_outputs)
         self.check_modes("a capture begins")
         graph.host_values = HostValues()
-        graph._holds = hold
+        graph._holds = reserve_outputs
         self._graph = graph
         self._begun = self._open = self._in_driver = True
         graph._begin(self._context, pool)

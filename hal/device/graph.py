@@ -5,8 +5,9 @@ Every driver implements this contract of capture and replay:
 - ``capture(fn)`` calls ``fn`` and records its launches and the memory that they use. A replay repeats the launches on
   the same memory: change the inputs in place, and read the outputs from the tensors that capture returned.
 - Outputs keep their addresses for the graph's lifetime. Graphs that share a pool share memory: the outputs of one are
-  valid until the next replay of another. A graph captured with ``hold=True`` reserves its outputs' memory from later
-  captures until ``let_go()``, so that later graphs can read the outputs and replay without overwriting them.
+  valid until the next replay of another. A graph captured with ``reserve_outputs=True`` reserves its outputs' memory
+  from later captures until ``release_outputs()``, so that later graphs can read the outputs and replay without
+  overwriting them.
 - A kernel that reads values on the host takes them as *host values*: CPU tensors that the operation declares with
   ``host=``. Capture records them by argument name. Every replay takes new values by name, checks all names and shapes
   before any launch, and copies the values before it returns.
@@ -36,12 +37,12 @@ class Graph(GraphBase):
     """One captured graph.
 
     A driver implements ``_begin``, ``_end``, ``_abandon``, ``_launch``, ``_release`` and ``dump``. It may override
-    ``_capture_context`` for the context of captures, ``_let_go`` to support ``hold``, and ``_explain`` to recognize the
-    vendor's exceptions that are capture failures.
+    ``_capture_context`` for the context of captures, ``_release_outputs`` to support ``reserve_outputs``, and
+    ``_explain`` to recognize the vendor's exceptions that are capture failures.
     """
 
     def capture(
-        self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, hold: bool = False
+        self, fn: Callable[[], Any], *, pool: Any = None, stream: Stream | None = None, reserve_outputs: bool = False
     ) -> Any:
         """Call ``fn`` once, and record its launches. Waits for a capture of another thread to end.
 
@@ -57,7 +58,8 @@ class Graph(GraphBase):
             fn: takes no arguments; returns tensors (or a tuple, list or dict of them), whose addresses become fixed.
             pool: another graph's :attr:`pool`, to share its memory.
             stream: the stream to capture on; None lets the driver choose.
-            hold: reserve the outputs' memory from graphs captured later in this pool, until :meth:`let_go`.
+            reserve_outputs: reserve the outputs' memory from graphs captured later in this pool, until
+                :meth:`release_outputs`.
 
         Returns:
             The structure that ``fn`` returned, with the tensors that each replay writes.
@@ -67,9 +69,9 @@ class Graph(GraphBase):
             GraphError: the graph has a capture already, or this thread is capturing.
             ClosedError: the graph, or its backend, is closed.
         """
-        self._check_empty(hold)
+        self._check_empty(reserve_outputs)
         with self.capturing(stream) as captures:
-            captures.begin(self, pool=pool, hold=hold)
+            captures.begin(self, pool=pool, reserve_outputs=reserve_outputs)
             return captures.end(fn())
 
     def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:

@@ -58,10 +58,10 @@ class GraphBase(ABC):
         """
         return None
 
-    def let_go(self) -> None:
-        """Release the memory of the outputs that ``hold`` reserved, to graphs captured from now on."""
+    def release_outputs(self) -> None:
+        """Release the memory of the outputs that ``reserve_outputs`` reserved, to graphs captured from now on."""
         self._holds = False
-        self._let_go()
+        self._release_outputs()
 
     def reset(self) -> None:
         """Free the capture and its memory; the graph can then capture again."""
@@ -95,14 +95,14 @@ class GraphBase(ABC):
         if self._closed:
             raise ClosedError(f"{what} was called on a closed graph", "capture a new graph, on an open backend")
 
-    def _check_empty(self, hold: bool) -> None:
-        """Raise GraphError unless a capture can begin, with the given ``hold``."""
+    def _check_empty(self, reserve_outputs: bool) -> None:
+        """Raise GraphError unless a capture can begin, with the given ``reserve_outputs``."""
         self._check_open("capture")
         if self._captured:
             raise GraphError("the graph has a capture already", "call reset() first, or capture another graph")
-        if hold and type(self)._let_go is GraphBase._let_go:
+        if reserve_outputs and type(self)._release_outputs is GraphBase._release_outputs:
             raise GraphError(
-                f"{type(self).__name__} does not support hold=True",
+                f"{type(self).__name__} does not support reserve_outputs=True",
                 'set compilation.compiler to "graph" or "eager", or report it to the driver\'s vendor',
             )
 
@@ -198,7 +198,7 @@ class GraphBase(ABC):
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:
         """Replay with validated host values. Copy the required values before returning."""
 
-    def _let_go(self) -> None:  # noqa: B027 (optional for drivers)
+    def _release_outputs(self) -> None:  # noqa: B027 (optional for drivers)
         """Release the outputs' memory, which ``_end`` reserved if ``self._holds``. Optional."""
 
     @abstractmethod

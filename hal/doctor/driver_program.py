@@ -122,7 +122,7 @@ def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
     for name, check in checks(backend):
         tell("at", f"checking {name} on {backend.device.torch}")
         try:
-            with backend.explaining():
+            with backend.translating_errors():
                 found = Check(name, "passed", check())
         except Skipped as reason:
             found = Check(name, "skipped", str(reason))
@@ -136,7 +136,7 @@ def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
         tell("check", attrs.asdict(found))
     turn.wait(tell)
     tell("at", f"measuring {backend.device.torch}")
-    with backend.explaining():
+    with backend.translating_errors():
         tell("measures", attrs.asdict(measures(backend)))
 
 

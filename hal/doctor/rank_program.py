@@ -48,7 +48,7 @@ def examine(name: str, options: dict[str, Any], ranks: int, seconds: float, tell
         for check, run in _checks(backend):
             tell("check", attrs.asdict(_checked(backend, check, run)))
         tell("at", "timing all_reduce")
-        with backend.explaining():
+        with backend.translating_errors():
             tell("latency_us", round(1e6 * _seconds(backend, SMALL_BYTES, SMALL_REPEATS), 1))
             tell("bandwidth_gb_per_s", round(LARGE_BYTES / _seconds(backend, LARGE_BYTES, LARGE_REPEATS) / 1e9, 2))
     tell("done", True)
@@ -81,7 +81,7 @@ def _collective(backend: Any, name: str) -> str:
 
 def _checked(backend: Any, name: str, run: Callable[[], str]) -> Check:
     try:
-        with backend.explaining():
+        with backend.translating_errors():
             return Check(name, "passed", run())
     except HalError as error:
         return Check(name, "failed", error.problem, error.remedy)

@@ -82,7 +82,7 @@ class BackendResources(Closable):
         return None
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def translating_errors(self) -> Iterator[None]:
         """Raise the result of :meth:`explain` in place of exceptions that it knows.
 
         Read a step's results inside the block: device failures are raised where the host waits.
@@ -142,7 +142,7 @@ class BackendResources(Closable):
             stack.callback(self.captured_graphs.clear)
             for graph in graphs:
                 stack.callback(graph.close)
-            with self.explaining():
+            with self.translating_errors():
                 self.device.synchronize()
 
     def _empty_cache(self) -> None:

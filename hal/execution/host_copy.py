@@ -20,7 +20,7 @@ class HostCopy:
 
     def __init__(self, backend: Backend, *tensors: Tensor) -> None:
         self._backend = backend
-        with backend.explaining():
+        with backend.translating_errors():
             self._copies = tuple(each.to("cpu", non_blocking=True, copy=True) for each in tensors)
             self._copied = backend.device.event()
             self._copied.record()
@@ -36,6 +36,6 @@ class HostCopy:
         Raises:
             DeviceError: work that the device ran before the copies has failed.
         """
-        with self._backend.explaining():
+        with self._backend.translating_errors():
             self._copied.synchronize()
         return self._copies

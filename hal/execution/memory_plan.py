@@ -132,7 +132,7 @@ def plan_memory(
         stats = backend.device.memory_stats()
         token = backend.enter()
         try:
-            with backend.explaining(), torch.inference_mode():
+            with backend.translating_errors(), torch.inference_mode():
                 _, step, *captured = _growths(model, backend, steps, longest)
         finally:
             backend.leave(token)

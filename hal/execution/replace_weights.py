@@ -36,7 +36,7 @@ def replace_weights(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
     with runner.uses:
         token = backend.enter()
         try:
-            with backend.explaining(), torch.inference_mode():
+            with backend.translating_errors(), torch.inference_mode():
                 backend.device.synchronize()  # Steps may still run.
                 replace_tensors(runner.model, backend, tensors)
                 backend.device.synchronize()  # The caller may change its tensors.

@@ -96,7 +96,7 @@ class Runner(Closable):
             try:
                 self._make(model, max_length, num_blocks)
             except BaseException:
-                self._let_go()  # Else the exception's traceback would keep the memory alive.
+                self._release_outputs()  # Else the exception's traceback would keep the memory alive.
                 raise
             backend.runners.add(self)
 
@@ -106,7 +106,7 @@ class Runner(Closable):
         self._has_logits = model.has_logits
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
-        with backend.explaining():
+        with backend.translating_errors():
             self._states = states = backend.allocate(self.spec)
         self.blocks = BlockAllocator(self.spec.num_blocks)
         self._slots = SlotAllocator(self.spec.num_slots, states.reset_slots)
@@ -138,7 +138,7 @@ class Runner(Closable):
         all_agree = agreement(backend, lockstep)
         token = backend.enter()
         try:
-            with backend.explaining(), CAPTURING:  # The free device memory is measured before any capture.
+            with backend.translating_errors(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
                     self._steps.forms[phase] = self._make_form(phase, all_agree)
         finally:
@@ -206,7 +206,7 @@ class Runner(Closable):
             ClosedError: the runner is closed.
         """
         self.uses.check_open()
-        with self.backend.explaining():  # Copies to the device report its earlier failures, of any thread.
+        with self.backend.translating_errors():  # Copies to the device report its earlier failures, of any thread.
             return self.model.batch_type.build(
                 token_ids,
                 block_ids,
@@ -280,14 +280,14 @@ class Runner(Closable):
         with self.uses:
             token = self.backend.enter()
             try:
-                with self.backend.explaining(), torch.inference_mode():
+                with self.backend.translating_errors(), torch.inference_mode():
                     return self._running.idle()
             finally:
                 self.backend.leave(token)
 
     def _step(self, batch: Batch, rows: Wanted) -> StepOutput:
         batch.check()
-        with self.backend.explaining(), torch.inference_mode():
+        with self.backend.translating_errors(), torch.inference_mode():
             rows = check_rows(rows, batch)
             if rows is not NONE and not self._has_logits:
                 raise ModelError(
@@ -307,11 +307,11 @@ class Runner(Closable):
         with ExitStack() as stack:  # Every step of the release runs, even if another raises.
             stack.callback(self._collect)
             stack.callback(self.backend.runners.discard, self)
-            stack.callback(self._let_go)
-            with self.backend.explaining():
+            stack.callback(self._release_outputs)
+            with self.backend.translating_errors():
                 self.backend.device.synchronize()  # Steps may still run.
 
-    def _let_go(self) -> None:
+    def _release_outputs(self) -> None:
         forms = [] if self._steps is None else list(self._steps.forms.values())
         self._model = self._states = self._slots = self._steps = None
         with ExitStack() as stack:

@@ -33,19 +33,19 @@ class Token:
     """A new token of one prompt.
 
     Attributes:
-        prompt: the index of the prompt.
+        prompt_index: the index of the prompt.
         token_id: the token.
         finished: for the prompt's last token, ``stop`` (a stop token) or ``length`` (no room for more); else None.
     """
 
-    prompt: int
+    prompt_index: int
     token_id: int
     finished: Literal["stop", "length"] | None
 
 
 @attrs.define(eq=False)
 class _Sequence:
-    prompt: int
+    prompt_index: int
     tokens: list[int]
     params: SamplingParams
     limit: int
@@ -104,7 +104,7 @@ def generate(
 
 def _run_share(runner: Runner, prompts: Iterable[_Sequence], data: Group) -> Iterator[Token]:
     """Run this data rank's share of the prompts, and yield the tokens of all."""
-    mine = deque(each for each in prompts if each.prompt % data.size == data.rank)
+    mine = deque(each for each in prompts if each.prompt_index % data.size == data.rank)
     hosts = runner.backend.mesh.hosts
     if runner.backend.lockstep:
         found = list(_run(runner, mine))
@@ -176,7 +176,8 @@ def _run(runner: Runner, waiting: deque[_Sequence]) -> Iterator[Token]:
                 yield from _append(admitted, chosen)
             elif not running:
                 raise BatchError(
-                    f"prompt {waiting[0].prompt} has no room in the cache: other sequences hold its blocks or slots",
+                    f"prompt {waiting[0].prompt_index} has no room in the cache: "
+                    "other sequences hold its blocks or slots",
                     "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
                 )
             running = _without_finished(running, runner, table)
@@ -250,11 +251,11 @@ def _choose(runner: Runner, sequences: list[_Sequence], logits: Tensor, table: P
     allowed = None
     if any(each.mask is not None for each in params):
         generated = [each.generated for each in sequences]
-        allowed = allowed_tokens([each.prompt for each in sequences], params, generated, logits.shape[-1])
-    with runner.backend.explaining(), torch.inference_mode():
+        allowed = allowed_tokens([each.prompt_index for each in sequences], params, generated, logits.shape[-1])
+    with runner.backend.translating_errors(), torch.inference_mode():
         if wrong := rows_of_nan(logits):
             raise NumericsError(
-                f"the model gave NaN logits for prompt {', '.join(str(sequences[row].prompt) for row in wrong)}",
+                f"the model gave NaN logits for prompt {', '.join(str(sequences[row].prompt_index) for row in wrong)}",
                 "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
             )
         rows = [] if table is None else [_row(table, each) for each in sequences]
@@ -278,7 +279,7 @@ def _append(sequences: list[_Sequence], chosen: list[int]) -> Iterator[Token]:
     for sequence, token in zip(sequences, chosen, strict=True):
         sequence.tokens.append(token)
         sequence.new += 1
-        yield Token(sequence.prompt, token, _finished(sequence))
+        yield Token(sequence.prompt_index, token, _finished(sequence))
 
 
 def _finished(sequence: _Sequence) -> Literal["stop", "length"] | None:

@@ -55,13 +55,13 @@ class Piece:
     """The text that one token adds.
 
     Attributes:
-        prompt: the index of the prompt.
+        prompt_index: the index of the prompt.
         text: the added text, which may be empty.
         token_id: the token.
         finished: for the text's last piece, the reason, as in :class:`hal.generation.generate.Token`; else None.
     """
 
-    prompt: int
+    prompt_index: int
     text: str
     token_id: int
     finished: Literal["stop", "length"] | None
@@ -81,11 +81,11 @@ def texts_in_order(tokens: Iterable[Token], prompts: Sequence[Sequence[int]], to
     waiting: list[deque[Piece]] = [deque() for _ in prompts]
     turn = 0
     for token in tokens:
-        stream = streams[token.prompt]
+        stream = streams[token.prompt_index]
         text = "" if token.finished == "stop" else stream.push(token.token_id)
         if token.finished:
             text += stream.flush()
-        waiting[token.prompt].append(Piece(token.prompt, text, token.token_id, token.finished))
+        waiting[token.prompt_index].append(Piece(token.prompt_index, text, token.token_id, token.finished))
         while turn < len(prompts) and waiting[turn]:
             piece = waiting[turn].popleft()
             turn += piece.finished is not None

@@ -91,8 +91,8 @@ def grouped_weight(
     else:
         sources = [f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts]
         merged = Stacked(Concatenated(OUT, tuple(parts.values())))
-    among: Literal["tensor", "expert"] = "expert" if shard == EXPERTS else "tensor"
-    return Weight(tuple(sources), f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, among=among)
+    group: Literal["tensor", "expert"] = "expert" if shard == EXPERTS else "tensor"
+    return Weight(tuple(sources), f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, group=group)
 
 
 class Gate(Linear):
@@ -190,7 +190,7 @@ def _check_shared(projection: nn.Module) -> None:
     if not isinstance(projection, GroupedLinear):
         return  # A quantization scheme's layer, which the loader checks.
     weight = projection.weights.get("weight")
-    if weight is None or weight.among != "expert":
+    if weight is None or weight.group != "expert":
         raise ConfigError(
             f"ranks cannot share the experts of {type(projection).__name__}, which does not declare its weight to be "
             "shared by experts",

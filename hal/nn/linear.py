@@ -87,7 +87,7 @@ def row_weight(layer: Projection, name: str, consumer: Consumer | None = None) -
     """
     shard = layer.shard if layer.shard == OUT else None
     return Weight.merged(
-        layer.parts, name, OUT, shard=shard, consumer=consumer, share=layer.share, once=layer.shard == IN
+        layer.parts, name, OUT, shard=shard, consumer=consumer, share=layer.share, first_rank_only=layer.shard == IN
     )
 
 

@@ -29,7 +29,7 @@ _KEY = "hal.step"
 
 
 @attrs.frozen
-class Axis:
+class FieldAxis:
     """One dimension of a field, of the size of the axis ``name`` plus ``extra``, or of the fixed size ``extra``."""
 
     name: str | None
@@ -75,7 +75,7 @@ class Field:
     """
 
     name: str
-    axes: tuple[Axis, ...]
+    axes: tuple[FieldAxis, ...]
     dtype: torch.dtype
     pad: Pad
     by_shape: bool
@@ -185,19 +185,19 @@ def _read(batch: type[Any]) -> Mapping[str, Field]:
     return found
 
 
-def _axis(word: str, axes: str) -> Axis:
+def _axis(word: str, axes: str) -> FieldAxis:
     if word.isdecimal():
-        return Axis(None, int(word))
+        return FieldAxis(None, int(word))
     name, _, extra = word.partition("+")
     if name not in AXES or not (extra.isdecimal() or (not extra and "+" not in word)):
         raise BatchError(
             f"a batch field has the axes {axes!r}, and {word!r} is not an axis of a batch",
             f"use {', '.join(AXES)}, one of these with +n, or a number",
         )
-    return Axis(name, int(extra or 0))
+    return FieldAxis(name, int(extra or 0))
 
 
-def _format_axis(axis: Axis) -> str:
+def _format_axis(axis: FieldAxis) -> str:
     if axis.name is None:
         return str(axis.extra)
     return f"{axis.name} + {axis.extra}" if axis.extra else axis.name

@@ -148,7 +148,7 @@ def run(checkpoint: str, turns: int) -> None:
     def by_hal() -> list[list[int]]:
         found: list[list[int]] = [[] for _ in prompts]
         for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
-            found[token.prompt].append(token.token_id)
+            found[token.prompt_index].append(token.token_id)
         return found
 
     assert through_vllm() == by_hal(), "the tokens differ"  # also warms both up

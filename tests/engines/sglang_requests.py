@@ -88,7 +88,7 @@ def main() -> None:
     expected |= {index: [] for index in chosen}
     wanted = [hal.SamplingParams(max_new_tokens=params[index]["max_new_tokens"]) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
-        expected[chosen[token.prompt]].append(token.token_id)
+        expected[chosen[token.prompt_index]].append(token.token_id)
     wrong, worst = list[str](), 0.0
     for index, each in enumerate(found):
         tokens, meta = each["output_ids"], each["meta_info"]

@@ -30,7 +30,7 @@ def expected(folder: str, prompts: list[list[int]]) -> list[list[int]]:
         runner = hal.Runner(hal.load_model(folder, backend), backend)
         found: list[list[int]] = [[] for _ in prompts]
         for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
-            found[token.prompt].append(token.token_id)
+            found[token.prompt_index].append(token.token_id)
     return found
 
 

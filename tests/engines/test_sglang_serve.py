@@ -59,7 +59,7 @@ def texts(trained: Path) -> list[str]:
     with hal.open({"backend": "cpu", "dtype": "float32"}, activate=False) as backend:
         runner = hal.Runner(hal.load_model(trained, backend), backend)
         for token in hal.generate(runner, given, hal.SamplingParams(max_new_tokens=NEW)):
-            found[token.prompt].append(token.token_id)
+            found[token.prompt_index].append(token.token_id)
     return [tokenizer.decode(each) for each in found]
 
 

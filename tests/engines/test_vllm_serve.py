@@ -90,7 +90,7 @@ def expected(checkpoint: Path, prompts: tuple[str, ...], **config: Any) -> list[
     with hal.open(config, activate=False) as backend:
         runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
         for token in hal.generate(runner, given, hal.SamplingParams(max_new_tokens=NEW)):
-            found[token.prompt].append(token.token_id)
+            found[token.prompt_index].append(token.token_id)
     return [tokenizer.decode(each) for each in found]
 
 

@@ -62,7 +62,7 @@ def differing(
     runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
     expected: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
-        expected[token.prompt].append(token.token_id)
+        expected[token.prompt_index].append(token.token_id)
     return [
         f"prompt {index}: {[*output.outputs[0].token_ids]} and {wanted}"
         for index, (output, wanted) in enumerate(zip(found, expected, strict=True))

@@ -92,7 +92,7 @@ def replicas() -> None:
     expected: list[list[int]] = [[] for _ in prompts]
     params = [hal.SamplingParams(max_new_tokens=TOKENS[index % 2]) for index in range(len(prompts))]
     for token in hal.generate(runner, prompts, params):
-        expected[token.prompt].append(token.token_id)
+        expected[token.prompt_index].append(token.token_id)
     differ = [index for index, tokens in enumerate(found) if tokens != expected[index]]
     ties = [index for index in differ if _tied(asked, prompts[index], found[index], expected[index])]
     _write(asked, wrong=[index for index in differ if index not in ties], ties=ties, drawn=drawn, counts=counts)

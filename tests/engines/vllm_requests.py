@@ -177,7 +177,7 @@ def main() -> None:
     expected: dict[int, list[int]] = {index: [] for index in chosen}
     wanted = [by_hal(params[index], grammars, tokenizer.eos_token_id) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
-        expected[chosen[token.prompt]].append(token.token_id)
+        expected[chosen[token.prompt_index]].append(token.token_id)
     for index, output in enumerate(found):
         tokens = list(output.outputs[0].token_ids)
         if tokens != expected.get(index, tokens):

@@ -74,7 +74,7 @@ def main() -> None:
     runner = hal.Runner(hal.load_model(asked["checkpoint"], backend), backend)
     expected: list[list[int]] = [[] for _ in [*prompts, long]]
     for token in hal.generate(runner, [*prompts, long], hal.SamplingParams(max_new_tokens=asked["new"])):
-        expected[token.prompt].append(token.token_id)
+        expected[token.prompt_index].append(token.token_id)
     params = SamplingParams(temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
     given: Any = [{"prompt_token_ids": each} for each in prompts]
     result: dict[str, Any] = {"wrong": []}

@@ -26,7 +26,7 @@ def test_the_tokens_are_those_of_generate(trained: Path, compiler: str) -> None:
     runner = hal.Runner(hal.load_model(trained, backend), backend, max_sequences=4)
     expected: list[list[int]] = [[] for _ in PROMPTS]
     for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=8)):
-        expected[token.prompt].append(token.token_id)
+        expected[token.prompt_index].append(token.token_id)
     inputs, found = runner.input_batch(4), [list[int]() for _ in PROMPTS]
     for prompt in PROMPTS:
         inputs.add(prompt, runner.blocks.take(runner.spec.blocks_for(len(prompt) + 8)) or [])

@@ -44,10 +44,10 @@ def together(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params)
     made: list[list[int]] = [[] for _ in texts]
     ended: dict[int, str] = {}
     for token in hal.generate(runner, texts, params):
-        assert token.prompt not in ended
-        made[token.prompt].append(token.token_id)
+        assert token.prompt_index not in ended
+        made[token.prompt_index].append(token.token_id)
         if token.finished:
-            ended[token.prompt] = token.finished
+            ended[token.prompt_index] = token.finished
     for row, each in enumerate(params):
         stopped = made[row][-1] in each.stop_token_ids
         assert ended[row] == ("stop" if stopped else "length")
@@ -63,7 +63,7 @@ def alone(runner: hal.Runner, texts: Sequence[Sequence[int]], params: Params) ->
 def test_tokens_may_outlive_their_runner(trained: Path, texts: list[list[int]]) -> None:
     with open_runner(trained) as runner:
         tokens = iter(hal.generate(runner, texts, GREEDY))
-        assert next(tokens).prompt == 0
+        assert next(tokens).prompt_index == 0
     assert runner.closed
     cast("Generator[hal.Token]", tokens).close()
 
@@ -86,7 +86,7 @@ def test_a_batch_changes_nothing(
 def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
     runner = open_runner(trained, num_tokens=SHORT, block_size=4)
     events = list(hal.generate(runner, texts, GREEDY))
-    firsts = [next(place for place, each in enumerate(events) if each.prompt == row) for row in range(len(texts))]
+    firsts = [next(place for place, each in enumerate(events) if each.prompt_index == row) for row in range(len(texts))]
     ends = [place for place, each in enumerate(events) if each.finished]
     assert firsts == sorted(firsts)  # In the order of the prompts.
     assert min(ends) < firsts[-1]
@@ -229,7 +229,7 @@ def test_parameters_have_ranges(name: str, value: float) -> None:
 def test_nan_is_refused(compiler: str, trained: Path) -> None:
     runner = open_runner(trained, compiler)
     steps = hal.generate(runner, [[5, 6], [7]], hal.SamplingParams())
-    assert [next(steps).prompt, next(steps).prompt] == [0, 1]
+    assert [next(steps).prompt_index, next(steps).prompt_index] == [0, 1]
     with torch.inference_mode():
         runner.model.get_parameter("model.norm.weight").fill_(math.nan)
     with pytest.raises(NumericsError, match="prompt 0, 1"):
@@ -271,7 +271,7 @@ def test_two_at_once_on_one_runner_do_not_share_blocks(trained: Path, texts: lis
     for pair in zip_longest(first, second):
         for tokens, token in zip(made, pair, strict=True):
             if token is not None:
-                tokens[token.prompt].append(token.token_id)
+                tokens[token.prompt_index].append(token.token_id)
     assert made == expected
 
 

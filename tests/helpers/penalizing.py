@@ -17,7 +17,7 @@ def together(
 ) -> list[list[int]]:
     made: list[list[int]] = [[] for _ in texts]
     for token in hal.generate(runner, texts, params):
-        made[token.prompt].append(token.token_id)
+        made[token.prompt_index].append(token.token_id)
     return made
 
 

@@ -83,7 +83,7 @@ def tokens(
             counting = backend.counting_launches() if count else nullcontext({})
             with hal.Runner(model, backend) as runner, counting as launches:
                 for token in hal.generate(runner, given, params):
-                    texts[token.prompt].append(token.token_id)
+                    texts[token.prompt_index].append(token.token_id)
                 if continuations is not None:
                     found[f"logits of {compiler}"] = _logits_along(runner, given, continuations)
             found[compiler], found[f"launches of {compiler}"] = texts, dict(launches)

@@ -44,7 +44,7 @@ def generated(runner: hal.Runner, new: int = 6) -> list[list[int]]:
     """Return the tokens after each prompt."""
     found: list[list[int]] = [[] for _ in PROMPTS]
     for token in hal.generate(runner, [list(each) for each in PROMPTS], hal.SamplingParams(max_new_tokens=new)):
-        found[token.prompt].append(token.token_id)
+        found[token.prompt_index].append(token.token_id)
     return found
 
 

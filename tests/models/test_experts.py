@@ -311,5 +311,5 @@ def test_greedy_tokens_of_the_trained_checkpoint(
     made: list[list[int]] = [[] for _ in continuations]
     params = hal.SamplingParams(max_new_tokens=NEW_TOKENS)
     for token in hal.generate(runner, [prompt for prompt, _ in continuations], params):
-        made[token.prompt].append(token.token_id)
+        made[token.prompt_index].append(token.token_id)
     assert made == [tokens for _, tokens in continuations]

@@ -301,7 +301,7 @@ def test_greedy_tokens_of_the_trained_checkpoint(
     made: list[list[int]] = [[] for _ in continuations]
     params = hal.SamplingParams(max_new_tokens=NEW_TOKENS)
     for token in hal.generate(runner, [each.prompt for each in continuations], params):
-        made[token.prompt].append(token.token_id)
+        made[token.prompt_index].append(token.token_id)
     for row, each in enumerate(continuations):
         agreed = min((step for place, step in ties if place == row), default=NEW_TOKENS)
         assert made[row][:agreed] == each.tokens[:agreed]

@@ -62,7 +62,7 @@ def _generate(rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]) 
             form: Any = runner.forms["decode"]
             texts: list[list[int]] = [[] for _ in PROMPTS]
             for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=6)):
-                texts[token.prompt].append(token.token_id)
+                texts[token.prompt_index].append(token.token_id)
             return texts, [shape.tokens for shape in form.shapes]
 
 

@@ -111,7 +111,7 @@ def _of_an_engine(rank: int, checkpoint: str) -> tuple[list[str], list[list[int]
     with hal.open(config, mesh=mesh) as backend, hal.Runner(hal.load_model(checkpoint, backend), backend) as runner:
         texts: list[list[int]] = [[], [], []]
         for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=6)):
-            texts[token.prompt].append(token.token_id)
+            texts[token.prompt_index].append(token.token_id)
     names = [each.name.rstrip("0123456789") for each in (mesh.tensor, mesh.data, mesh.expert, mesh.hosts)]
     mesh.close()
     return names, texts
@@ -125,7 +125,7 @@ def test_groups_of_an_engine(trained_experts: Path) -> None:
         hal.Runner(hal.load_model(str(trained_experts), backend), backend) as runner,
     ):
         for token in hal.generate(runner, PROMPTS, hal.SamplingParams(max_new_tokens=6)):
-            alone[token.prompt].append(token.token_id)
+            alone[token.prompt_index].append(token.token_id)
     found = succeeded(run(_of_an_engine, 2, str(trained_experts)))
     assert found == [(["solo", "data", "data", "hosts"], alone)] * 2
 
@@ -149,7 +149,7 @@ def _of_unlike_loads(rank: int, checkpoint: str, timeout: float, fails: bool) ->
         texts: list[list[int]] = [[], []]
         params = [hal.SamplingParams(max_new_tokens=count) for count in (1, tokens)]
         for token in hal.generate(runner, PROMPTS[:2], params):
-            texts[token.prompt].append(token.token_id)
+            texts[token.prompt_index].append(token.token_id)
     mesh.close()
     return texts
 

@@ -87,7 +87,7 @@ def test_generate_hands_out_slots_and_resets_them(tmp_path: Path) -> None:
     prompts = [[row + 1, 2, 3] for row in range(8)]
     together = [[], [], [], [], [], [], [], []]  # type: list[list[int]]
     for token in hal.generate(runner, prompts, params):
-        together[token.prompt].append(token.token_id)
+        together[token.prompt_index].append(token.token_id)
     assert runner.slots.num_free == toys.SLOTS
     for prompt, expected in zip(prompts, together, strict=True):
         assert [token.token_id for token in hal.generate(runner, [prompt], params)] == expected

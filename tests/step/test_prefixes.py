@@ -29,7 +29,7 @@ def open_runner(trained: Path, *, reuse: bool, num_tokens: int = 1024) -> hal.Ru
 def texts(runner: hal.Runner, prompts: list[list[int]], new: int = 12) -> list[list[int]]:
     made: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=new)):
-        made[token.prompt].append(token.token_id)
+        made[token.prompt_index].append(token.token_id)
     return made
 
 

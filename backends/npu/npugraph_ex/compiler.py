@@ -190,7 +190,7 @@ class ExGraphs(GraphMaker):
         """The number of steps read from the cache."""
         return self._code.hits
 
-    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, static: StaticBatch) -> Callable[[], Any]:
         return partial(self._context.eagerly, static.batch, self._context.rows)
 
     def capture(self, static: StaticBatch, pool: Any) -> CompiledGraph:

@@ -108,7 +108,7 @@ def command(
     if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)
     with without_ranks(on):
-        with on.explaining():
+        with on.translating_errors():
             stages, split = explain_step(model, on, batch_size)
         _launches(opened, checkpoint, on, batch_size, options)
     if dump is not None and stages:

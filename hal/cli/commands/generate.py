@@ -156,12 +156,12 @@ def _print_texts(
         if as_json:
             held.append(piece)
             if piece.finished:
-                echo(_as_json(texts[piece.prompt], held))
+                echo(_as_json(texts[piece.prompt_index], held))
                 held.clear()
             continue
-        if piece.prompt != shown and len(texts) > 1:
-            echo(f"--- prompt {piece.prompt}: {texts[piece.prompt]!r:.70}".encode())
-        shown = piece.prompt
+        if piece.prompt_index != shown and len(texts) > 1:
+            echo(f"--- prompt {piece.prompt_index}: {texts[piece.prompt_index]!r:.70}".encode())
+        shown = piece.prompt_index
         # Bytes, because the model's text is UTF-8 in any locale.
         echo((piece.text + ("\n" if piece.finished else "")).encode(), nl=False)
     took = time.perf_counter() - start
@@ -173,7 +173,7 @@ def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:
     """Return the line of ``--json`` for a finished prompt, in ASCII, so that it is valid in any locale."""
     return json.dumps(
         {
-            "index": pieces[-1].prompt,
+            "index": pieces[-1].prompt_index,
             "prompt": prompt,
             "text": "".join(piece.text for piece in pieces),
             "token_ids": [piece.token_id for piece in pieces],

@@ -131,7 +131,7 @@ class Rewrite:
 
 
 @attrs.frozen
-class Form:
+class PatternVariant:
     """The pattern of a rewrite, traced for arguments of one form, in which some may be None.
 
     Attributes:
@@ -149,7 +149,7 @@ class Form:
 
 
 @functools.lru_cache(maxsize=512)
-def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
+def prepare(rewrite: Rewrite) -> tuple[PatternVariant, ...]:
     """Check a rewrite, and trace its pattern in every form of its samples, once for each rewrite.
 
     Raises:
@@ -173,9 +173,9 @@ def prepare(rewrite: Rewrite) -> tuple[Form, ...]:
     return tuple(sorted(forms, key=lambda form: -form.calls))
 
 
-def _distinct(forms: Iterable[Form]) -> list[Form]:
+def _distinct(forms: Iterable[PatternVariant]) -> list[PatternVariant]:
     """Return the forms without those that differ from another in dtypes or sizes only."""
-    found: dict[Any, Form] = {}
+    found: dict[Any, PatternVariant] = {}
     for form in forms:
         places = {node: place for place, node in enumerate(form.structure.nodes)}
         calls = tuple((kind(node), tuple(places[each] for each in node.all_input_nodes)) for node in places)
@@ -191,7 +191,7 @@ def _derived(rewrite: Rewrite) -> bool:
     return operation is not None and operation.fused and rewrite.pattern is of_operation(operation).pattern
 
 
-def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
+def _check_replacement(rewrite: Rewrite, forms: Iterable[PatternVariant]) -> None:
     """Raise CompileError unless the results of a function can replace those of the pattern, and be written."""
     if isinstance(rewrite.replacement, torch._ops.OpOverload):
         return  # The outputs of an overload are new tensors.
@@ -208,11 +208,11 @@ def _check_replacement(rewrite: Rewrite, forms: Iterable[Form]) -> None:
             )
 
 
-def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[Form]:
+def _forms_of(rewrite: Rewrite, samples: Sequence[Sample]) -> Iterator[PatternVariant]:
     """Yield the form of the samples, and those for numbers with which the pattern makes more calls, or fewer."""
     for arguments, structure in trace_forms(rewrite.pattern, _largest(samples)):
         Matcher.check(rewrite.pattern, arguments, structure)
-        yield Form(arguments, structure)
+        yield PatternVariant(arguments, structure)
 
 
 @functools.cache

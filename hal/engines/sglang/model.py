@@ -80,7 +80,7 @@ class HalSteps:
         batch = batch_of(forward_batch, self._req_to_token, self._runner)
         counts = batch.query_start_loc_host.diff().tolist()
         logits = self._runner.step(batch, last_rows(counts, asked)).logits
-        with self.backend.explaining():
+        with self.backend.translating_errors():
             # float32 on the host is copied, too: SGLang's sampler writes into it, which torch forbids for the runner's,
             # an inference tensor.
             host = logits.to("cpu", torch.float32, copy=True)

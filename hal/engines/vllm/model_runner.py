@@ -89,7 +89,7 @@ class HalModelRunner:
     ) -> Tensor:
         """Keep the log-probabilities of prompts, and return the logits of the rows that get a token."""
         kept, start = [], 0
-        with self.runner.backend.explaining(), torch.inference_mode():
+        with self.runner.backend.translating_errors(), torch.inference_mode():
             for request, score, rows, last in zip(requests, scores, asked, finishes, strict=True):
                 if score:
                     first = max(request.scored - request.computed, 0)
@@ -126,7 +126,7 @@ class HalModelRunner:
     def _sample(self, step: _Step, grammar: Any) -> StepOutput:
         self._settle()  # Penalties read the tokens of the step before. The device runs this one meanwhile.
         ending = [each for each, last in zip(step.requests, step.finishes, strict=True) if last]
-        with self.runner.backend.explaining(), torch.inference_mode():
+        with self.runner.backend.translating_errors(), torch.inference_mode():
             sampled = nans = None
             if step.logits is not None and ending:
                 if self._counts_nans:

@@ -77,7 +77,7 @@ class CapturedForm(Form):
         config, phase = context.config, context.phase
         problem = None
         try:
-            with context.backend.explaining():
+            with context.backend.translating_errors():
                 largest = self.prepare()
             self._check_budget(largest)
         except (CaptureError, CompileError) as error:
@@ -108,7 +108,7 @@ class CapturedForm(Form):
         """Return the shapes to capture, the largest first."""
 
     @abstractmethod
-    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
         """Return a function that runs the largest step without graphs, for the budget and to warm up."""
 
     @abstractmethod
@@ -172,9 +172,13 @@ class CapturedForm(Form):
         biggest = max(largest, key=lambda static: static.shape.tokens)
         self._check_sizes(biggest)
         try:
-            with backend.explaining(), torch.inference_mode():
+            with backend.translating_errors(), torch.inference_mode():
                 budget = CaptureBudget.measure(
-                    backend, self.shapes_to_capture(), self.walk(biggest), phase=context.phase, graphs=self.num_graphs
+                    backend,
+                    self.shapes_to_capture(),
+                    self.warm_up(biggest),
+                    phase=context.phase,
+                    graphs=self.num_graphs,
                 )
         except DeviceOutOfMemory as error:
             raise CaptureError(f"a step of {biggest.shape} does not fit: {error.problem}", error.remedy) from error

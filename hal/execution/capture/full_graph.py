@@ -24,7 +24,7 @@ class GraphMaker(ABC):
     """
 
     @abstractmethod
-    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, static: StaticBatch) -> Callable[[], Any]:
         """Return a function that runs the step to capture eagerly, to warm the device up and measure its memory."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class OptimizedGraphs(GraphMaker):
         self._context = context
         self.optimized = OptimizedModel(context)
 
-    def walk(self, static: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, static: StaticBatch) -> Callable[[], Any]:
         try:
             return self._call(static)
         except CompileError:
@@ -98,8 +98,8 @@ class FullGraphForm(CapturedForm):
         ]
         return sorted(shapes, key=lambda shape: -shape.tokens)
 
-    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
-        return self.maker.walk(largest)
+    def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
+        return self.maker.warm_up(largest)
 
     def size_of(self, shape: StepShape) -> tuple[int, int]:
         return shape.queries, shape.sequences

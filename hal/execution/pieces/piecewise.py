@@ -67,7 +67,7 @@ class PiecewiseForm(TokenForm):
             self._rows = self._make_rows(largest.shape.tokens)
         return [largest]
 
-    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
         def run() -> None:
             assert self.split is not None
             values = _values_of(largest.batch)
@@ -111,7 +111,7 @@ class PiecewiseForm(TokenForm):
                 graph = self.context.backend.graph()
                 bucket.graphs.append(graph)
                 inputs = [values[name] for name in segment.inputs]
-                graph.capture(partial(segment.run, *inputs), pool=pool, hold=True)
+                graph.capture(partial(segment.run, *inputs), pool=pool, reserve_outputs=True)
                 pool = graph.pool
                 rows = dict(zip(names, graph.outputs, strict=True))
                 holding.append((max((each.last for each in segment.outputs), default=0), graph))
@@ -120,10 +120,10 @@ class PiecewiseForm(TokenForm):
             values |= rows
             bucket.parts.append(_Part(graph, rows))
             for _, held in (each for each in holding if each[0] <= index):
-                held.let_go()
+                held.release_outputs()
             holding = [each for each in holding if each[0] > index]
         for _, held in holding:
-            held.let_go()
+            held.release_outputs()
         return pool
 
     def _make_rows(self, tokens: int) -> Values:

@@ -58,7 +58,7 @@ class PiecewiseEagerForm(TokenForm):
     def describe(self) -> str:
         return f"{self.num_graphs} pieces of the model's own Python"
 
-    def walk(self, largest: StaticBatch) -> Callable[[], Any]:
+    def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
         return partial(self.context.eagerly, self._batch(largest.shape.tokens))
 
     def _batch(self, size: int) -> Batch:

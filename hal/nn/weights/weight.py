@@ -79,8 +79,9 @@ class Weight:
         tied_use: the second use in a model whose ``tied`` refers to the tensor.
         dtype: the dtype; None means the model's compute dtype for a floating-point tensor, else the layer's dtype.
         share: how ranks share each part along ``shard``.
-        once: whether it is added to a sum over ranks: the first rank has the tensor, and the others have zeros.
-        among: the group of the mesh whose ranks share it.
+        first_rank_only: whether it is added to a sum over ranks: the first rank has the tensor, and the others have
+            zeros.
+        group: the group of the mesh whose ranks share it.
 
     Raises:
         ModelError: the axes are not distinct identifiers, or ``shard`` is not one of them.
@@ -94,8 +95,8 @@ class Weight:
     tied_use: TiedUse | None = None
     dtype: torch.dtype | None = None
     share: Share = EQUALLY
-    once: bool = False
-    among: Literal["tensor", "expert"] = "tensor"
+    first_rank_only: bool = False
+    group: Literal["tensor", "expert"] = "tensor"
 
     def __attrs_post_init__(self) -> None:
         names = self.axes.split()
@@ -121,7 +122,7 @@ class Weight:
         consumer: Consumer | None = None,
         dtype: torch.dtype | None = None,
         share: Share = EQUALLY,
-        once: bool = False,
+        first_rank_only: bool = False,
     ) -> Self:
         """Return the declaration of a weight concatenated from several checkpoint layers along its first axis.
 
@@ -134,13 +135,15 @@ class Weight:
             consumer: see :class:`Weight`.
             dtype: see :class:`Weight`.
             share: see :class:`Weight`.
-            once: see :class:`Weight`.
+            first_rank_only: see :class:`Weight`.
         """
         if not parts:
-            return cls((name,), axes, shard, consumer=consumer, dtype=dtype, share=share, once=once)
+            return cls(
+                (name,), axes, shard, consumer=consumer, dtype=dtype, share=share, first_rank_only=first_rank_only
+            )
         sources = tuple(f".{part}.{name}" for part in parts)
         assemble = Concatenated(axes.split()[0], tuple(parts.values()))
-        return cls(sources, axes, shard, assemble, consumer, dtype=dtype, share=share, once=once)
+        return cls(sources, axes, shard, assemble, consumer, dtype=dtype, share=share, first_rank_only=first_rank_only)
 
 
 def source_name(path: str, source: str) -> str:

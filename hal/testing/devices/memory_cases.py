@@ -89,7 +89,7 @@ def _out_of_memory(target: Target) -> None:
     nbytes = device.memory_stats().total * 4
     found: BaseException | None = None
     try:
-        with backend.explaining():
+        with backend.translating_errors():
             torch.empty(nbytes, dtype=torch.uint8, device=device.torch).fill_(1)
             device.synchronize()
     except DeviceOutOfMemory as error:

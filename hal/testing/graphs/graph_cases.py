@@ -31,7 +31,7 @@ def cases(target: Target) -> Iterator[Case]:
         ("no-python", _glue),
         ("pool", _pool),
         ("several", _several),
-        ("hold", _hold),
+        ("reserved-outputs", _reserved_outputs),
         ("reset", _reset),
         ("pieces", _pieces),
         *failed_capture_cases.CHECKS.items(),
@@ -123,11 +123,11 @@ def _several(backend: Backend) -> None:
         holds(output, 3.0 * number, f"graph {number} of several without a shared pool")
 
 
-def _hold(backend: Backend) -> None:
+def _reserved_outputs(backend: Backend) -> None:
     """Outputs that are held stay as they are while other graphs of the pool are captured and replayed."""
     x = filled(backend)
     first, second = backend.graph(), backend.graph()
-    held = first.capture(lambda: x + 1, hold=True)
+    held = first.capture(lambda: x + 1, reserve_outputs=True)
     x.fill_(5.0)
     first.replay()
     other = second.capture(lambda: (held * 2, x * 3 + 7), pool=first.pool)
@@ -135,7 +135,7 @@ def _hold(backend: Backend) -> None:
     second.replay()
     holds(held, 6.0, "held outputs, after another graph of the pool")
     holds(other[0], 12.0, "what a graph computes of another's held outputs")
-    first.let_go()
+    first.release_outputs()
     second.replay()
     holds(other[1], 22.0, "a graph after another let go of its outputs")
 

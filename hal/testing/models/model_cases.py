@@ -137,7 +137,7 @@ class ModelRun:
         prompts = [list(text) for text in Plan((7, 1, 30, 4, 11), ()).texts(runner.model.vocab_size)]
         texts = [list(prompt) for prompt in prompts]
         for token in generate(runner, prompts, SamplingParams(max_new_tokens=NEW_TOKENS)):
-            texts[token.prompt].append(token.token_id)
+            texts[token.prompt_index].append(token.token_id)
         known = reference_logits(self.family, head_dim_of(self.target), self.dtype, tuple(map(tuple, texts)))
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             count = len(text) - len(prompt)

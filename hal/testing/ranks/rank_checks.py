@@ -141,7 +141,7 @@ def _fill(
         tensor = torch.zeros(binding.local_shape(ranks.size), dtype=dtype)
         for piece in binding.pieces(ranks.rank, ranks.size):
             taken = tuple(slice(*each) for each in piece.taken)
-            if not (binding.weight.once and ranks.rank > 0):
+            if not (binding.weight.first_rank_only and ranks.rank > 0):
                 piece.put(tensor, 0, sources[piece.source][taken])
         placed, consumer = tensor.to(backend.device.torch), binding.weight.consumer
         if consumer is not None:

@@ -39,7 +39,7 @@ def _checks(backend: Any) -> dict[str, dict[str, str]]:
     found = {}
     for name, check in checks(backend):
         try:
-            with backend.explaining():
+            with backend.translating_errors():
                 found[name] = {"digest": check()}
         except NotApplicable as reason:
             found[name] = {"skipped": str(reason)}
@@ -72,7 +72,7 @@ def _skipping(backend: Any, waited: Path) -> dict[str, Any]:
             time.sleep(PAUSE)
         return {"error": "", "seconds": 0.0}
     try:
-        with backend.explaining():
+        with backend.translating_errors():
             ops.all_reduce(x, group.name)
             backend.device.synchronize()
     except Exception as error:

@@ -604,7 +604,7 @@ class TestPacking:
             backend = hal.open({"backend": "cpu", "dtype": "float32", "compilation": compilation})
             runner = hal.Runner(hal.load_model(trained, backend), backend)
             assert any(each.is_mkldnn for each in runner.model.parameters()) == (gains[-1] > 1)
-            return [(each.prompt, each.token_id) for each in hal.generate(runner, texts, params)]
+            return [(each.prompt_index, each.token_id) for each in hal.generate(runner, texts, params)]
 
         with caplog.at_level(logging.INFO):
             assert tokens(2.0, 2.0, 2.0) == tokens(0.5, 0.5, 0.5) == tokens(1.1, 0.9, 0.5)

@@ -248,9 +248,9 @@ class TestMemory:
         backend = gpu()
         x = torch.ones(1 << 22, device=backend.device.torch)
         first, second, third = (backend.graph() for _ in range(3))
-        first.capture(lambda: x + 1, hold=True)
+        first.capture(lambda: x + 1, reserve_outputs=True)
         second.capture(lambda: first.outputs * 3, pool=first.pool)
-        first.let_go()
+        first.release_outputs()
         third.capture(lambda: x + 7, pool=first.pool)
         assert second.outputs.data_ptr() != first.outputs.data_ptr()
         assert third.outputs.data_ptr() in (first.outputs.data_ptr(), second.outputs.data_ptr())
@@ -332,7 +332,7 @@ import torch, hal
 backend = hal.open("cuda")
 table = torch.zeros(4, 8, device=backend.device.torch)
 try:
-    with backend.explaining():
+    with backend.translating_errors():
         hal.ops.embedding(torch.tensor([9], device=backend.device.torch), table).cpu()
 except hal.errors.DeviceError as error:
     print(error.problem.partition(":")[0], "|", error.remedy)

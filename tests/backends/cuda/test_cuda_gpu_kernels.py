@@ -147,7 +147,7 @@ def test_int8_of_the_shapes_of_models(gpu: Opened) -> None:
 
 def test_out_of_memory_is_told_as_such(gpu: Opened) -> None:
     backend = gpu()
-    with pytest.raises(DeviceOutOfMemory, match="no memory left"), backend.explaining():
+    with pytest.raises(DeviceOutOfMemory, match="no memory left"), backend.translating_errors():
         torch.empty(1 << 50, dtype=torch.uint8, device=backend.device.torch)
     assert torch.ones(3, device=backend.device.torch).sum().item() == 3
 

@@ -30,7 +30,7 @@ Opened = Callable[..., hal.Backend]
 def tokens(runner: hal.Runner, prompts: list[list[int]], **params: Any) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW_TOKENS, **params)):
-        texts[token.prompt].append(token.token_id)
+        texts[token.prompt_index].append(token.token_id)
     return texts
 
 

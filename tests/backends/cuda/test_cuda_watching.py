@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.attention import ByLength
-from hal.backends.cuda.graph import CudaGraph, Watch
+from hal.backends.cuda.graph import CallWatch, CudaGraph
 from torch import Tensor
 
 import hal
@@ -51,7 +51,7 @@ def graph() -> CudaGraph:
 
 def watched(graph: CudaGraph) -> AbstractContextManager[None]:
     """Watch calls as in a capture of the graph."""
-    watch = Watch()
+    watch = CallWatch()
     watch.graph = graph
     return ops.intercepted(watch.wrap)
 

@@ -414,7 +414,7 @@ def same_text(runner: hal.Runner, case: Case) -> int:
     """
     made: list[list[int]] = [[] for _ in case.plan.prompts]
     for token in hal.generate(runner, case.plan.prompts, hal.SamplingParams(max_new_tokens=NEW_TOKENS)):
-        made[token.prompt].append(token.token_id)
+        made[token.prompt_index].append(token.token_id)
     ties = 0
     for row, (prompt, new) in enumerate(zip(case.plan.prompts, made, strict=True)):
         assert len(new) == NEW_TOKENS

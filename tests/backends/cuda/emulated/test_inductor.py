@@ -15,7 +15,7 @@ from hal import ops
 def tokens(runner: hal.Runner, prompts: list[list[int]]) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=4)):
-        texts[token.prompt].append(token.token_id)
+        texts[token.prompt_index].append(token.token_id)
     return texts
 
 

@@ -346,7 +346,7 @@ class TestBeginAndEnd:
                 with seen:
                     captures.end(made)
 
-        with pytest.raises(CaptureError, match=r"the innermost torch mode is Noting .* and must be Watch"):
+        with pytest.raises(CaptureError, match=r"the innermost torch mode is Noting .* and must be CaptureWatch"):
             ends_in_it()
         TestHostValues().check(attend, graph, graph.capture(attend.twice))
 
@@ -380,7 +380,7 @@ def test_a_replay_that_failed_half_way_leaves_nothing_behind(npu: Opened) -> Non
 
     def step() -> None:
         graph.replay(**attend.host_values(LENGTHS[1]))
-        with attend.backend.explaining():
+        with attend.backend.translating_errors():
             output.cpu()
 
     with emulator.faults.execution("Add"), pytest.raises(DeviceError, match="507015"):

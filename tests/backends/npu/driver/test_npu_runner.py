@@ -87,7 +87,7 @@ def check(runner: hal.Runner) -> None:
     blocks = prefilled(runner)
     for rows in (4, 1, 3, 2):
         batch = step(runner, blocks, rows)
-        with runner.backend.explaining():
+        with runner.backend.translating_errors():
             found = runner.step(batch).logits.cpu()
         torch.testing.assert_close(found, eagerly(runner, batch).cpu(), rtol=2e-2, atol=2e-2)
 

@@ -88,7 +88,7 @@ def check(runner: hal.Runner, seed: int = 0, steps: int = 2) -> None:
             [blocks[row] for row in rows],
             cached=[draw.randint(1, longest[row]) for row in rows],
         )
-        with runner.backend.explaining():
+        with runner.backend.translating_errors():
             found = runner.step(batch).logits.cpu()
             same(found, eagerly(runner, batch).cpu(), f"seed {seed}, step {number}")
 
@@ -424,7 +424,7 @@ class TestErrors:
             with (
                 emulator.faults.hang(kernel, 0.05),
                 pytest.raises(DeviceError, match="507014"),
-                runner.backend.explaining(),
+                runner.backend.translating_errors(),
             ):
                 runner.step(batch).logits.cpu()
             check(runner, steps=4)

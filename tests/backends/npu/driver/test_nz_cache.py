@@ -183,7 +183,7 @@ def test_a_generation_is_the_same(npu: Opened, trained: Path, compiler: str) -> 
         runner = hal.Runner(hal.load_model(trained, backend), backend)
         tokens: dict[int, list[int]] = {}
         for token in hal.generate(runner, asked, hal.SamplingParams(max_new_tokens=16)):
-            tokens.setdefault(token.prompt, []).append(token.token_id)
+            tokens.setdefault(token.prompt_index, []).append(token.token_id)
         found.append(tokens)
     assert found[0] == found[1]
     assert len(found[0]) == 4
