@@ -1,7 +1,8 @@
 """hal: a hardware abstraction layer for running language models on PyTorch.
 
-Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors subclass :class:`hal.Driver`, and engines call
-:func:`hal.open`, :func:`hal.load_model` and :class:`hal.Runner`. Names are imported on first use.
+This module is for those who run models: :func:`hal.open`, :func:`hal.load_model`, :class:`hal.Runner`,
+:func:`hal.generate`. Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors :mod:`hal.vendor`, and engines
+:mod:`hal.step`. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from hal.public_names import imported_on_use
 from hal.version import API_VERSION, __version__
 
 _parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -44,21 +46,13 @@ if "torch" not in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"
             del os.environ[_name]
 
 if TYPE_CHECKING:
-    from hal import errors, nn, ops, step
+    from hal import errors, nn, ops, step, vendor
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.loading import load_model
     from hal.checkpoint.model_registry import architectures
     from hal.checkpoint.random_weights import RandomCheckpoint
     from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
-    from hal.device.device import Device
-    from hal.device.graph import Graph
-    from hal.device.host_device import HostDevice
-    from hal.device.limits import Limits
-    from hal.device.memory import MemoryStats
-    from hal.device.stream import Event, Stream
     from hal.drivers.backend import Backend, active_backend
-    from hal.drivers.compiler import Compiler, Form
-    from hal.drivers.driver import Driver, Probe
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.drivers.registry import read_config
     from hal.errors import HalError
@@ -70,39 +64,22 @@ if TYPE_CHECKING:
     from hal.execution.step_output import StepOutput
     from hal.generation.generate import Token, generate
     from hal.generation.sampling_params import SamplingParams
-    from hal.step import Batch, State, StateMemory, StateSpec, StepShape
 
 _HOME = {
     "Backend": "hal.drivers.backend",
-    "Batch": "hal.step",
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.checkpoint.checkpoint",
     "CompilationConfig": "hal.config",
-    "Compiler": "hal.drivers.compiler",
     "Config": "hal.config",
-    "Device": "hal.device.device",
-    "Driver": "hal.drivers.driver",
-    "Event": "hal.device.stream",
-    "Form": "hal.drivers.compiler",
-    "Graph": "hal.device.graph",
     "HostCopy": "hal.execution.host_copy",
-    "HostDevice": "hal.device.host_device",
     "HalError": "hal.errors",
-    "Limits": "hal.device.limits",
     "MemoryPlan": "hal.execution.memory_plan",
-    "MemoryStats": "hal.device.memory",
-    "Probe": "hal.drivers.driver",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
     "RandomCheckpoint": "hal.checkpoint.random_weights",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
-    "State": "hal.step",
-    "StateMemory": "hal.step",
-    "StateSpec": "hal.step",
     "StepOutput": "hal.execution.step_output",
-    "StepShape": "hal.step",
-    "Stream": "hal.device.stream",
     "Token": "hal.generation.generate",
     "active_backend": "hal.drivers.backend",
     "architectures": "hal.checkpoint.model_registry",
@@ -114,40 +91,24 @@ _HOME = {
     "replace_weights": "hal.execution.replace_weights",
     "state_spec": "hal.execution.state_spec",
 }
-_MODULES = ("errors", "nn", "ops", "step")
+_MODULES = ("errors", "nn", "ops", "step", "vendor")
 
 __all__ = [
     "API_VERSION",
     "Backend",
-    "Batch",
     "CacheConfig",
     "Checkpoint",
     "CompilationConfig",
-    "Compiler",
     "Config",
-    "Device",
-    "Driver",
-    "Event",
-    "Form",
-    "Graph",
     "HalError",
     "HostCopy",
-    "HostDevice",
-    "Limits",
     "MemoryPlan",
-    "MemoryStats",
     "ParallelConfig",
     "PhaseConfig",
-    "Probe",
     "RandomCheckpoint",
     "Runner",
     "SamplingParams",
-    "State",
-    "StateMemory",
-    "StateSpec",
     "StepOutput",
-    "StepShape",
-    "Stream",
     "Token",
     "__version__",
     "active_backend",
@@ -163,15 +124,11 @@ __all__ = [
     "replace_weights",
     "state_spec",
     "step",
+    "vendor",
 ]
+
+_lookup = imported_on_use(__name__, _HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"hal.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'hal' has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    value = getattr(importlib.import_module(module), attribute or name)
-    globals()[name] = value
-    return value
+    return importlib.import_module(f"hal.{name}") if name in _MODULES else _lookup(name)

@@ -77,7 +77,7 @@ class CudaOptions:
 class CudaBackend(Backend):
     """An opened GPU, created by :class:`CudaDriver`.
 
-    Device, streams, events and memory are those of :class:`hal.Device`, on torch's device-generic runtime.
+    Device, streams, events and memory are those of :class:`hal.vendor.Device`, on torch's device-generic runtime.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ step, which rules out a deadlock between them.
 
 
 class NpuDevice(Device):
-    """One NPU. Streams, events and memory are those of :class:`hal.Device`.
+    """One NPU. Streams, events and memory are those of :class:`hal.vendor.Device`.
 
     Attributes:
         failures: the number of device failures so far. A graph that sees it change since its last replay recovers.

@@ -20,7 +20,7 @@ from hal.errors import CaptureError, GraphError
 
 
 class Captures:
-    """Captures graphs one after another; see :meth:`hal.Graph.capturing`."""
+    """Captures graphs one after another; see :meth:`hal.vendor.Graph.capturing`."""
 
     def __init__(self, graph: GraphBase) -> None:
         self._graph = graph
@@ -36,9 +36,9 @@ class Captures:
 
         Args:
             graph: an empty graph of the same backend.
-            pool: another graph's :attr:`hal.Graph.pool`, to share its memory.
+            pool: another graph's :attr:`hal.vendor.Graph.pool`, to share its memory.
             reserve_outputs: reserve the outputs' memory from graphs captured later in this pool, until
-                :meth:`hal.Graph.release_outputs`.
+                :meth:`hal.vendor.Graph.release_outputs`.
 
         Raises:
             GraphError: the graph has a capture already, or another type; or a capture is in progress.
@@ -145,7 +145,7 @@ class Captures:
 
 @contextmanager
 def capturing(graph: GraphBase, stream: Stream | None) -> Iterator[Captures]:
-    """Enter the context that captures need; see :meth:`hal.Graph.capturing`."""
+    """Enter the context that captures need; see :meth:`hal.vendor.Graph.capturing`."""
     with CAPTURING:
         captures = Captures(graph)
         begin_capturing()

@@ -13,9 +13,9 @@ Every driver implements this contract of capture and replay:
   before any launch, and copies the values before it returns.
 - An exception of the function leaves ``capture`` unchanged. A failure of the capture itself raises
   :class:`CaptureError` with the cause chained. In both cases the graph is empty, and can capture again.
-- ``capture(fn)`` is a begin and an end around ``fn``. :meth:`hal.Graph.capturing` provides both, to capture several
-  graphs from one run of a function. The context of captures (inference mode, a stream, torch modes) is entered once,
-  before the first begin. Begin and end enter and exit no context.
+- ``capture(fn)`` is a begin and an end around ``fn``. :meth:`hal.vendor.Graph.capturing` provides both, to capture
+  several graphs from one run of a function. The context of captures (inference mode, a stream, torch modes) is entered
+  once, before the first begin. Begin and end enter and exit no context.
 - Capture and replay run under ``torch.inference_mode``, as do the caches that they write.
 - Threading: a graph belongs to one thread at a time. A process runs one capture at a time; other threads wait.
 - Closing a graph, as closing its backend does, waits for a replay or capture of another thread. A closed graph holds

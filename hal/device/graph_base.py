@@ -23,7 +23,7 @@ MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {D
 
 
 class GraphBase(ABC):
-    """The state of a graph, its replay, and the methods that a driver implements; see :class:`hal.Graph`."""
+    """The state of a graph, its replay, and the methods that a driver implements; see :class:`hal.vendor.Graph`."""
 
     may_refuse: bool = False
     """Whether replays must call :meth:`refusal` first."""

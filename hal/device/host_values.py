@@ -30,7 +30,7 @@ class HostValues:
         if tensor.device.type != "cpu":
             raise CaptureError(
                 f"{operation} was called with {name} on {tensor.device}; a host value must be a CPU tensor",
-                "pass the host twin of the tensor, a field of hal.Batch",
+                "pass the host twin of the tensor, a field of hal.step.Batch",
             )
         known = self._tensors.setdefault(name, tensor)
         if known.data_ptr() != tensor.data_ptr() or known.shape != tensor.shape:

@@ -94,7 +94,7 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
     probe: Any = driver.probe_for(options)
     took = time.perf_counter() - start
     if not isinstance(probe, Probe):
-        raise DriverIncompatible(f"the probe returned {probe!r}, not a hal.Probe", REPORT)
+        raise DriverIncompatible(f"the probe returned {probe!r}, not a hal.vendor.Probe", REPORT)
     tell("probe", {**attrs.asdict(probe), "ms": round(took * 1e3, 1)})
     if not probe.available:
         return

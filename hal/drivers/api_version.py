@@ -19,7 +19,7 @@ def check_driver(name: str, group: str, cls: Any) -> None:
     """Raise DriverIncompatible unless ``cls``, loaded from the entry point ``name``, is a usable driver."""
     if not (inspect.isclass(cls) and issubclass(cls, Driver)):
         raise DriverIncompatible(
-            f"the entry point {name} in {group} is {cls!r}, not a subclass of hal.Driver",
+            f"the entry point {name} in {group} is {cls!r}, not a subclass of hal.vendor.Driver",
             "point the entry point at the driver's class",
         )
     missing = sorted(cls.__abstractmethods__) + [each for each in ("name", "api_version") if not hasattr(cls, each)]

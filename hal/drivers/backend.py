@@ -77,7 +77,7 @@ class Backend(BackendResources):
             function of the original layer. Hardware with a kernel for the operation needs none.
         native_names: hal's operation names by the vendor's, such as ``atb._npu_paged_attention``.
         capabilities: names of the optional features that the backend supports.
-        limits: see :class:`Limits`.
+        limits: see :class:`hal.vendor.Limits`.
         inductor: operations that Inductor calls as opaque kernels; it decomposes the others. None if the compiler
             ``inductor`` does not support this backend.
         state_layout: ``canonical``, or the driver's name for the layout that its ``allocate`` uses. Only the driver's

@@ -49,16 +49,19 @@ def _are_layers(value: Any) -> bool:
 
 _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (_is_text, "the driver's name, a string"),
-    "device": (_is_device, "a hal.Device whose `torch` is a torch.device with its index, or a hal.HostDevice()"),
+    "device": (
+        _is_device,
+        "a hal.vendor.Device whose `torch` is a torch.device with its index, or a hal.vendor.HostDevice()",
+    ),
     "kernels": (lambda value: _is_table(value, lambda kernel: True), "a mapping from operation names to callables"),
     "graphs": (lambda value: isinstance(value, bool), "True or False"),
-    "compilers": (_is_listed, "a collection of hal.Compiler"),
+    "compilers": (_is_listed, "a collection of hal.vendor.Compiler"),
     "aliases": (_is_table, "a mapping from strings to compiler names"),
     "rewrites": (_is_listed, "a collection of hal.compile.rewrite.rewrite.Rewrite, or of functions of a graph"),
     "layers": (_are_layers, "a mapping from classes of hal.nn to callables that return a layer"),
     "native_names": (_is_table, "a mapping from the vendor's operation names to hal's"),
     "capabilities": (_are_texts, "a collection of strings"),
-    "limits": (lambda value: value is None or isinstance(value, Limits), "hal.Limits, or leave it out"),
+    "limits": (lambda value: value is None or isinstance(value, Limits), "hal.vendor.Limits, or leave it out"),
     "inductor": (lambda value: value is None or _are_texts(value), "a collection of strings, or None"),
     "state_layout": (_is_text, "a string"),
     "sources": (_is_table, "a mapping from operation names to library names"),
@@ -99,7 +102,7 @@ def check_opened(driver: str, backend: Any) -> None:
         )
     check_arguments(driver, {each: getattr(backend, each) for each in _ARGUMENTS})
     if backend.limits is None:
-        raise DriverIncompatible(f"the driver {driver} has limits = None", "set limits = hal.Limits()")
+        raise DriverIncompatible(f"the driver {driver} has limits = None", "set limits = hal.vendor.Limits()")
 
 
 def check_rewrites(driver: str, rewrites: Sequence[Any]) -> None:

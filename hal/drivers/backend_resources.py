@@ -61,7 +61,7 @@ class BackendResources(Closable):
         raise ConfigError(f"the backend {self.name} has no graphs", 'set compilation.compiler to "eager"')
 
     def capturing(self, stream: Stream | None = None) -> AbstractContextManager[Captures]:
-        """Return a context manager that captures several graphs in turn; see :meth:`hal.Graph.capturing`."""
+        """Return a context manager that captures several graphs in turn; see :meth:`hal.vendor.Graph.capturing`."""
         return self.graph().capturing(stream)
 
     def allocate(self, spec: StateSpec) -> StateMemory:

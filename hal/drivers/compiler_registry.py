@@ -36,7 +36,7 @@ def check_compilers(driver: str, own: Sequence[Any]) -> None:
         if not isinstance(each, Compiler):
             raise DriverIncompatible(
                 f"the driver {driver} has {each!r:.70} among its compilers",
-                "pass hal.Compiler objects; omit hal's own compilers, which graphs=True makes available",
+                "pass hal.vendor.Compiler objects; omit hal's own compilers, which graphs=True makes available",
             )
         if each.name == EAGER or [other.name for other in own].count(each.name) > 1 or each.name in COMPILERS.names():
             raise DriverIncompatible(

@@ -18,11 +18,11 @@ from hal.step.state import StateMemory, StateSpec
 
 def _memory(memory: Any, spec: StateSpec) -> str:
     if not isinstance(memory, StateMemory):
-        return "a hal.StateMemory"
+        return "a hal.step.StateMemory"
     same = [*map(set, memory.layers)] == [*map(set, spec.layers)]
     if same and all(isinstance(each, Tensor) for _, each in memory.tensors()):
         return ""
-    return "a hal.StateMemory with a tensor for each state of each layer of the spec"
+    return "a hal.step.StateMemory with a tensor for each state of each layer of the spec"
 
 
 def _same_shape(result: Any, weight: Tensor, *use: Any) -> str:
@@ -36,7 +36,7 @@ def _instance(kind: type[Any], what: str) -> Callable[..., str]:
 
 
 _RESULTS: Mapping[str, Callable[..., str]] = {
-    "graph": _instance(Graph, "a hal.Graph"),
+    "graph": _instance(Graph, "a hal.vendor.Graph"),
     "allocate": _memory,
     "prepare_weight": _same_shape,
     "plain_weight": _same_shape,

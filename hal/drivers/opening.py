@@ -23,7 +23,7 @@ def probe_driver(driver: Driver, options: Mapping[str, Any]) -> Probe:
 
     Raises:
         ConfigError: an option is invalid.
-        DriverIncompatible: the result is not a :class:`hal.Probe`.
+        DriverIncompatible: the result is not a :class:`hal.vendor.Probe`.
         DriverError: the probe raised.
     """
     with _name_driver(driver.name):
@@ -125,6 +125,6 @@ def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:
         raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
     if not isinstance(probe, Probe):
         raise DriverIncompatible(
-            f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.Probe", REPORT
+            f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.vendor.Probe", REPORT
         )
     return probe

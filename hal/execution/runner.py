@@ -192,7 +192,7 @@ class Runner(Closable):
         cached: Sequence[int] | None = None,
         **fields: Any,
     ) -> Any:
-        """Build a batch for this runner's cache and device, with every number checked; see :meth:`hal.Batch.build`.
+        """Build a batch for this runner's cache and device. :meth:`hal.step.Batch.build` checks every number.
 
         Args:
             token_ids: the new tokens of each sequence.
@@ -202,7 +202,7 @@ class Runner(Closable):
 
         Raises:
             BatchError: a token id or block is out of range, a sequence is longer than the model's maximum, or as
-                :meth:`hal.Batch.build`.
+                :meth:`hal.step.Batch.build`.
             ClosedError: the runner is closed.
         """
         self.uses.check_open()

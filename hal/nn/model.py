@@ -31,7 +31,7 @@ class CausalLM(nn.Module):
         extra: names of further tensors that ``forward`` returns, each with a row per token.
         max_length: the maximum sequence length, in tokens.
         states: the states of each layer, by name; an empty mapping for a layer without state.
-        batch_type: the class of its batches: :class:`hal.Batch`, or a subclass with more fields.
+        batch_type: the class of its batches: :class:`hal.step.Batch`, or a subclass with more fields.
         output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.

@@ -1,6 +1,6 @@
 """Batches of an engine's sequences, whose rows persist between steps.
 
-:meth:`hal.Batch.build` reads every block of every sequence in each step. An :class:`InputBatch` checks tokens and
+:meth:`hal.step.Batch.build` reads every block of every sequence in each step. An :class:`InputBatch` checks tokens and
 blocks when they arrive, and a step reads what is new.
 """
 

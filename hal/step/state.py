@@ -71,7 +71,7 @@ def _frozen(layer: LayerStates) -> LayerStates:
     for name, state in layer.items():
         if not isinstance(state, State):
             raise ModelError(
-                f"a layer declares the state {name!r} as {state!r:.70}, which is not a hal.State",
+                f"a layer declares the state {name!r} as {state!r:.70}, which is not a hal.step.State",
                 "declare it as, for example, State(TOKEN, (2, 64))",
             )
     return MappingProxyType(dict(layer))

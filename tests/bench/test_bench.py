@@ -467,7 +467,7 @@ class TestAgreement:
         build = hal.Runner.batch
 
         def faulty(self: HalSide, mode: str, inputs: Inputs) -> Contender:
-            def one_less(*args: Any, **keys: Any) -> hal.Batch:
+            def one_less(*args: Any, **keys: Any) -> hal.step.Batch:
                 batch = build(*args, **keys)
                 changes = {wrong: getattr(batch, wrong) - 1}
                 if wrong == "kv_lens":
@@ -561,8 +561,8 @@ class TestRefusals:
         pytest.importorskip("transformers", reason="transformers is the other contender")
         one = {"length": 1, "compilers": ("eager",)}
         free = 2 * plan.prepare(tiny(**one)).weight_bytes
-        stats = hal.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
-        monkeypatch.setattr(hal.HostDevice, "memory_stats", lambda self: stats)
+        stats = hal.vendor.MemoryStats(allocated=0, peak=0, reserved=0, free=free, total=1 << 30)
+        monkeypatch.setattr(hal.vendor.HostDevice, "memory_stats", lambda self: stats)
         plan.prepare(tiny(**one))
         with pytest.raises(BenchmarkError, match="the weights of all contenders take"):
             plan.prepare(tiny(**one, against=("transformers",)))
@@ -727,7 +727,7 @@ class TestLaunches:
             self.calls: Counter[str] = Counter()
             super().__init__(
                 "counting",
-                hal.HostDevice(),
+                hal.vendor.HostDevice(),
                 kernels={name: self.counted(name) for name in ("linear", "rms_norm", "paged_attention", "embedding")},
             )
 

@@ -30,7 +30,7 @@ import hal
 LAYERS, ROUNDS, ROWS = 28, 150, 2
 
 
-def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.Batch], Tensor]:
+def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.step.Batch], Tensor]:
     """Return a hand-written step for this model and these kernels, without lookups at run time."""
     kernels: Any = backend.kernels
     embedding, linear, rms_norm = kernels["embedding"], kernels["linear"], kernels["rms_norm"]
@@ -65,7 +65,7 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
         (*each, following) for each, following in zip(weights, [*(w[0] for w in weights[1:]), final], strict=True)
     ]
 
-    def step(batch: hal.Batch) -> Tensor:
+    def step(batch: hal.step.Batch) -> Tensor:
         slots, table_of_blocks, starts = batch.slot_mapping, batch.block_table, batch.query_start_loc
         lens, starts_host, lens_host = batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
         hidden = embedding(batch.token_ids, table)

@@ -74,7 +74,7 @@ class Turns:
 
 
 @torch.no_grad()
-def measure(module: Any, tokens: int, device: hal.Device, clock: Callable[[], float]) -> dict[str, Any]:
+def measure(module: Any, tokens: int, device: hal.vendor.Device, clock: Callable[[], float]) -> dict[str, Any]:
     gate_up, down, router = module.experts.gate_up_proj, module.experts.down_proj, module.gate.weight
 
     def ours(x: Tensor) -> Tensor:

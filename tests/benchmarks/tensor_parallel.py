@@ -74,7 +74,7 @@ def all_reduces(backend: hal.Backend) -> dict[str, Any]:
     return found
 
 
-def launches(runner: hal.Runner, batch: hal.Batch, steps: int) -> dict[str, float]:
+def launches(runner: hal.Runner, batch: hal.step.Batch, steps: int) -> dict[str, float]:
     """Return the milliseconds of the launches of a captured step, by kind of operation, each at its fastest."""
     form: Any = runner.forms["decode"]
     (graph,) = form.bucket_for(batch.shape).graphs

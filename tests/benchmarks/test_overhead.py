@@ -192,7 +192,7 @@ def test_the_batch_of_a_decode_step(benchmark: BenchmarkFixture) -> None:
     bounds = Bounds(32_000, 1, 4000, 8192)
     blocks = [list(range(1 + 100 * row, 64 + 100 * row)) for row in range(size)]
     inputs = InputBatch(
-        hal.Batch, max_sequences=64, max_length=8192, block_size=block, device=HostDevice(), bounds=bounds
+        hal.step.Batch, max_sequences=64, max_length=8192, block_size=block, device=HostDevice(), bounds=bounds
     )
     for row in range(size):
         inputs.add([7] * length, blocks[row], cached=length - 1)
@@ -206,8 +206,8 @@ def test_the_batch_of_a_decode_step(benchmark: BenchmarkFixture) -> None:
             times.append(time.perf_counter() - start)
         return round(statistics.median(times) * 1e3, 3)
 
-    def build() -> hal.Batch:
-        return hal.Batch.build([[7]] * size, blocks, block_size=block, cached=cached, bounds=bounds)
+    def build() -> hal.step.Batch:
+        return hal.step.Batch.build([[7]] * size, blocks, block_size=block, cached=cached, bounds=bounds)
 
     report(
         benchmark,

@@ -63,7 +63,7 @@ def timed(part: str, run: Callable[..., Any], *arguments: Any) -> Any:
 class TimedRunner(hal.Runner):
     """Counts the time of steps."""
 
-    def step(self, batch: hal.Batch) -> Any:
+    def step(self, batch: hal.step.Batch) -> Any:
         """Run the step."""
         SPENT["steps"] += 1
         return timed("runner", super().step, batch)

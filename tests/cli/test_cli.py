@@ -30,18 +30,18 @@ PROGRAM = "from hal.cli import main; main()"
 DRIVERS = """
 import hal, torch
 
-class Good(hal.Driver):
+class Good(hal.vendor.Driver):
     name, api_version, priority = "good", (3, 0), 5
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
     def open(self, options):
         hal.config.read(hal.CacheConfig, options)
-        return hal.Backend("good", hal.HostDevice(), kernels={"rms_norm": torch.rms_norm})
+        return hal.Backend("good", hal.vendor.HostDevice(), kernels={"rms_norm": torch.rms_norm})
 
 class Absent(Good):
     priority = 20
     def probe(self):
-        return hal.Probe(False, "there is no [card]", "buy one of those at the shop around the corner " * 3)
+        return hal.vendor.Probe(False, "there is no [card]", "buy one of those at the shop around the corner " * 3)
 
 class RaisesInProbe(Good):
     def probe(self):
@@ -71,10 +71,10 @@ class RaisesInOpen(Good):
 EMULATING = """
 import hal
 
-class Emulating(hal.Driver):
+class Emulating(hal.vendor.Driver):
     name, api_version = "emulating", (3, 0)
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
     def open(self, options):
         raise hal.errors.ConfigError(f"options: {dict(sorted(options.items()))}", "none")
 """
@@ -339,7 +339,7 @@ class TestLists:
         assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is truncated or wrapped"
         assert "bus error" in lines["raisesinprobe"]
         assert "SystemExit(3)" in lines["exitsinprobe"]
-        assert "returned None, not a hal.Probe" in lines["noprobe"]
+        assert "returned None, not a hal.vendor.Probe" in lines["noprobe"]
         assert "has priority = None, which is not an integer" in lines["nopriority"]
         assert "Misspelt" in lines["misspelt"]
         assert "no_such_module" in lines["unimportable"]

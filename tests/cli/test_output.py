@@ -40,14 +40,14 @@ def rms_norm(x, weight, eps):
     make_noise("a kernel")
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
-class Noisy(hal.Driver):
+class Noisy(hal.vendor.Driver):
     name, api_version, priority = "noisy", (3, 0), -1
     def probe(self):
         make_noise("probe")
-        return hal.Probe(True, "it is loud")
+        return hal.vendor.Probe(True, "it is loud")
     def open(self, options):
         make_noise("open")
-        return hal.Backend("noisy", hal.HostDevice(), kernels={"rms_norm": rms_norm})
+        return hal.Backend("noisy", hal.vendor.HostDevice(), kernels={"rms_norm": rms_norm})
 
 make_noise("import")
 atexit.register(make_noise, "exit")

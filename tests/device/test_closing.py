@@ -254,7 +254,7 @@ class Mistaken(CpuBackend):
     def __init__(self) -> None:
         super().__init__(CpuOptions(native=False, pack_weights=False))
         self.caches: list[weakref.ref[Tensor]] = []
-        self.captured: list[hal.Graph] = []
+        self.captured: list[hal.vendor.Graph] = []
         kernel = self.kernels["silu_and_mul"]
 
         def mistaken(x: Tensor) -> Tensor:
@@ -264,11 +264,11 @@ class Mistaken(CpuBackend):
 
         self.kernels = MappingProxyType({**self.kernels, "silu_and_mul": mistaken})
 
-    def graph(self) -> hal.Graph:
+    def graph(self) -> hal.vendor.Graph:
         self.captured.append(super().graph())
         return self.captured[-1]
 
-    def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+    def allocate(self, spec: hal.step.StateSpec) -> hal.step.StateMemory:
         cache = super().allocate(spec)
         self.caches += [weakref.ref(each) for _, each in cache.tensors()]
         return cache

@@ -34,27 +34,27 @@ class Options:
     card: int = 0
     emulator: bool = False
 
-class Acme(hal.Driver):
+class Acme(hal.vendor.Driver):
     name, api_version, priority = "acme", (3, 0), 7
     requires = ("torch>=2", "a-package-that-is-not-there==1.0")
     variables = ("ACME_",)
 
     def probe(self):
-        return hal.Probe(True, "two cards")
+        return hal.vendor.Probe(True, "two cards")
 
     def open(self, options):
         chosen = hal.config.read(Options, options, "options of the acme driver")
         return self.backend(chosen, kernels={})
 
     def backend(self, chosen, **given):
-        return hal.Backend(self.name, hal.HostDevice(f"card {chosen.card}"), **given)
+        return hal.Backend(self.name, hal.vendor.HostDevice(f"card {chosen.card}"), **given)
 
     def devices(self, options):
         return [{**options, "card": card} for card in range(2)]
 
 class Absent(Acme):
     def probe(self):
-        return hal.Probe(False, "there is no Acme card", "buy one")
+        return hal.vendor.Probe(False, "there is no Acme card", "buy one")
 
 class WrongEpsilon(Acme):
     def backend(self, chosen, **given):
@@ -67,7 +67,7 @@ class RaisingKernel(Acme):
             raise RuntimeError("unit 3 is on fire")
         return super().backend(chosen, kernels={"silu_and_mul": silu_and_mul})
 
-class StaleGraph(hal.Graph):
+class StaleGraph(hal.vendor.Graph):
     '''Launches nothing at a replay, though host values are there.'''
     def _capture_context(self, stream):
         def wrap(operation, kernel):
@@ -88,7 +88,7 @@ class Stale(Acme):
     def backend(self, chosen, **given):
         class Backend(hal.Backend):
             def graph(self): return StaleGraph()
-        return Backend(self.name, hal.HostDevice(), kernels={}, graphs=True)
+        return Backend(self.name, hal.vendor.HostDevice(), kernels={}, graphs=True)
 
 class RaisesInProbe(Acme):
     def probe(self):
@@ -409,7 +409,7 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
     ("name", "reason", "hint"),
     [
         ("RaisesInProbe", "probing: it raised OSError('bus error')", "report it"),
-        ("NoProbe", "probing: the probe returned None, not a hal.Probe", "report it"),
+        ("NoProbe", "probing: the probe returned None, not a hal.vendor.Probe", "report it"),
         ("RaisesInOpen", "opening the driver: the driver RaisesInOpen: the firmware is old", "update it"),
         ("NoDevices", "opening the driver: the driver can be opened, but its `devices` returned []", "report it"),
         ("DiesInOpen", "opening the driver: it was terminated by SIGABRT", "see the log"),
@@ -562,7 +562,7 @@ class Wrong(Late):
         def all_reduce(x, group):
             summed = collectives.all_reduce(x, group)
             return summed + 1 if os.environ.get("RANK") == "1" else summed
-        return hal.Backend("late", hal.HostDevice(), kernels={"all_reduce": all_reduce}, distributed="gloo")
+        return hal.Backend("late", hal.vendor.HostDevice(), kernels={"all_reduce": all_reduce}, distributed="gloo")
 """
 )
 """A module with drivers of which rank 1 is never opened, or wrong."""

@@ -40,23 +40,23 @@ IMPORTED = True
 class Card:
     card: int | None = None
 
-class Acme(hal.Driver):
+class Acme(hal.vendor.Driver):
     name = "acme"
     api_version = (3, 0)
     priority = 10
 
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
 
     def open(self, options):
         self.opened_with = dict(options)
         Acme.last = self
-        return hal.Backend(self.name, hal.HostDevice(), kernels={})
+        return hal.Backend(self.name, hal.vendor.HostDevice(), kernels={})
 
 class Absent(Acme):
     priority = 20
     def probe(self):
-        return hal.Probe(False, "there is no Acme card", "buy one")
+        return hal.vendor.Probe(False, "there is no Acme card", "buy one")
 
 class Raising(Acme):
     def probe(self):
@@ -73,11 +73,11 @@ class NextMajor(Acme):
 class LastMajor(Acme):
     api_version = (2, 1)
 
-class Unfinished(hal.Driver):
+class Unfinished(hal.vendor.Driver):
     name = "unfinished"
     api_version = (3, 0)
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
 
 class Lettered(Acme):
     variables = "ACME_"
@@ -85,7 +85,7 @@ class Lettered(Acme):
 class Picky(Acme):  # reads its options when it is probed, and is not available without the option card
     def probe_for(self, options):
         chosen = read(Card, options, "options of the picky driver")
-        return hal.Probe(chosen.card is not None, "no card is named", "name one")
+        return hal.vendor.Probe(chosen.card is not None, "no card is named", "name one")
 
 class Constructed(Acme):
     def __init__(self):
@@ -109,7 +109,7 @@ class BusyOpen(Acme):
 
 class Otherwise(Acme):
     def open(self, options):
-        return hal.Backend("someone_else", hal.HostDevice(), kernels={})
+        return hal.Backend("someone_else", hal.vendor.HostDevice(), kernels={})
 
 class Interrupted(Acme):
     def probe(self):
@@ -211,7 +211,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     )
     found = {each.name: each.probe for each in registry.candidates()}
     assert found["cpu"].available
-    assert found["absent"] == hal.Probe(False, "there is no Acme card", "buy one")
+    assert found["absent"] == hal.vendor.Probe(False, "there is no Acme card", "buy one")
     assert "bus error" in found["raising"].reason
     assert "a_library_that_is_not_there" in found["broken"].reason
     assert "3.1" in found["newer"].reason
@@ -379,7 +379,7 @@ def test_an_unknown_driver_names_the_known_ones(vendor: Vendor) -> None:
 
 def test_a_probe_that_says_no_must_say_why() -> None:
     with pytest.raises(ValueError, match="reason and a hint"):
-        hal.Probe(False)
+        hal.vendor.Probe(False)
 
 
 class TestChoices:
@@ -425,7 +425,7 @@ class TestChoices:
 
     def test_block_sizes_and_dtypes_follow_the_limits(self, cpu: hal.Backend) -> None:
         limited = hal.Backend(
-            "limited", cpu.device, kernels={}, limits=hal.Limits(dtypes=(torch.float32,), block_sizes=(128,))
+            "limited", cpu.device, kernels={}, limits=hal.vendor.Limits(dtypes=(torch.float32,), block_sizes=(128,))
         )
         with pytest.raises(ConfigError, match="block_size to one of 128"):
             limited.configure(hal.Config(backend="limited", cache=hal.CacheConfig(block_size=16)))
@@ -484,10 +484,10 @@ class TestChoices:
             return ops.operation("rms_norm").reference(x, weight, eps)
 
         class Other(hal.Backend):
-            def graph(self) -> hal.Graph:
+            def graph(self) -> hal.vendor.Graph:
                 return Tape()
 
-        other = Other("other", hal.HostDevice(), kernels={"rms_norm": norm}, graphs=True)
+        other = Other("other", hal.vendor.HostDevice(), kernels={"rms_norm": norm}, graphs=True)
         other.configure(hal.config.load({"backend": "other", "dtype": "float32", "compilation": compilation}))
         runners = [hal.Runner(hal.load_model(trained, each), each) for each in (mine, other)]
         assert mine.active
@@ -535,7 +535,7 @@ class TestLimits:
     def test_what_no_backend_can_take_is_refused(self, given: dict[str, Any], remedy: str) -> None:
         ((name, value),) = given.items()
         with pytest.raises(DriverError, match=re.escape(f"{name}={value!r}")) as caught:
-            hal.Limits(**given)
+            hal.vendor.Limits(**given)
         assert remedy in caught.value.remedy
 
 

@@ -24,13 +24,13 @@ from hal.ops import FLOATING, Draw, Sample, op
 MODULE = """
 import hal
 
-class Acme(hal.Driver):
+class Acme(hal.vendor.Driver):
     name = "acme"
     api_version = (3, 0)
     priority = 100
 
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
 
     def open(self, options):
         return Acme.make(self.name)
@@ -64,10 +64,10 @@ VALUES: dict[str, Any] = {
     "a tensor": torch.ones(2),
     "a number of torch": torch.tensor(1),
     "a device of torch": torch.device("cpu"),
-    "the class Device": hal.Device,
-    "a Device of a text": hal.Device("cpu"),
+    "the class Device": hal.vendor.Device,
+    "a Device of a text": hal.vendor.Device("cpu"),
     "a layer": torch.nn.Linear(1, 1),
-    "the class Limits": hal.Limits,  # type: ignore[arg-type]
+    "the class Limits": hal.vendor.Limits,  # type: ignore[arg-type]
 }
 ARGUMENTS = tuple(inspect.signature(hal.Backend).parameters)
 TAKEN = {
@@ -121,7 +121,7 @@ def refused(opens: Opens, make: Callable[[str], Any], *messages: str) -> None:
 @pytest.mark.parametrize("argument", ARGUMENTS)
 @pytest.mark.parametrize("value", VALUES)
 def test_arguments_of_other_types(argument: str, value: str, opens: Opens) -> None:
-    given: dict[str, Any] = {"name": "acme", "device": hal.HostDevice(), "kernels": {}, argument: VALUES[value]}
+    given: dict[str, Any] = {"name": "acme", "device": hal.vendor.HostDevice(), "kernels": {}, argument: VALUES[value]}
     if value in TAKEN.get(argument, ()):
         opens(lambda name: hal.Backend(**given))
         assert hal.open("acme").ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6).shape == (1, 4)
@@ -129,37 +129,39 @@ def test_arguments_of_other_types(argument: str, value: str, opens: Opens) -> No
         refused(opens, lambda name: hal.Backend(**given))
 
 
-@pytest.mark.parametrize("value", [None, "cpu", torch.device("cpu"), hal.Device, hal.Device("cpu")])  # type: ignore[arg-type]
+@pytest.mark.parametrize("value", [None, "cpu", torch.device("cpu"), hal.vendor.Device, hal.vendor.Device("cpu")])  # type: ignore[arg-type]
 def test_a_device_that_is_none(value: Any, opens: Opens) -> None:
     refused(
         opens,
         lambda name: hal.Backend(name, value, kernels={}),
         "the driver acme has device = ",
-        "make it a hal.Device",
+        "make it a hal.vendor.Device",
     )
 
 
-@pytest.mark.parametrize("value", ["x", 0, {}, hal.Limits])
+@pytest.mark.parametrize("value", ["x", 0, {}, hal.vendor.Limits])
 def test_limits_that_are_none(value: Any, opens: Opens) -> None:
     given: dict[str, Any] = {"kernels": {}, "limits": value}
-    refused(opens, lambda name: hal.Backend(name, hal.HostDevice(), **given), "the driver acme has limits = ")
+    refused(opens, lambda name: hal.Backend(name, hal.vendor.HostDevice(), **given), "the driver acme has limits = ")
 
 
 def test_limits_of_wrong_values(opens: Opens) -> None:
     """The error that Limits raises does not know the driver."""
     sizes: Any = 64
     refused(
-        opens, lambda name: hal.Limits(head_dims=sizes), "the driver acme: the limits of a backend have head_dims=64"
+        opens,
+        lambda name: hal.vendor.Limits(head_dims=sizes),
+        "the driver acme: the limits of a backend have head_dims=64",
     )
 
 
 def test_a_kernel_for_no_operation(opens: Opens) -> None:
-    refused(opens, lambda name: hal.Backend(name, hal.HostDevice(), kernels={"rms_nrom": print}), "did you mean")
+    refused(opens, lambda name: hal.Backend(name, hal.vendor.HostDevice(), kernels={"rms_nrom": print}), "did you mean")
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, "acme", 3, hal.Backend, hal.HostDevice(), Unprintable(), "x" * 10**6],
+    [None, "acme", 3, hal.Backend, hal.vendor.HostDevice(), Unprintable(), "x" * 10**6],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_backend(value: Any, opens: Opens) -> None:
@@ -173,12 +175,12 @@ class Bare(hal.Backend):
 
 class Half(hal.Backend):
     def __init__(self, name: str) -> None:
-        self.name, self.device = name, hal.HostDevice()
+        self.name, self.device = name, hal.vendor.HostDevice()
 
 
 class Whole(hal.Backend):
     def __init__(self, name: str) -> None:
-        super().__init__(name, hal.HostDevice(), kernels={})
+        super().__init__(name, hal.vendor.HostDevice(), kernels={})
 
 
 @pytest.mark.parametrize("cls", [Bare, Half])
@@ -280,7 +282,7 @@ class Returning(hal.Backend):
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        super().__init__("acme", hal.HostDevice(), kernels={}, graphs=True)
+        super().__init__("acme", hal.vendor.HostDevice(), kernels={}, graphs=True)
 
 
 def returning(hook: str, value: Any) -> hal.Backend:
@@ -291,7 +293,7 @@ def returning(hook: str, value: Any) -> hal.Backend:
     return type("Acme", (Returning,), overrides)(value)
 
 
-SPEC = hal.StateSpec.key_value(2, 1, 8, torch.float32, 4, 16)
+SPEC = hal.step.StateSpec.key_value(2, 1, 8, torch.float32, 4, 16)
 USE = hal.nn.WeightUse("linear", "weight", torch.float32)
 CALLS: dict[str, tuple[Any, ...]] = {
     "graph": (),
@@ -309,9 +311,9 @@ WRONG: dict[str, Any] = {
     "a number": 3,
     "a tensor": torch.ones(2),
     "an exception": RuntimeError("x"),
-    "the class": hal.StateMemory,
-    "a canonical state of fewer layers": hal.StateMemory(SPEC, ({},)),
-    "states that are texts": hal.StateMemory(SPEC, ({"key": "x", "value": "y"},) * 2),  # type: ignore[dict-item]
+    "the class": hal.step.StateMemory,
+    "a canonical state of fewer layers": hal.step.StateMemory(SPEC, ({},)),
+    "states that are texts": hal.step.StateMemory(SPEC, ({"key": "x", "value": "y"},) * 2),  # type: ignore[dict-item]
 }
 
 

@@ -45,7 +45,7 @@ def test_hal_is_active_only_if_asked_for(
 def new_requests() -> Requests:
     bounds = Bounds(vocab_size=100, first_block=1, num_blocks=20, max_length=64)
     inputs = InputBatch(
-        hal.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.HostDevice(), bounds=bounds
+        hal.step.Batch, max_sequences=6, max_length=64, block_size=16, device=hal.vendor.HostDevice(), bounds=bounds
     )
     return Requests(inputs, seed="0")
 

@@ -37,7 +37,7 @@ class Wasteful(CausalLM):
     def from_config(cls, config: Mapping[str, Any]) -> Wasteful:
         return cls()
 
-    def forward(self, batch: hal.Batch, states: Sequence[LayerState]) -> Tensor:
+    def forward(self, batch: hal.step.Batch, states: Sequence[LayerState]) -> Tensor:
         self.seen.append((batch.num_tokens, batch.kv_lens.tolist()))
         taken = torch.ones(batch.num_tokens * MIB, dtype=torch.uint8)
         return self.embedding(batch.token_ids) + 0 * taken[:1]
@@ -57,7 +57,7 @@ def opened(compiler: str = "eager", **config: Any) -> hal.Backend:
 class Collecting(Wasteful):
     """A model whose second step frees garbage, as Python does at any time. The first step is not measured."""
 
-    def forward(self, batch: hal.Batch, states: Sequence[LayerState]) -> Tensor:
+    def forward(self, batch: hal.step.Batch, states: Sequence[LayerState]) -> Tensor:
         if self.seen:
             gc.collect()
         return super().forward(batch, states)

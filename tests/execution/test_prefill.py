@@ -35,7 +35,7 @@ def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, 
         used += count
     tokens = [[100 * row + index for index in range(new)] for row, (_, new) in enumerate(lengths)]
     cached = [each for each, _ in lengths]
-    batch = hal.Batch.build(tokens, blocks, block_size=block_size, cached=cached)
+    batch = hal.step.Batch.build(tokens, blocks, block_size=block_size, cached=cached)
     asked = random.Random(seed).choices(range(batch.num_tokens), k=seed % 7)
     last = [end - 1 for end in batch.query_start_loc.tolist()[1:]]
     choices: list[tuple[Wanted, list[int]]] = [
@@ -91,7 +91,7 @@ def test_logits_do_not_depend_on_the_steps(most: int, rows: Wanted, trained: Pat
 
 
 def test_steps_of_no_tokens_are_refused() -> None:
-    batch = hal.Batch.build([[1, 2, 3]], [[1]], block_size=4)
+    batch = hal.step.Batch.build([[1, 2, 3]], [[1]], block_size=4)
     wrong_steps: tuple[Any, ...] = (0, -1, 1.5, "2", None)
     for steps in wrong_steps:
         with pytest.raises(BatchError, match="set max_tokens to an integer of 1 or more"):

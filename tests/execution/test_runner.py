@@ -190,19 +190,19 @@ def test_lengths_of_any_kind_are_checked(cpu: hal.Backend, kind: str) -> None:
 )
 def test_batches_that_no_cache_can_have(blocks: list[Any], cached: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        hal.Batch.build([[1, 2]], [blocks], block_size=16, cached=[cached])
+        hal.step.Batch.build([[1, 2]], [blocks], block_size=16, cached=[cached])
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, None])
 def test_blocks_hold_a_token_or_more(size: Any) -> None:
     with pytest.raises(BatchError, match=f"block_size is {size}"):
-        hal.Batch.build([[1, 2]], [[1]], block_size=size)
+        hal.step.Batch.build([[1, 2]], [[1]], block_size=size)
 
 
 def test_any_integers_will_do() -> None:
     numpy = pytest.importorskip("numpy", reason="needs numpy")
     for tokens in ([[1, 2]], [numpy.array([1, 2])], numpy.array([[1, 2]]), [[numpy.int64(1), 2]]):
-        batch = hal.Batch.build(tokens, [numpy.array([3])], block_size=16, cached=numpy.array([1]))
+        batch = hal.step.Batch.build(tokens, [numpy.array([3])], block_size=16, cached=numpy.array([1]))
         assert batch.slot_mapping.tolist() == [49, 50]
         assert batch.token_ids.tolist() == [1, 2]
 
@@ -359,7 +359,7 @@ def test_a_cache_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_head_dims_and_the_model_class(cpu: hal.Backend, trained: Path) -> None:
-    narrow = hal.Backend("narrow", cpu.device, kernels={}, limits=hal.Limits(head_dims=(64,)))
+    narrow = hal.Backend("narrow", cpu.device, kernels={}, limits=hal.vendor.Limits(head_dims=(64,)))
     with pytest.raises(ConfigError, match="no attention kernel for head_dim 128"):
         hal.load_model(trained, narrow)
     with pytest.raises(CheckpointError, match="do not fit"):
@@ -451,10 +451,10 @@ class TestCacheLayout:
         turned = self.turned
 
         class Turned(hal.Backend):
-            def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+            def allocate(self, spec: hal.step.StateSpec) -> hal.step.StateMemory:
                 layers = super().allocate(spec).layers
                 with torch.inference_mode():
-                    return hal.StateMemory(
+                    return hal.step.StateMemory(
                         spec,
                         tuple({name: turned(each).contiguous() for name, each in state.items()} for state in layers),
                     )

@@ -101,10 +101,10 @@ def test_prompts_join_a_step_while_it_holds_them(
     expected = together(runner, texts, GREEDY)
     assert max(map(len, texts)) > 17
     runner.backend.configure(attrs.evolve(runner.backend.config, max_prefill_tokens=most))
-    steps: list[hal.Batch] = []
+    steps: list[hal.step.Batch] = []
     step = runner.step
 
-    def noted(batch: hal.Batch) -> hal.StepOutput:
+    def noted(batch: hal.step.Batch) -> hal.StepOutput:
         if torch.equal(batch.kv_lens_host, batch.query_start_loc_host.diff()):  # prompts' tokens; none is cached
             steps.append(batch)
         return step(batch)

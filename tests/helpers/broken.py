@@ -28,7 +28,7 @@ class Twin(CpuBackend):
     def __init__(
         self,
         kernels: Mapping[str, Any] = MappingProxyType({}),
-        limits: hal.Limits | None = None,
+        limits: hal.vendor.Limits | None = None,
         rewrites: Sequence[Any] = (),
         tape: Callable[[], Graph] = Tape,
     ) -> None:
@@ -255,7 +255,7 @@ class KeepsOutputs(Tape):
 class KeepsCaches(Twin):
     """Keeps every cache alive."""
 
-    def allocate(self, spec: hal.StateSpec) -> hal.StateMemory:
+    def allocate(self, spec: hal.step.StateSpec) -> hal.step.StateMemory:
         self.caches = [*getattr(self, "caches", ()), super().allocate(spec)]
         return self.caches[-1]
 

@@ -48,7 +48,7 @@ class FaultyBackend(CpuBackend):
         changed: dict[str, Any] = getattr(self, options.fault)()
         self.kernels = {**self.kernels, **changed}  # type: ignore[assignment]
 
-    def graph(self) -> hal.Graph:
+    def graph(self) -> hal.vendor.Graph:
         return self.graph_of(whole=self._whole)
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
@@ -98,7 +98,7 @@ class FaultyBackend(CpuBackend):
 
     def narrow(self) -> dict[str, Any]:
         """Not a fault: computes only in float32, on blocks of 48."""
-        self.limits = hal.Limits(dtypes=(torch.float32,), block_sizes=(48,))
+        self.limits = hal.vendor.Limits(dtypes=(torch.float32,), block_sizes=(48,))
         return {}
 
     def raises(self) -> dict[str, Any]:

@@ -8,16 +8,16 @@ import hal
 from hal.errors import DeviceError
 from hal.parallel import collectives
 
-class Late(hal.Driver):
+class Late(hal.vendor.Driver):
     name, api_version, priority = "late", (3, 0), -5
 
     def probe(self):
-        return hal.Probe(True, "")
+        return hal.vendor.Probe(True, "")
 
     def open(self, options):
         if os.environ.get("RANK") == "1":
             {on_rank_1}
-        return hal.Backend("late", hal.HostDevice(), kernels={{}}, distributed="gloo")
+        return hal.Backend("late", hal.vendor.HostDevice(), kernels={{}}, distributed="gloo")
 """
 
 

@@ -69,10 +69,10 @@ class Own(hal.Backend):
 
     def __init__(self, layers: Any) -> None:
         self.cpu = hal.open("cpu", activate=False)
-        super().__init__("own", hal.HostDevice(), kernels=self.cpu.kernels, graphs=True, layers=layers)
+        super().__init__("own", hal.vendor.HostDevice(), kernels=self.cpu.kernels, graphs=True, layers=layers)
         self.prepared = 0
 
-    def graph(self) -> hal.Graph:
+    def graph(self) -> hal.vendor.Graph:
         return self.cpu.graph()
 
     def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
@@ -175,11 +175,11 @@ import hal
 from {__name__} import Own, OwnNorm
 from hal.nn import RMSNorm
 
-class Driver(hal.Driver):
+class Driver(hal.vendor.Driver):
     name, api_version = "own", (3, 0)
 
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
 
     def open(self, options):
         return Own({{RMSNorm: OwnNorm}})

@@ -100,7 +100,7 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
 
     x, weight = torch.randn(2, 8), torch.ones(8)
     right = rms_norm(x, weight, 1e-6)
-    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x + 1})
+    other = hal.Backend("other", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x + 1})
     other.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), x + 1)
     assert torch.equal(cpu.ops.rms_norm(x, eps=1e-6, weight=weight), right)
@@ -111,7 +111,7 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
 
 def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
     """Neither if a backend with a wrong kernel is active, nor through nested fused operations."""
-    wrong = hal.Backend("wrong", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0})
+    wrong = hal.Backend("wrong", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0})
     for operation in map(ops.operation, ("add_rms_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")):
         sample = next(iter(operation.samples(Draw())))
         cpu.activate()
@@ -141,7 +141,7 @@ def test_no_reference_reaches_a_kernel(cpu: hal.Backend, operation: Operation) -
 
 
 def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> None:
-    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+    other = hal.Backend("other", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
     assert (normed == 7).all()
     assert (hidden == 2).all()
@@ -149,7 +149,7 @@ def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> No
 
 def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
     """Fetched while the backend is active or not; a capture records their calls."""
-    other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+    other = hal.Backend("other", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
     arguments = torch.ones(1, 4), torch.ones(4), 1e-6
     mine, theirs, fused = cpu.ops.rms_norm, other.ops.rms_norm, other.ops.add_rms_norm
     for active in (cpu, other):
@@ -213,7 +213,7 @@ class TestInterception:
         assert ops.operation("rms_norm").kernel is cpu.kernels["rms_norm"]
 
     def test_a_backend_activated_inside_stays(self, cpu: hal.Backend) -> None:
-        other = hal.Backend("other", hal.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
+        other = hal.Backend("other", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
         seen: list[str] = []
         with ops.intercepted(self.counting(seen, "seen")):
             other.activate()
@@ -275,7 +275,7 @@ def test_strict_refuses_to_run_a_reference() -> None:
 
 
 def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    backend = hal.Backend("bare", hal.HostDevice(), kernels={})
+    backend = hal.Backend("bare", hal.vendor.HostDevice(), kernels={})
     backend.activate()
     with caplog.at_level("INFO", "hal.drivers"):
         for _ in range(3):
@@ -288,9 +288,9 @@ def test_a_stand_in_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_kernel_under_an_unknown_name_is_refused() -> None:
     with pytest.raises(OperationError, match=r"did you mean 'rms_norm'"):
-        hal.Backend("typo", hal.HostDevice(), kernels={"rms_nrom": lambda: None})
+        hal.Backend("typo", hal.vendor.HostDevice(), kernels={"rms_nrom": lambda: None})
     with pytest.raises(OperationError, match="the kernel of none for rms_norm is None"):
-        hal.Backend("none", hal.HostDevice(), kernels={"rms_norm": None})  # type: ignore[dict-item]
+        hal.Backend("none", hal.vendor.HostDevice(), kernels={"rms_norm": None})  # type: ignore[dict-item]
     assert not hasattr(hal.open("cpu").ops, "rms_nrom")
 
 

@@ -38,7 +38,7 @@ class _Short(CpuBackend):
         if lacks == "streams":
             self.limits = attrs.evolve(self.limits, max_streams=1)
 
-    def graph(self) -> hal.Graph:
+    def graph(self) -> hal.vendor.Graph:
         self.made += 1
         return _FailingTape(self._whole) if self.lacks == "memory" and self.made == 2 else super().graph()
 

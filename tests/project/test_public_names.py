@@ -66,7 +66,7 @@ def test_engines_use_public_names_only(repository: Path) -> None:
         ("from hal.step import fields_of", "hal.step.fields_of"),
         ("from hal import generation", "hal.generation"),
         ("import hal.checkpoint.loading", "hal.checkpoint.loading"),
-        ("hal.step.fields_of(hal.Batch)", "hal.step.fields_of"),
+        ("hal.step.fields_of(hal.step.Batch)", "hal.step.fields_of"),
         ("hal.checkpoint.model_registry.MODELS", "hal.checkpoint"),
         ("hal.nn.decoder", "hal.nn.decoder"),
         ("def late():\n    from hal.engines.sglang import PLATFORM", "hal.engines.sglang.PLATFORM"),

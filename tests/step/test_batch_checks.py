@@ -29,7 +29,7 @@ WRONG = [0.5, 1.5, None, True, "1", [1], Fraction(1, 2), float("nan"), 2**70, -(
 
 def made(**changed: Any) -> InputBatch:
     given: dict[str, Any] = {"max_sequences": 3, "max_length": LONGEST, "block_size": BLOCK}
-    return InputBatch(hal.Batch, device=HostDevice(), bounds=BOUNDS, **given | changed)
+    return InputBatch(hal.step.Batch, device=HostDevice(), bounds=BOUNDS, **given | changed)
 
 
 def filled() -> InputBatch:
@@ -169,20 +169,20 @@ def test_slots_stay_free_if_their_reset_fails() -> None:
 
 def test_no_token_at_all() -> None:
     sizes = dict.fromkeys(("tokens", "sequences", "rows", "blocks"), 0)
-    empty = {name: torch.zeros(each.shape(sizes), dtype=each.dtype) for name, each in fields_of(hal.Batch).items()}
+    empty = {name: torch.zeros(each.shape(sizes), dtype=each.dtype) for name, each in fields_of(hal.step.Batch).items()}
     with pytest.raises(BatchError, match="token_ids has 0 tokens, of 0 sequences"):
-        hal.Batch.from_tensors(block_size=BLOCK, **empty)
+        hal.step.Batch.from_tensors(block_size=BLOCK, **empty)
     with pytest.raises(BatchError, match="token_ids has 0 tokens"):
-        hal.Batch(**empty).check()
+        hal.step.Batch(**empty).check()
     for given in ([], [[]]):
         with pytest.raises(BatchError):
-            hal.Batch.build(given, [[1]] * len(given), block_size=BLOCK)
+            hal.step.Batch.build(given, [[1]] * len(given), block_size=BLOCK)
     with pytest.raises(BatchError, match="0 rows"):
         made().batch()
 
 
 @attrs.frozen(eq=False)
-class Marked(hal.Batch):
+class Marked(hal.step.Batch):
     marks: Tensor = field("sequences", torch.int32)
 
 
@@ -200,8 +200,8 @@ def drawn(draw: random.Random) -> dict[str, Tensor]:
         tokens.append([draw.randrange(VOCABULARY) for _ in range(count)])
         blocks.append([*(prefix if begin else ()), *own])
         cached.append(before)
-    batch = hal.Batch.build(tokens, blocks, block_size=BLOCK, cached=cached, bounds=BOUNDS)
-    found = {name: getattr(batch, name) for name in fields_of(hal.Batch)}
+    batch = hal.step.Batch.build(tokens, blocks, block_size=BLOCK, cached=cached, bounds=BOUNDS)
+    found = {name: getattr(batch, name) for name in fields_of(hal.step.Batch)}
     after = torch.arange(found["block_table"].shape[1]) * BLOCK >= found["kv_lens"].unsqueeze(1)
     if draw.random() < 0.5:  # What is left of earlier sequences.
         found["block_table"] = torch.where(after, draw.randrange(2**31), found["block_table"]).to(torch.int32)
@@ -273,7 +273,7 @@ def corrupted(draw: random.Random, found: dict[str, Tensor], kind: str) -> tuple
 def refusal(tensors: Mapping[str, Tensor]) -> str:
     """Return why the tensors are refused; empty if they are not."""
     try:
-        hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
+        hal.step.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
     except BatchError as error:
         return error.problem
     return ""
@@ -296,7 +296,7 @@ def test_tensors_that_contradict_each_other(kind: str) -> None:
     for seed in range(150):
         draw = random.Random(f"{kind} {seed}")
         found = drawn(draw)
-        batch = hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **found)  # It is right, and taken.
+        batch = hal.step.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **found)  # It is right, and taken.
         assert batch.num_tokens == len(found["token_ids"])
         if (wrong := corrupted(draw, found, kind)) is None:
             continue
@@ -316,13 +316,13 @@ def test_batches_of_padding_are_taken() -> None:
         "kv_lens": torch.tensor([2, 1, 1], dtype=torch.int32),
         "query_start_loc": torch.tensor([0, 2, 3, 4], dtype=torch.int32),
     }
-    assert hal.Batch.from_tensors(block_size=BLOCK, **padded).num_sequences == 3
+    assert hal.step.Batch.from_tensors(block_size=BLOCK, **padded).num_sequences == 3
     with pytest.raises(BatchError, match="slot_mapping has 3, out of the range 4"):  # Sequences do not own the block.
-        hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **padded)
+        hal.step.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **padded)
 
 
 def test_sequences_that_write_to_one_block() -> None:
     with pytest.raises(BatchError, match="block_ids give the tokens 0 and 2 of the batch the same place in block 1"):
-        hal.Batch.build([[5, 6], [7]], [[1], [1]], block_size=BLOCK)
-    shared = hal.Batch.build([[5], [7]], [[1, 2], [1, 3]], block_size=BLOCK, cached=[4, 4])
+        hal.step.Batch.build([[5, 6], [7]], [[1], [1]], block_size=BLOCK)
+    shared = hal.step.Batch.build([[5], [7]], [[1, 2], [1, 3]], block_size=BLOCK, cached=[4, 4])
     assert shared.slot_mapping.tolist() == [8, 12]

@@ -20,7 +20,7 @@ BLOCK, VOCABULARY, BLOCKS, LONGEST = 16, 1000, 4000, 400
 BOUNDS = Bounds(VOCABULARY, 1, BLOCKS, LONGEST)
 
 
-def made(batch_type: type[hal.Batch] = hal.Batch, rows: int = 6, window: int | None = None) -> InputBatch:
+def made(batch_type: type[hal.step.Batch] = hal.step.Batch, rows: int = 6, window: int | None = None) -> InputBatch:
     return InputBatch(
         batch_type,
         max_sequences=rows,
@@ -42,7 +42,7 @@ class Expected:
     slot: int
 
 
-def built(batch_type: type[hal.Batch], sequences: list[Expected], counts: list[int]) -> Any:
+def built(batch_type: type[hal.step.Batch], sequences: list[Expected], counts: list[int]) -> Any:
     """Return the batch that Batch.build makes of the same sequences."""
     return batch_type.build(
         [each.tokens[each.cached : each.cached + count] for each, count in zip(sequences, counts, strict=True)],
@@ -54,7 +54,7 @@ def built(batch_type: type[hal.Batch], sequences: list[Expected], counts: list[i
     )
 
 
-def check_equal(found: hal.Batch, expected: hal.Batch) -> None:
+def check_equal(found: hal.step.Batch, expected: hal.step.Batch) -> None:
     for name, declared in fields_of(type(expected)).items():
         is_, of = getattr(found, name), getattr(expected, name)
         if name == "block_table":  # It may have more columns. Those after a sequence's blocks are not read.
@@ -67,9 +67,9 @@ def check_equal(found: hal.Batch, expected: hal.Batch) -> None:
     found.check()
 
 
-@pytest.mark.parametrize("batch_type", [hal.Batch, SlotBatch])
+@pytest.mark.parametrize("batch_type", [hal.step.Batch, SlotBatch])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_steps_are_those_of_lists(batch_type: type[hal.Batch], seed: int) -> None:
+def test_random_steps_are_those_of_lists(batch_type: type[hal.step.Batch], seed: int) -> None:
     """Adds, extends, truncates, removes, resumes and reorders at random, and compares the batch of each step."""
     draw = random.Random(seed)
     inputs, sequences, free = made(batch_type), list[Expected](), list(range(1, BLOCKS))
@@ -209,7 +209,7 @@ def test_blocks_before_the_window_are_given_away() -> None:
 
 
 @attrs.frozen(eq=False)
-class Marked(hal.Batch):
+class Marked(hal.step.Batch):
     """A batch with a field that has to be given, and one that has not."""
 
     marks: Tensor = field("2 tokens", torch.int32)
@@ -277,21 +277,21 @@ def test_a_slot_is_given_if_and_only_if_it_is_needed() -> None:
 
 class TestFromTensors:
     def tensors(self, **changed: Any) -> dict[str, Tensor]:
-        batch = hal.Batch.build([[5, 6], [7]], [[1], [2, 3]], block_size=BLOCK, cached=[0, 20])
-        return {name: getattr(batch, name) for name in fields_of(hal.Batch)} | changed
+        batch = hal.step.Batch.build([[5, 6], [7]], [[1], [2, 3]], block_size=BLOCK, cached=[0, 20])
+        return {name: getattr(batch, name) for name in fields_of(hal.step.Batch)} | changed
 
     def test_it_is_the_same_batch(self) -> None:
         tensors = self.tensors()
-        batch = hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
+        batch = hal.step.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
         assert all(getattr(batch, name) is each for name, each in tensors.items())
         for name in ("kv_lens_host", "query_start_loc_host"):
             del tensors[name]
-        assert hal.Batch.from_tensors(block_size=BLOCK, **tensors).kv_lens_host is tensors["kv_lens"]
+        assert hal.step.Batch.from_tensors(block_size=BLOCK, **tensors).kv_lens_host is tensors["kv_lens"]
 
     def test_on_the_host_it_stays_where_it_is(self) -> None:
-        batch = hal.Batch.from_tensors(block_size=BLOCK, **self.tensors())
+        batch = hal.step.Batch.from_tensors(block_size=BLOCK, **self.tensors())
         there = batch.to(torch.device("cpu"))
-        assert all(getattr(there, name) is getattr(batch, name) for name in fields_of(hal.Batch))
+        assert all(getattr(there, name) is getattr(batch, name) for name in fields_of(hal.step.Batch))
 
     def test_fields_of_a_subclass(self) -> None:
         marks = torch.ones(2, 3, dtype=torch.int32)
@@ -319,10 +319,10 @@ class TestFromTensors:
         if name in ("kv_lens", "query_start_loc"):
             tensors[f"{name}_host"] = value
         with pytest.raises(BatchError, match=problem):
-            hal.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
+            hal.step.Batch.from_tensors(block_size=BLOCK, bounds=BOUNDS, **tensors)
 
     def test_a_missing_field(self) -> None:
         tensors = self.tensors()
         del tensors["positions"]
         with pytest.raises(BatchError, match="the field positions of Batch is missing"):
-            hal.Batch.from_tensors(block_size=BLOCK, **tensors)
+            hal.step.Batch.from_tensors(block_size=BLOCK, **tensors)

@@ -16,7 +16,7 @@ from hal.step.padded_batch import extended, padding_batch
 BLOCK = 16
 
 
-def _batch(lengths: list[int], cached: list[int], batch_type: type[hal.Batch] = hal.Batch) -> hal.Batch:
+def _batch(lengths: list[int], cached: list[int], batch_type: type[hal.step.Batch] = hal.step.Batch) -> hal.step.Batch:
     blocks = [list(range(1 + 8 * row, 9 + 8 * row)) for row in range(len(lengths))]
     fields = {"slots": list(range(1, len(lengths) + 1))} if batch_type is SlotBatch else {}
     return batch_type.build(
@@ -24,9 +24,9 @@ def _batch(lengths: list[int], cached: list[int], batch_type: type[hal.Batch] = 
     )
 
 
-@pytest.mark.parametrize("batch_type", [hal.Batch, SlotBatch])
+@pytest.mark.parametrize("batch_type", [hal.step.Batch, SlotBatch])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_sequences_come_after_those_of_the_batch(batch_type: type[hal.Batch], seed: int) -> None:
+def test_the_sequences_come_after_those_of_the_batch(batch_type: type[hal.step.Batch], seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(10):
         lengths = [draw.randint(1, 40) for _ in range(draw.randint(1, 4))]
@@ -59,7 +59,7 @@ def test_the_logits_of_the_batch_stay(trained: Path, cpu: hal.Backend) -> None:
     with hal.Runner(hal.load_model(trained, cpu), cpu) as runner:
         size = runner.spec.block_size
         batch = runner.batch([[3, 4, 5], [6]], [[1], [2]])
-        padding = padding_batch(hal.Batch, [20, 1], block_size=size, device=cpu.device.torch)
+        padding = padding_batch(hal.step.Batch, [20, 1], block_size=size, device=cpu.device.torch)
         alone = runner.step(batch).logits.clone()
         together = runner.step(extended(batch, padding)).logits
         assert together.shape[0] == 4

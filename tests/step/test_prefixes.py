@@ -39,7 +39,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     step = hal.Runner.step
 
-    def counted(runner: hal.Runner, batch: hal.Batch) -> hal.StepOutput:
+    def counted(runner: hal.Runner, batch: hal.step.Batch) -> hal.StepOutput:
         if batch.num_tokens > batch.num_sequences:
             counts.append(batch.num_tokens)
         return step(runner, batch)
@@ -194,7 +194,7 @@ class Failing(hal.Backend):
         self.late, self.failed, self.waits = late, False, False
         self.sound = dict(kernels)
         failing = {name: getattr(self, name) for name in ("store_kv_cache", "linear", "greedy_sample")}
-        super().__init__("failing", hal.HostDevice(), kernels=self.sound | failing)
+        super().__init__("failing", hal.vendor.HostDevice(), kernels=self.sound | failing)
 
     def store_kv_cache(self, *arguments: Any) -> None:
         if self.failed or not self.late:

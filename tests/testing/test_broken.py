@@ -36,8 +36,8 @@ def kernel(name: str, make: Callable[[], object]) -> Callable[[], hal.Backend]:
     return lambda: Twin(kernels={name: make()})
 
 
-THREE = hal.Limits(block_sizes=(64, 32, 48))
-SIXTEEN = hal.Limits(max_streams=16)
+THREE = hal.vendor.Limits(block_sizes=(64, 32, 48))
+SIXTEEN = hal.vendor.Limits(max_streams=16)
 LIMITS = {"a limit told wrong": THREE, "a limit of streams told wrong": SIXTEEN}
 """Limits that differ from the CPU driver's; the twins have them too."""
 FLAWS = (
@@ -194,7 +194,7 @@ FLAWS = (
 
 
 @cache
-def twin(limits: hal.Limits | None) -> Conformance:
+def twin(limits: hal.vendor.Limits | None) -> Conformance:
     return Conformance(backend="twin", open=partial(Twin, limits=limits))
 
 

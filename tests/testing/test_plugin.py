@@ -34,10 +34,10 @@ RAISING = BROKEN.replace("return x * 2", 'raise RuntimeError("no such kernel")')
 WITHOUT_LIBRARY = """
 import sys, types, hal
 
-class Acme(hal.Driver):
+class Acme(hal.vendor.Driver):
     name, api_version = "acme", (3, 0)
     def probe(self):
-        return hal.Probe(True)
+        return hal.vendor.Probe(True)
     def open(self, options):
         import a_library_that_is_not_there
 
@@ -109,7 +109,7 @@ def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
 
 
 def test_unsupported_is_tried_and_counts_as_skipped_with_its_reason(pytester: pytest.Pytester) -> None:
-    without = "opened = lambda: hal.Backend('plain', hal.HostDevice(), kernels={})"
+    without = "opened = lambda: hal.Backend('plain', hal.vendor.HostDevice(), kernels={})"
     more = 'unsupported={"graphs/*": "there are no graphs"}, open=opened'
     result = run(pytester, "graphs/ and not replay", more, f"import hal\n{without}")
     assert set(result.parseoutcomes()) == {"skipped", "deselected"}

@@ -20,7 +20,7 @@ def num_logits(forward_batch: Any) -> list[int]:
     return [max(length - start, 1) for length, start in pairs]
 
 
-def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> hal.Batch:
+def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> hal.step.Batch:
     """Return the batch of a step.
 
     Args:
@@ -29,7 +29,7 @@ def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> ha
         runner: runs the batch. Its blocks are SGLang's pages, and its dummy block is the page that SGLang leaves free.
 
     Raises:
-        BatchError: as :meth:`hal.Batch.from_tensors`.
+        BatchError: as :meth:`hal.step.Batch.from_tensors`.
     """
     size = runner.spec.block_size
     lengths = forward_batch.seq_lens.to(torch.int32)
@@ -38,7 +38,7 @@ def batch_of(forward_batch: Any, req_to_token: Tensor, runner: hal.Runner) -> ha
     columns = -(-int(lengths.max()) // size)
     pages = req_to_token[:, : columns * size : size][forward_batch.req_pool_indices] // size
     used = torch.arange(columns) * size < lengths.unsqueeze(1)  # The rest is left from earlier requests.
-    return hal.Batch.from_tensors(
+    return hal.step.Batch.from_tensors(
         block_size=size,
         bounds=runner.bounds,
         token_ids=forward_batch.input_ids.long(),

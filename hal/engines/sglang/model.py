@@ -71,7 +71,7 @@ class HalSteps:
         """Run a step of SGLang's.
 
         Raises:
-            BatchError: the batch has what hal does not read, or as :meth:`hal.Batch.from_tensors`.
+            BatchError: the batch has what hal does not read, or as :meth:`hal.step.Batch.from_tensors`.
         """
         for name, what in UNREAD.items():
             if getattr(forward_batch, name, None) is not None:

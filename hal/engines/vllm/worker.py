@@ -95,7 +95,7 @@ class HalWorker(WorkerBase):
             ModelError: a layer keeps a state per sequence.
         """
         dtype = next(self.model.parameters()).dtype
-        spec = hal.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
+        spec = hal.step.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
         return {f"layers.{index}": _spec_of(index, spec) for index, states in enumerate(spec.layers) if states}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
@@ -119,7 +119,7 @@ class HalWorker(WorkerBase):
             blocks = math.ceil(tokens / self.backend.block_size) + DUMMY_BLOCK + 1
             return int(blocks * sum(each.page_size_bytes for each in self.get_kv_cache_spec().values()))
         share = self.cache_config.gpu_memory_utilization
-        if isinstance(self.backend.device, hal.HostDevice):  # Its ranks have one memory; devices have one each.
+        if isinstance(self.backend.device, hal.vendor.HostDevice):  # Its ranks have one memory; devices have one each.
             share /= self.vllm_config.additional_config[LOCAL_RANKS]
         plan = hal.plan_memory(
             self.model,
@@ -194,7 +194,7 @@ class HalWorker(WorkerBase):
         leave_ranks(self.parallel_config)
 
 
-def _spec_of(index: int, spec: hal.StateSpec) -> KVCacheSpec:
+def _spec_of(index: int, spec: hal.step.StateSpec) -> KVCacheSpec:
     """Return a specification whose blocks take the bytes of a layer's, and which says what vLLM may free."""
     states, size, window = spec.layers[index], spec.block_size, spec.window
     first, *others = states.values()

@@ -117,7 +117,7 @@ class CapturedForm(Form):
 
     @abstractmethod
     def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
-        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.Form.plan`."""
+        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.vendor.Form.plan`."""
 
     @abstractmethod
     def size_of(self, shape: StepShape) -> tuple[int, int]:

@@ -382,12 +382,12 @@ def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
 
 
 def test_padding_rows_write_to_the_dummy_block_only() -> None:
-    padded = StaticBatch(hal.Batch, StepShape.uniform(8), max_blocks=4, block_size=4, device=torch.device("cpu"))
+    padded = StaticBatch(hal.step.Batch, StepShape.uniform(8), max_blocks=4, block_size=4, device=torch.device("cpu"))
     first = padded.first(StepShape.uniform(3))
     assert padded.batch.kv_lens.tolist() == first.batch.kv_lens_host.tolist() + [0] * 5 == [1] + [0] * 7
-    build = hal.Batch.build([[7]] * 5, [[i + 1] for i in range(5)], block_size=4, cached=[1, 2, 3, 0, 1])
+    build = hal.step.Batch.build([[7]] * 5, [[i + 1] for i in range(5)], block_size=4, cached=[1, 2, 3, 0, 1])
     padded.fill(build)
-    padded.fill(hal.Batch.build([[9], [9]], [[1], [2]], block_size=4, cached=[3, 0]))
+    padded.fill(hal.step.Batch.build([[9], [9]], [[1], [2]], block_size=4, cached=[3, 0]))
     batch = padded.batch
     assert batch.slot_mapping.tolist() == [7, 8, 2, 3, 0, 1, 2, 3]
     assert batch.kv_lens.tolist() == [4, 1, 0, 0, 0, 0, 0, 0]
@@ -517,7 +517,7 @@ class TestContract:
 class TestBeginAndEnd:
     """Several graphs from one run, with eager operations between them."""
 
-    def chain(self, backend: hal.Backend, x: Tensor, graphs: list[hal.Graph]) -> list[Tensor]:
+    def chain(self, backend: hal.Backend, x: Tensor, graphs: list[hal.vendor.Graph]) -> list[Tensor]:
         """Capture three graphs that share a pool, with the operations of :meth:`expected` between them."""
         made, pool = [], None
         with backend.capturing() as captures:
@@ -531,7 +531,7 @@ class TestBeginAndEnd:
                     found = self.memory[number]
         return made
 
-    def replay(self, x: Tensor, graphs: list[hal.Graph], made: list[Tensor]) -> None:
+    def replay(self, x: Tensor, graphs: list[hal.vendor.Graph], made: list[Tensor]) -> None:
         for number, graph in enumerate(graphs):
             graph.replay()
             if number < 2:
@@ -615,7 +615,9 @@ class TestBeginAndEnd:
         ],
         ids=["end", "begin", "no end", "capture", "kind"],
     )
-    def test_out_of_order(self, cpu: hal.Backend, use: Callable[[Captures, hal.Graph], Any], message: str) -> None:
+    def test_out_of_order(
+        self, cpu: hal.Backend, use: Callable[[Captures, hal.vendor.Graph], Any], message: str
+    ) -> None:
         graph = cpu.graph()
         with pytest.raises(GraphError, match=message), cpu.capturing() as captures:
             use(captures, graph)

@@ -258,7 +258,7 @@ def run(
     runner: hal.Runner,
     plan: Plan,
     texts: list[list[int]] | None = None,
-    tamper: Callable[[int, hal.Batch], hal.Batch] | None = None,
+    tamper: Callable[[int, hal.step.Batch], hal.step.Batch] | None = None,
 ) -> Run:
     """Run a plan on ``texts``, by default on the plan's, or else on greedy tokens.
 

@@ -52,7 +52,10 @@ def test_graphs_of_two_devices_and_another_thread(npu: Opened) -> None:
         torch.npu.synchronize(device)
 
         def replay(
-            graph: hal.Graph = graph, attend: Attend = attend, output: Tensor = output, found: list[Tensor] = found
+            graph: hal.vendor.Graph = graph,
+            attend: Attend = attend,
+            output: Tensor = output,
+            found: list[Tensor] = found,
         ) -> None:
             graph.replay(**attend.host_values(LONG))  # A new thread starts on device 0.
             found.append(output.cpu())

@@ -14,27 +14,27 @@ import hal
 from hal.testing import Conformance
 
 
-class DeafStream(hal.Stream):
+class DeafStream(hal.vendor.Stream):
     """A stream whose `wait_stream` does nothing."""
 
-    def wait_stream(self, other: hal.Stream) -> None:
+    def wait_stream(self, other: hal.vendor.Stream) -> None:
         pass
 
 
-class DeafEvent(hal.Event):
+class DeafEvent(hal.vendor.Event):
     """An event whose `wait` does nothing."""
 
-    def wait(self, stream: hal.Stream) -> None:
+    def wait(self, stream: hal.vendor.Stream) -> None:
         pass
 
 
 class DeafStreams(NpuDevice):
-    def stream(self, *, priority: int = 0) -> hal.Stream:
+    def stream(self, *, priority: int = 0) -> hal.vendor.Stream:
         return DeafStream(self.torch, priority=priority)
 
 
 class DeafEvents(NpuDevice):
-    def event(self, *, timing: bool = False) -> hal.Event:
+    def event(self, *, timing: bool = False) -> hal.vendor.Event:
         return DeafEvent(self.torch, timing=timing)
 
 

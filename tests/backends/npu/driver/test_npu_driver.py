@@ -133,7 +133,7 @@ class TestOpening:
             backend = npu(options={"device": 1})
             assert backend.device.torch == torch.device("npu", 1)
             assert torch_npu.npu.current_device() == 1
-            made = backend.allocate(hal.StateSpec.key_value(1, 2, 16, torch.float16, 3, 128)).layers[0]["key"]
+            made = backend.allocate(hal.step.StateSpec.key_value(1, 2, 16, torch.float16, 3, 128)).layers[0]["key"]
             assert made.device == backend.device.torch
         finally:
             npu()

@@ -34,7 +34,7 @@ def attend(request: pytest.FixtureRequest, npu: Opened) -> Attend:
 
 
 class TestHostValues:
-    def check(self, attend: Attend, graph: hal.Graph, output: Tensor) -> None:
+    def check(self, attend: Attend, graph: hal.vendor.Graph, output: Tensor) -> None:
         for lens in LENGTHS:
             attend.device_lens.copy_(torch.tensor(lens))
             expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()

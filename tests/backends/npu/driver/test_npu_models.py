@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIGURATIONS = (0, 1, 6, 11)
 
-Tamper = Callable[[hal.Batch, int], hal.Batch]
+Tamper = Callable[[hal.step.Batch, int], hal.step.Batch]
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -77,45 +77,45 @@ def test_with_the_task_queue() -> None:
     assert " 8 runs under seeds, 0 failures; " in result.stdout
 
 
-def with_lengths(batch: hal.Batch, lengths: torch.Tensor) -> hal.Batch:
+def with_lengths(batch: hal.step.Batch, lengths: torch.Tensor) -> hal.step.Batch:
     return attrs.evolve(batch, kv_lens_host=lengths, kv_lens=lengths.to(batch.kv_lens.device))
 
 
-def stale_lengths(batch: hal.Batch, row: int) -> hal.Batch:
+def stale_lengths(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     """Return a batch with the lengths of the step before."""
     return with_lengths(batch, batch.kv_lens_host - 1)
 
 
-def short_length(batch: hal.Batch, row: int) -> hal.Batch:
+def short_length(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     lengths = batch.kv_lens_host.clone()
     lengths[row] -= 1
     return with_lengths(batch, lengths)
 
 
-def long_length(batch: hal.Batch, row: int) -> hal.Batch:
+def long_length(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     lengths = batch.kv_lens_host.clone()
     lengths[row] += 1
     return with_lengths(batch, lengths)
 
 
-def permuted_lengths(batch: hal.Batch, row: int) -> hal.Batch:
+def permuted_lengths(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     return with_lengths(batch, batch.kv_lens_host.roll(1))
 
 
-def other_slot(batch: hal.Batch, row: int) -> hal.Batch:
+def other_slot(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     """Return a batch with the slot of a padding row, so that attention reads the cache's old content."""
     slots = batch.slot_mapping.clone()
     slots[row] = DUMMY_BLOCK
     return attrs.evolve(batch, slot_mapping=slots)
 
 
-def others_blocks(batch: hal.Batch, row: int) -> hal.Batch:
+def others_blocks(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     table = batch.block_table.clone()
     table[row] = table[row - 1]
     return attrs.evolve(batch, block_table=table)
 
 
-def other_position(batch: hal.Batch, row: int) -> hal.Batch:
+def other_position(batch: hal.step.Batch, row: int) -> hal.step.Batch:
     positions = batch.positions.clone()
     positions[row] -= 1
     return attrs.evolve(batch, positions=positions)
@@ -131,7 +131,7 @@ def run_with(fault: Tamper, case: Case, mode: str, fill: float) -> compare.Run:
     calls = case.plan.calls
     at = [number for number, call in enumerate(calls) if len(call.rows) == 3 and call.phase == "decode"][10]
 
-    def tamper(number: int, batch: hal.Batch) -> hal.Batch:
+    def tamper(number: int, batch: hal.step.Batch) -> hal.step.Batch:
         return fault(batch, 1) if number == at else batch
 
     model, backend = compare.on_npu(case, mode)

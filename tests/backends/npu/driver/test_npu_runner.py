@@ -338,7 +338,7 @@ def test_torch_npu_is_left_as_it_was() -> None:
 
 def test_a_batch_of_the_hosts_moves_to_the_device(npu: Callable[..., hal.Backend]) -> None:
     device = npu().device.torch
-    batch = hal.Batch.build([[5, 6], [7]], [[1], [2]], block_size=128)
+    batch = hal.step.Batch.build([[5, 6], [7]], [[1], [2]], block_size=128)
     there = batch.to(device)
     for name in ("token_ids", "block_table", "kv_lens"):
         assert getattr(there, name).device == device

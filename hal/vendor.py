@@ -1,0 +1,77 @@
+"""What vendors subclass and return: drivers, backends, devices, graphs and compilers.
+
+A driver is a subclass of :class:`hal.vendor.Driver`. Names are imported on first use, so that a driver can be imported
+and probed without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hal.public_names import imported_on_use
+from hal.version import API_VERSION
+
+if TYPE_CHECKING:
+    from hal.device.device import Device
+    from hal.device.graph import Graph
+    from hal.device.host_device import HostDevice
+    from hal.device.host_values import HostValues
+    from hal.device.limits import Limits
+    from hal.device.memory import MemoryStats
+    from hal.device.stream import Event, Stream
+    from hal.drivers.backend import Backend
+    from hal.drivers.compiler import Compiler, Form, Outputs, Plan
+    from hal.drivers.driver import Driver, Probe
+    from hal.execution.capture.captured_form import Bucket, CapturedForm
+    from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
+    from hal.execution.context import FormContext
+
+__all__ = [
+    "API_VERSION",
+    "Backend",
+    "Bucket",
+    "CapturedForm",
+    "Compiler",
+    "Device",
+    "Driver",
+    "Event",
+    "Form",
+    "FormContext",
+    "FullGraphForm",
+    "Graph",
+    "GraphMaker",
+    "HostDevice",
+    "HostValues",
+    "Limits",
+    "MemoryStats",
+    "Outputs",
+    "Plan",
+    "Probe",
+    "Stream",
+]
+
+__getattr__ = imported_on_use(
+    __name__,
+    {
+        "Backend": "hal.drivers.backend",
+        "Bucket": "hal.execution.capture.captured_form",
+        "CapturedForm": "hal.execution.capture.captured_form",
+        "Compiler": "hal.drivers.compiler",
+        "Device": "hal.device.device",
+        "Driver": "hal.drivers.driver",
+        "Event": "hal.device.stream",
+        "Form": "hal.drivers.compiler",
+        "FormContext": "hal.execution.context",
+        "FullGraphForm": "hal.execution.capture.full_graph",
+        "Graph": "hal.device.graph",
+        "GraphMaker": "hal.execution.capture.full_graph",
+        "HostDevice": "hal.device.host_device",
+        "HostValues": "hal.device.host_values",
+        "Limits": "hal.device.limits",
+        "MemoryStats": "hal.device.memory",
+        "Outputs": "hal.drivers.compiler",
+        "Plan": "hal.drivers.compiler",
+        "Probe": "hal.drivers.driver",
+        "Stream": "hal.device.stream",
+    },
+)
