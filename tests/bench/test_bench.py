@@ -26,6 +26,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
+from helpers.thorough import DTYPE, FAMILY, MODE, PROCESSES, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,6 +96,7 @@ class TestDecode:
     def contenders(self) -> list[str]:
         return ["hal eager", "hal graph", "transformers eager", "transformers compiled"]
 
+    @thorough(MODE)
     def test_every_compiler_has_its_turn(self, tmp_path: Path) -> None:
         file = tmp_path / "decode.json"
         options = ("--context", 20, "--batch-size", 3, "--repeats", 3)
@@ -106,6 +108,7 @@ class TestDecode:
         assert all(each["difference"] < 1e-4 for each in figures["agreements"])
         assert "- batch 3: all contenders agree: logits differ by at most " in result.stdout
 
+    @thorough(MODE)
     def test_every_batch_size_has_its_rows(self, tmp_path: Path) -> None:
         file = tmp_path / "decode.json"
         options = ("--context", 20, "--batch-size", 1, "--batch-size", 3, "--repeats", 3)
@@ -122,6 +125,7 @@ class TestDecode:
         for size in (1, 3):
             assert f"- batch {size}: all contenders agree: logits differ by at most " in result.stdout
 
+    @thorough(MODE)
     def test_the_table(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
         lines = ran[0].stdout.splitlines()
         assert lines[0].startswith("decode: tiny, float32, 0.1 MB of weights, 20 tokens in the cache, 15 repeats")
@@ -131,10 +135,12 @@ class TestDecode:
         starts = [f"3 {name}" for name in [*contenders, "floor"]]
         assert [" ".join(row.split())[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
 
+    @thorough(MODE)
     def test_the_notes_say_that_results_were_compared(self, ran: tuple[Result, dict[str, Any]]) -> None:
         assert "- batch 3: all contenders agree: logits differ by at most " in ran[0].stdout
         assert "- batch 3: floor: weights " in ran[0].stdout
 
+    @thorough(MODE)
     def test_the_figures(self, ran: tuple[Result, dict[str, Any]], contenders: list[str]) -> None:
         figures = ran[1]
         assert figures["format"] == bench_report.FORMAT
@@ -236,6 +242,7 @@ class TestCheckpoints:
 
 
 class TestPrefill:
+    @thorough(FAMILY)
     def test_against_transformers(self, tmp_path: Path) -> None:
         pytest.importorskip("transformers", reason="transformers is the other contender")
         options = ("--tokens", 20, "--batch-size", 2, "--against", "transformers", "--repeats", 3)
@@ -249,6 +256,7 @@ class TestPrefill:
         assert "- transformers compiles only decode steps, so its prefill is eager" in result.stdout
         assert "- 3 repeats are too few to quote a figure: use at least 15 (--repeats)" in result.stdout
 
+    @thorough(FAMILY)
     def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers is the other contender")
         small = {
@@ -270,6 +278,7 @@ class TestPrefill:
         (found,) = result.agreements[1]
         assert found.difference < 1e-4
 
+    @thorough(FAMILY)
     def test_experts_against_transformers(self) -> None:
         """transformers stacks the experts of a layer, the checkpoint does not; all contenders have the same weights."""
         pytest.importorskip("transformers", reason="transformers is the other contender")
@@ -277,6 +286,7 @@ class TestPrefill:
         (found,) = measurement.run(chosen).agreements[1]
         assert found.difference < 1e-4
 
+    @thorough(MODE)
     def test_pieces_are_captured_for_the_whole_prompt(self, caplog: pytest.LogCaptureFixture) -> None:
         """The default sizes, up to 1,024 tokens, would run a longer prompt uncaptured under another name."""
         measurement.run(tiny(workload="prefill", length=200, batch_sizes=(6,), compilers=("eager", "piecewise")))
@@ -396,6 +406,7 @@ class TestFloor:
         with pytest.raises(BenchmarkError, match="chose experts 0 times"):
             floor.decode_bytes(model, torch.bfloat16, 3, 20)
 
+    @thorough(MODE)
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
     def test_a_run_counts_the_experts_that_its_batch_chooses(
         self, workload: str, monkeypatch: pytest.MonkeyPatch
@@ -457,6 +468,7 @@ class TestAgreement:
         assert found.difference == pytest.approx(0.0005, rel=1e-2)
         assert (found.same_tokens, found.sequences) == (1, 2)
 
+    @thorough(DTYPE, r"\[bfloat16")
     @pytest.mark.parametrize("wrong", ["positions", "kv_lens"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_mode_that_goes_wrong_is_never_timed(
@@ -616,6 +628,7 @@ class TestShapes:
 
 
 class TestMemory:
+    @thorough(PROCESSES)
     def test_a_process_of_its_own(self, tmp_path: Path) -> None:
         options = ("--context", 20, "--compiler", "eager", "--repeats", 3, "--memory", "--figures", tmp_path / "m.json")
         result = succeeds("decode", "--shapes", "tiny", *options)
@@ -762,6 +775,7 @@ class TestLaunches:
             assert each.outside == {"embedding": 1, "linear": 1, "rms_norm": 1}
             assert each.per_layer == 9
 
+    @thorough(FAMILY)
     def test_kinds_of_layers_are_cut_too(self, setting: plan.Setting) -> None:
         kinds = ["full_attention", "full_attention"]
         config = {**TINY, "layer_types": kinds, "num_hidden_layers": 2}
@@ -833,6 +847,7 @@ class TestExtensions:
         for name in ("acme_old", "acme_new"):
             del sys.modules[name]
 
+    @thorough(PROCESSES)
     @pytest.mark.parametrize("command", ["bench", "train"])
     def test_a_process_that_finds_all_that_are_installed(self, repository: Path, command: str) -> None:
         """If torch_npu is installed without CANN, importing it fails."""

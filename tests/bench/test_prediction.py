@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from helpers import deployment_tables
 from helpers.deployment_tables import FILES
+from helpers.thorough import AGAIN, EXHAUSTIVE, LONG, MODE, thorough
 
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.prediction.assumptions import Assumptions, ExpertFigures
@@ -51,6 +52,7 @@ class TestWork:
         assert whole.exchanges == ()
         assert whole.memory.parts["activations"] > half.memory.parts["activations"] > 0
 
+    @thorough(LONG, r"\[sparse")
     @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
     def test_two_sums_in_each_layer(self, config: dict[str, Any]) -> None:
         work = split_model_of(config, ParallelConfig(tensor=4), torch.bfloat16, FUSED).work(StepKind(5))
@@ -59,6 +61,7 @@ class TestWork:
         logits = Exchange(5 * vocabulary * 2, 1, 4, operation="all_gather")
         assert sorted(work.exchanges, key=lambda each: each.rounds) == [logits, *sums]
 
+    @thorough(LONG)
     def test_launches_of_a_layer(self) -> None:
         """Those of the page on launches: 12 for a dense layer in bfloat16, of which one stores keys and values."""
         three = split_model_of(DENSE, ParallelConfig(tensor=1), torch.bfloat16, FUSED).work(StepKind(1)).launches
@@ -75,6 +78,7 @@ class TestWork:
         assert four - three == 12
         assert unfused - four == 8
 
+    @thorough(LONG)
     def test_experts_that_a_batch_reads(self) -> None:
         model = split_model_of(SPARSE, ParallelConfig(tensor=1), torch.bfloat16, FUSED)
         expert = 3 * 2048 * 768 * 2 * 3  # of three layers
@@ -116,6 +120,7 @@ class TestWholeExperts:
         )
         assert work.exchanges[0].sent == rows * 3 // 4
 
+    @thorough(MODE)
     def test_all_ranks_gather_the_tokens(self) -> None:
         message = self.HIDDEN + 3 * self.CHOSEN  # with the weights of the chosen experts, and the experts as two digits
         gathered = Exchange(2 * self.TOKENS * message * 2, 1, 2, stride=2, operation="all_gather_rows")
@@ -127,6 +132,7 @@ class TestWholeExperts:
             *[summed, gathered, scattered, summed] * 3,
         ]
 
+    @thorough(AGAIN)
     def test_weights_and_products_of_the_busiest_rank(self) -> None:
         split = self.work(4, 1, "split")
         expert = 3 * 2048 * 768
@@ -142,6 +148,7 @@ class TestWholeExperts:
         held = split.held - self.TOKENS * 3 * 2 * 128 * 2
         assert held < self.work(4, 1, "dispatch").held
 
+    @thorough(MODE)
     def test_deployments(self, assumed: Assumptions) -> None:
         planner = Planner(SPARSE, attrs.evolve(assumed, experts=ExpertFigures(modes=("all_gather",))))
         names = [each.name for each in planner.deployments(2, Workload(4, name="decode"))]
@@ -180,6 +187,7 @@ class TestFormula:
             step_time(work, attrs.evolve(slow, overlap=0.0)).collectives - hidden
         )
 
+    @thorough(AGAIN)
     def test_a_step(self, assumed: Assumptions) -> None:
         work = split_model_of(DENSE, ParallelConfig(tensor=2), torch.bfloat16, FUSED).work(StepKind(1))
         time = step_time(work, assumed)
@@ -197,6 +205,7 @@ class TestFormula:
         ]
         assert sequences == [3, 5, 10]
 
+    @thorough(AGAIN)
     def test_what_does_not_fit_is_never_best(self, assumed: Assumptions) -> None:
         small = attrs.evolve(assumed, device=attrs.evolve(assumed.device, memory_gib=0.5))
         planner = Planner(DENSE, small)
@@ -238,6 +247,7 @@ class TestCommand:
     def run(self, *arguments: str) -> Any:
         return CliRunner().invoke(main, ["explain", *arguments])
 
+    @thorough(AGAIN)
     def test_a_config_without_weights(self, trained: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes((trained / "config.json").read_bytes())
         for model in (tmp_path, tmp_path / "config.json"):
@@ -269,6 +279,7 @@ class TestCommand:
         assert problem in result.stderr
 
 
+@thorough(EXHAUSTIVE)
 def test_the_page_has_these_tables() -> None:
     """``python tests/helpers/deployment_tables.py`` writes them."""
     made = deployment_tables.generated()

@@ -16,6 +16,7 @@ from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers import large_checkpoint
 from helpers.checkpoints import random_checkpoint, write_json
 from helpers.distributions import install
+from helpers.thorough import FAMILY, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -52,6 +53,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@thorough(MODE, r"\[float32|\[bfloat16-packed")
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory(dtype: str, form: str, large: Path) -> None:
@@ -64,6 +66,7 @@ def test_peak_memory(dtype: str, form: str, large: Path) -> None:
     assert peak < 1.1 * weights + copy
 
 
+@thorough(MODE)
 def test_peak_memory_of_an_output_projection(tmp_path: Path) -> None:
     """It is the last weight of the model, and more than a tenth of all. It exists twice while it is packed."""
     large_checkpoint.write(tmp_path, torch.bfloat16, num_hidden_layers=16, tie_word_embeddings=False)
@@ -73,6 +76,7 @@ def test_peak_memory_of_an_output_projection(tmp_path: Path) -> None:
     assert peak < 1.1 * weights
 
 
+@thorough(FAMILY)
 def test_peak_memory_of_experts(tmp_path: Path) -> None:
     """A checkpoint has the tensors of each expert apart; a model stacks them."""
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "num_hidden_layers": 3}

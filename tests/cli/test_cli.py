@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint, write_json
 from helpers.distributions import install
+from helpers.thorough import DRAW, MODE, PROCESSES, thorough
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
@@ -259,6 +260,7 @@ class TestGenerate:
         assert hal.Config().cache.num_tokens < count < 6000
         generate(folder, prompts=[longer_than_the_default], new=2)
 
+    @thorough(DRAW, r"\[3|sizes_that_decode\w+\[decode1")
     @pytest.mark.parametrize("several", [1, 3, 5])
     def test_only_sizes_that_the_prompts_can_fill_are_captured(self, checkpoint: Path, several: int) -> None:
         result = run(
@@ -267,6 +269,7 @@ class TestGenerate:
         captured = ["1 sequence", "2 sequences", "4 sequences", "8 sequences"][: {1: 1, 3: 3, 5: 4}[several]]
         assert f"info: captured decode for whole steps: {', '.join(captured)}\n" in result.stderr
 
+    @thorough(DRAW, r"\[3|sizes_that_decode\w+\[decode1")
     @pytest.mark.parametrize("decode", [{"capture_sizes": [4]}, {"max_capture_size": 4, "capture_sizes": [4, 8]}])
     def test_sizes_that_decode_names_are_captured(self, checkpoint: Path, decode: dict[str, object]) -> None:
         compilation = json.dumps({"compiler": "graph", "decode": decode})
@@ -285,6 +288,7 @@ class TestSettings:
         _, said, rest = result.stderr.partition("captured decode for whole steps: ")
         return [int(size) for size in re.findall(r"(\d+) sequences?", rest.splitlines()[0])] if said else None
 
+    @thorough(PROCESSES)
     def test_options_override_the_environment_key_by_key(
         self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -301,6 +305,7 @@ class TestSettings:
         monkeypatch.setenv("HAL_COMPILATION", '{"compiler": "graph", "capture_sizes": [2]}')
         assert self.captured(checkpoint) == [2]
 
+    @thorough(MODE, r"\[compilation\.toml")
     @pytest.mark.parametrize(
         ("name", "content"),
         [
@@ -537,6 +542,7 @@ class TestProcess:
         assert process.returncode == 130
         assert stderr.decode().splitlines()[-1] == "interrupted"
 
+    @thorough(PROCESSES)
     def test_a_reader_that_leaves_ends_it_quietly(self, endless: list[str]) -> None:
         process = self.started(endless)
         assert process.stdout is not None
@@ -546,6 +552,7 @@ class TestProcess:
         assert process.stderr.read() == b""
         process.stderr.close()
 
+    @thorough(PROCESSES)
     def test_a_process_keeps_its_streams_apart(self, checkpoint: Path, tmp_path: Path) -> None:
         """Runs from another folder, in an ASCII locale, with the settings in the environment."""
         locale = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

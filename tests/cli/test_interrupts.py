@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.checkpoints import random_checkpoint
+from helpers.thorough import PROCESSES, thorough
 
 import hal_command
 
@@ -68,6 +69,7 @@ def interrupted(repository: Path, arguments: list[str], delay: float) -> tuple[i
         return return_code, process.stderr.read().decode()
 
 
+@thorough(PROCESSES, r"\[(?!0\.005|1\.4)")
 @pytest.mark.parametrize("delay", [0.005, 0.05, 0.2, 0.6, 1.0, 1.4, 1.8, 2.2, 3.0, 4.5])
 def test_at_any_time(repository: Path, endless_checkpoint: Path, delay: float) -> None:
     """During the import of torch, other imports, loading, and generation."""

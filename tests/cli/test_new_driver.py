@@ -16,6 +16,7 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 from helpers import console_script
+from helpers.thorough import AGAIN, PROCESSES, thorough
 
 from hal.cli import main
 from hal.cli.commands.new_driver import FILES
@@ -123,6 +124,7 @@ def test_the_readme_counts_steps_that_name_what_is_there(written: Path) -> None:
             assert f"`{name}`" in readme
 
 
+@thorough(AGAIN)
 def test_what_it_writes_is_clean(written: Path, repository: Path) -> None:
     ruff, mypy = map(console_script, ("ruff", "mypy"))
     if ruff is None or mypy is None:
@@ -144,6 +146,7 @@ def test_the_templates_are_in_the_package(repository: Path) -> None:
     assert {path.name for path in (repository / "hal" / "template").iterdir()} <= shipped
 
 
+@thorough(PROCESSES)
 def test_installed_it_is_found(installed: Installed) -> None:
     (row,) = [line for line in installed.hal("backends").splitlines() if line.startswith(NAME)]
     assert row.split()[:4] == [NAME, "yes", "-1", "3.0"]
@@ -153,6 +156,7 @@ def test_installed_it_is_found(installed: Installed) -> None:
     assert {row.split()[0] for row in rows if row[column:].strip() == "kernel"} == {"rms_norm", "silu_and_mul"}
 
 
+@thorough(PROCESSES)
 def test_installed_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
     assert installed.hal("doctor", "--backend", NAME).splitlines()[-1] == "everything that is available works"
 
@@ -171,6 +175,7 @@ def test_installed_the_short_form_is_offered_and_is_short(installed: Installed, 
     assert "conformance: " not in short
 
 
+@thorough(AGAIN)
 def test_installed_it_passes_conformance(installed: Installed) -> None:
     written = installed.run("-m", "pytest", "-q", "-p", "no:cacheprovider")
     _, _, report = written.partition(f"conformance of {NAME}")[2].partition("\n")

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
+from helpers.thorough import PROCESSES, thorough
 
 from hal.cli import main
 from hal.cli.stdout import ResultCommand
@@ -110,6 +111,7 @@ def run(repository: Path, site: Path, tmp_path: Path) -> Any:
 class TestNoise:
     """A vendor's package writes to stdout; hal sends that to stderr."""
 
+    @thorough(PROCESSES)
     def test_of_texts(self, run: Any, checkpoint: Path) -> None:
         arguments = ("generate", checkpoint, "--prompt", "the cat", "--max-new-tokens", "4", "--backend")
         quiet, noisy = run(*arguments, "cpu"), run(*arguments, "noisy")
@@ -118,6 +120,7 @@ class TestNoise:
         assert [each for each in EVERYWHERE if each not in noisy.stderr] == []
         assert "noise of C in a kernel" in noisy.stderr
 
+    @thorough(PROCESSES)
     def test_of_tables(self, run: Any) -> None:
         result = run("ops")
         assert result.returncode == 0, result.stderr
@@ -125,6 +128,7 @@ class TestNoise:
         assert "noise" not in result.stdout
         assert [each for each in EVERYWHERE if each not in result.stderr] == []
 
+    @thorough(PROCESSES)
     def test_of_json(self, run: Any, checkpoint: Path) -> None:
         result = run(
             "compare",
@@ -187,6 +191,7 @@ def _leaves(command: click.Command) -> Iterator[click.Command]:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a /dev/full")
 class TestFull:
+    @thorough(PROCESSES, r"\[arguments[12]|\[arguments0")
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -206,6 +211,7 @@ class TestFull:
         assert "Traceback" not in result.stderr
         assert "ignored" not in result.stderr
 
+    @thorough(PROCESSES)
     def test_texts(self, run: Any, checkpoint: Path) -> None:
         with open("/dev/full", "w") as full:
             result = run("generate", checkpoint, "--prompt", "the cat", "--max-new-tokens", "2", stdout=full)
@@ -220,6 +226,7 @@ class TestFull:
         assert NO_ROOM.search(result.stderr)
         assert "ignored" not in result.stderr
 
+    @thorough(PROCESSES)
     def test_stderr(self, run: Any) -> None:
         with open("/dev/full", "w") as full:
             assert run("nothing", stderr=full).returncode == 2
@@ -233,6 +240,7 @@ class TestFull:
         assert result.exit_code == 2, result.exception
         assert result.stderr.startswith(f"error: {tmp_path} cannot be written: No space left on device\nremedy: ")
 
+    @thorough(PROCESSES)
     def test_figures(self) -> None:
         options = ["--shapes", "tiny", "--context", "8", "--repeats", "3", "--compiler", "eager", "--backend", "cpu"]
         result = CliRunner().invoke(main, ["bench", "decode", *options, "--figures", "/dev/full"])
@@ -241,6 +249,7 @@ class TestFull:
 
 
 class TestClosed:
+    @thorough(PROCESSES)
     def test_stdout(self, run: Any) -> None:
         result = run("ops", stdout=None, preexec_fn=lambda: os.close(1))
         assert result.returncode == 2

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
+from helpers.thorough import MODE, thorough
 
 import hal
 from hal import ops
@@ -309,6 +310,7 @@ class TestModes:
         found = in_mode(config, "graph").of("decode")
         assert (found.compiler, found.capture_sizes) == ("graph", (4,))
 
+    @thorough(MODE)
     def test_of_the_cpu(self, trained: Path) -> None:
         arguments = (
             "--backend",
@@ -332,6 +334,7 @@ class TestModes:
             assert [row["layer"] for row in each["rows"]] == [*layers, LOGITS]
             assert all(row["rounding"] > 0 for row in each["rows"])
 
+    @thorough(MODE, r"\[(eager|graph),|\[piecewise")
     @pytest.mark.parametrize("compilers", ["eager,graph", "graph,eager", "piecewise,graph"])
     def test_stale_lengths_in_a_graph(self, faulty: Faulty, small: Path, compilers: str) -> None:
         faulty(fault="stale")
@@ -344,6 +347,7 @@ class TestModes:
         assert "the runs first differ by more than rounding in layer 1 (states), step 1 (decode)" in text
         assert "from the attention over layer 0 (states) on, up to layer 1 (states)" in text
 
+    @thorough(MODE)
     def test_a_mode_that_has_nothing_stale(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="stale")
         found(
@@ -359,6 +363,7 @@ class TestModes:
             status=0,
         )
 
+    @thorough(MODE)
     def test_the_configuration_of_all_modes(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="stale")
         arguments = (small, "--backend", "faulty", "--compiler", "eager", "--compiler", "graph", "--prompt", "the cat")
@@ -459,6 +464,7 @@ class TestErrors:
         with pytest.raises(BatchError, match="no prompts"):
             Prompts(((),), 2)
 
+    @thorough(MODE)
     def test_more_new_tokens_than_the_model_takes_end_where_it_does(self, cpu: hal.Backend, tmp_path: Path) -> None:
         """Graphs refuse block tables wider than the model's maximum length requires."""
         short = random_checkpoint(tmp_path / "short", max_position_embeddings=80, eos_token_id=None)

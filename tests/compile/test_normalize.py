@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.rewriting import Traced, mixture, trace
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 from hal.compile.fx.alias_analysis import AliasAnalysis
@@ -222,6 +223,7 @@ def test_what_does_more_than_compute_stays() -> None:
         assert {"note", "rand", "add.Tensor"} == set(traced.calls())
 
 
+@thorough(DRAW, r"\[[1-3]\d\]")
 @pytest.mark.parametrize("seed", range(40))
 def test_any_order_of_views_and_writes(seed: int) -> None:
     normalized(mixture(seed), table() / 50, table() / 70)

@@ -11,6 +11,7 @@ import torch
 from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers.rewriting import Spelling, Traced, copied, mixture, rewrite_of, trace
 from helpers.stepping import states_of
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, thorough
 from torch import Tensor
 
 import hal
@@ -25,11 +26,14 @@ FUSED = [name for name, operation in ops.catalogue().items() if operation.fused]
 SIZES = (1, 2, 3, 5, 17, 64, 129, 257)
 
 
+@thorough(AGAIN, r"\[(?!add_rms_norm\])")
+@thorough(EXHAUSTIVE, r"\[quant_expert_mlp")
 @pytest.mark.parametrize("name", FUSED)
 def test_every_fused_operation_is_proved(name: str) -> None:
     check_rewrite(rewrite_of(name))
 
 
+@thorough(DRAW, r"\[([6-9]|\d\d)\]")
 @pytest.mark.parametrize("seed", range(24))
 def test_any_spelling_for_any_number_of_tokens(seed: int) -> None:
     spelling = Spelling(seed)
@@ -93,6 +97,7 @@ def test_a_second_time_changes_nothing(seed: int) -> None:
     assert str(traced.graph.graph) == before
 
 
+@thorough(DRAW, r"\[range\([1-9]")
 @pytest.mark.parametrize("seeds", [range(first, first + 15) for first in range(0, 60, 15)], ids=str)
 def test_any_order_of_views_writes_and_sums(seeds: range) -> None:
     """Random programs: rewriting never changes the result, whether or not it applies."""

@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers.checkpoints import CONFIG, random_checkpoint, trained_tokenizer, write_json, write_weights
 from helpers.limited import limited
+from helpers.thorough import AGAIN, FAMILY, MODE, thorough
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
@@ -140,6 +141,7 @@ ROPE_KEYS = [
 ]
 
 
+@thorough(FAMILY, r"\[(Mistral|Qwen3)|\[(Mixtral|Qwen2Moe)")
 @pytest.mark.parametrize("key", [*MODEL_KEYS, "rope_parameters", "rope_scaling", "rope_theta"])
 def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
@@ -147,6 +149,7 @@ def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     assert not any(found), "\n".join(filter(None, found))
 
 
+@thorough(FAMILY)
 @pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
 @pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *QUANTIZATION_KEYS, "a_key_of_nobody"}))
 def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
@@ -227,6 +230,8 @@ def runs(config: dict[str, Any], folder: Path) -> str:
     return "" if tokens else "gave no token"
 
 
+@thorough(AGAIN, r"\[cache\.(block_size|num_tokens)")
+@thorough(MODE, r"\[compilation\.(decode|prefill)\.|\[compilation\.(torch|debug|cache)")
 @pytest.mark.parametrize("path", [*paths(Config), *CPU_OPTIONS], ids=".".join)
 def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Path) -> None:
     bases: list[dict[str, Any]] = [{"backend": "cpu", "cache": {"num_tokens": 256}}]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
@@ -49,6 +50,7 @@ def tokens(runner: hal.Runner, count: int = 4) -> list[int]:
     return [each.token_id for each in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=count))]
 
 
+@thorough(MODE, r"\[(eager|piecewise)")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "piecewise_eager"])
 def test_a_runner_gives_its_memory_back_at_once(trained: Path, compiler: str) -> None:
     num_tokens = CACHE // 4 // 128
@@ -274,6 +276,7 @@ class Mistaken(CpuBackend):
         return cache
 
 
+@thorough(MODE, r"\[\w+-piecewise|\[eager-graph")
 @pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager"])
 @pytest.mark.parametrize("on_capture_error", ["raise", "eager"])
 def test_a_mistake_in_a_captured_step_comes_out_and_leaves_nothing(

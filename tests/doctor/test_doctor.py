@@ -19,6 +19,7 @@ import psutil
 import pytest
 from helpers.distributions import install
 from helpers.late_driver import late_driver
+from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.cli import main
@@ -198,6 +199,7 @@ def of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("name", "reason", "logged"),
     [
@@ -220,6 +222,7 @@ def test_a_package_that_fails_at_import_is_reported(
     assert found["hint"]
 
 
+@thorough(PROCESSES)
 def test_what_a_driver_that_crashes_leaves_behind_is_ended(doctor: Doctor, tmp_path: Path) -> None:
     file = tmp_path / "child"
     text = f"""
@@ -237,6 +240,7 @@ def test_what_a_driver_that_crashes_leaves_behind_is_ended(doctor: Doctor, tmp_p
         time.sleep(0.05)
 
 
+@thorough(PROCESSES)
 def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) -> None:
     assert everything["ok"] is False
     cpu, acme, absent = (of(everything, name) for name in ("cpu", "acme", "Absent"))
@@ -250,6 +254,7 @@ def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) ->
 class TestTogether:
     """Drivers are examined concurrently, with one time limit for all."""
 
+    @thorough(PROCESSES)
     def test_those_that_hang_are_killed_together_and_show_where(self, doctor: Doctor) -> None:
         hanging = [f"hangs{number}" for number in range(3)]
         doctor.install(dict.fromkeys(hanging, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
@@ -263,6 +268,7 @@ class TestTogether:
             assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"]), found["log"]
         assert took < 30 * len(hanging), "sequentially they would take longer"
 
+    @thorough(PROCESSES)
     def test_the_limit_for_all(self, doctor: Doctor) -> None:
         """There are more drivers than can run at once. One that only waited to measure is not broken."""
         hanging = [f"a_hangs{number}" for number in range(driver_processes.MOST_PROCESSES)]
@@ -315,6 +321,7 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
+@thorough(PROCESSES)
 def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
     assert [device["name"] for device in of(everything, "acme")["devices"]] == ["card 0", "card 1"]
     for name, graph in (("cpu", "passed"), ("acme", "skipped")):
@@ -329,6 +336,7 @@ def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
             assert 0 < measures["memory_free_bytes"] < measures["memory_total_bytes"]
 
 
+@thorough(PROCESSES)
 def test_versions(everything: dict[str, Any]) -> None:
     acme, cpu = of(everything, "acme"), of(everything, "cpu")
     assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "3.0", 7)
@@ -357,6 +365,7 @@ def test_versions(everything: dict[str, Any]) -> None:
     assert (missing["found"], missing["fits"]) == (None, False)
 
 
+@thorough(PROCESSES)
 def test_the_docs_describe_every_key_and_option(everything: dict[str, Any], repository: Path) -> None:
     text = (repository / "docs" / "reference" / "doctor.md").read_text(encoding="utf-8")
     assert set(everything) == {field.name for field in attrs.fields(Findings)}
@@ -386,6 +395,7 @@ def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
     assert row[columns.index("probe")] == shown
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("name", "failed", "detail"),
     [
@@ -405,6 +415,7 @@ def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, 
         assert device["measures"] is not None, "a failed check must not end the examination"
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("name", "reason", "hint"),
     [
@@ -425,6 +436,7 @@ def test_a_driver_that_fails_later_than_at_import(
     assert hint in found["hint"]
 
 
+@thorough(PROCESSES)
 def test_what_a_driver_writes_and_leaves_behind_disturbs_nothing(everything: dict[str, Any]) -> None:
     assert of(everything, "Talkative")["status"] == "works"
 
@@ -450,11 +462,13 @@ class TestOneDriver:
         doctor.install({"acme": "acme_driver:Acme"})
         assert "did you mean 'acme'?" in doctor.run("--backend", "acne", code=2).stderr
 
+    @thorough(PROCESSES)
     def test_options_come_from_its_environment(self, doctor: Doctor) -> None:
         doctor.install({"acme": "acme_driver:Acme"})
         found = doctor.driver("acme", code=1, HAL_ACME_NONSENSE="1")
         assert "unknown key 'nonsense'" in found["reason"]
 
+    @thorough(PROCESSES)
     def test_emulate_is_an_option_that_not_all_have(self, doctor: Doctor) -> None:
         doctor.install({"acme": "acme_driver:Acme"})
         assert doctor.driver("acme", "--emulate")["status"] == "works"
@@ -463,6 +477,7 @@ class TestOneDriver:
 
 
 class TestPrivacy:
+    @thorough(PROCESSES)
     def test_home_names_and_other_variables_stay_out(self, doctor: Doctor, tmp_path: Path) -> None:
         doctor.install({"raises": "broken_raises:Driver", "acme": "acme_driver:Acme"}, broken_raises=BROKEN["raises"])
         personal = {"HOME": str(tmp_path), "LOGNAME": "alice", "USER": "alice", "ACME_KEYS": "/data/alice/keys"}
@@ -480,6 +495,7 @@ class TestPrivacy:
         assert variables == {"ACME_KEYS": "/data/USER/keys", "CUDA_VISIBLE_DEVICES": "3", "HAL_ACME_CARD": "1"}
 
 
+@thorough(PROCESSES)
 def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> None:
     doctor.install({"acme": "acme_driver:Acme"}, acme_backend="raise ImportError('libacme.so is missing')")
     (doctor.site / "acme-1.0.dist-info" / "entry_points.txt").write_text(
@@ -521,6 +537,7 @@ def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, mo
 class TestRanks:
     """``--tensor-parallel`` starts ranks of each driver that works."""
 
+    @thorough(PROCESSES)
     def test_of_the_cpu(self, doctor: Doctor) -> None:
         result = doctor.run("--backend", "cpu", "--tensor-parallel", "2")
         assert "cpu: 2 ranks (cpu, cpu)" in result.stdout
@@ -533,6 +550,7 @@ class TestRanks:
         assert float(rows["latency"][0]) > 0
         assert float(rows["bandwidth"][0]) > 0
 
+    @thorough(PROCESSES)
     def test_a_rank_that_does_not_come(self, doctor: Doctor) -> None:
         doctor.install({"late": "late_driver:Late"}, late_driver=LATE)
         found = doctor.driver("late", "--tensor-parallel", "2", "--timeout", "20", code=1)
@@ -540,6 +558,7 @@ class TestRanks:
         assert "2 ranks: rank 1 did not come within 20 s (rank 1 was opening the driver)" in found["reason"]
         assert found["ranks"]["devices"] == ["cpu", ""]
 
+    @thorough(PROCESSES)
     def test_wrong_sums(self, doctor: Doctor) -> None:
         doctor.install({"late": "late_driver:Wrong"}, late_driver=LATE)
         found = doctor.driver("late", "--tensor-parallel", "2", code=1)
@@ -547,6 +566,7 @@ class TestRanks:
         (check,) = (each for each in found["ranks"]["checks"] if each["outcome"] == "failed")
         assert check["detail"].startswith("rank 1: all_reduce, torch.float32: ")
 
+    @thorough(PROCESSES)
     def test_a_driver_of_single_devices(self, doctor: Doctor) -> None:
         doctor.install({"acme": "acme_driver:Acme"})
         found = doctor.driver("acme", "--tensor-parallel", "2")

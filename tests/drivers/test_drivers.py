@@ -18,6 +18,7 @@ import pytest
 import torch
 from hal.backends.cpu.tape import Tape
 from helpers.distributions import install
+from helpers.thorough import MODE, thorough
 
 import hal
 from hal import ops
@@ -472,6 +473,7 @@ class TestChoices:
             hal.open({"backend": "cpu", "compilation": {"compiler": "nothing"}})
         assert hal.active_backend() is cpu
 
+    @thorough(MODE, r"\[(piecewise|graph)")
     @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "piecewise_eager"])
     def test_a_runner_is_on_its_own_backend_whichever_is_active(self, trained: Path, compiler: str) -> None:
         """Runners alternate, and run in two threads; calls of operations outside runners use the active backend."""

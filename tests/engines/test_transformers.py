@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT
+from helpers.thorough import DRAW, FAMILY, LONG, PROCESSES, thorough
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +51,7 @@ def own_counts(model: Any, folder: Path, backend: hal.Backend, prompt: list[int]
     return dict(counts)
 
 
+@thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal.Backend, tmp_path: Path) -> None:
     model, (prompt,) = model_of(family), prompts_of(9)
@@ -65,6 +67,7 @@ def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal
     assert found == own_counts(model, tmp_path / "checkpoint", cpu, prompt)
 
 
+@thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> None:
     model, prompts = model_of(family), prompts_of(9, 4, 14)
@@ -73,6 +76,7 @@ def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> Non
     assert generate(model, prompts, 12) == expected
 
 
+@thorough(LONG)
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_a_graph_compiled_with_inductor(family: str, cpu: hal.Backend) -> None:
     """Only the operations that Inductor cannot fuse stay calls; expert_mlp is one for each layer."""
@@ -108,6 +112,7 @@ def test_a_write_in_place_is_refused(cpu: hal.Backend) -> None:
         compiled(torch.ones(2, 3))
 
 
+@thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_use(family: str, cpu: hal.Backend) -> None:
     from hal.engines.transformers import use
@@ -158,6 +163,7 @@ def test_continuous_batching(paged_calls: list[int]) -> None:
     assert set(paged_calls) >= {1, 2, 4}
 
 
+@thorough(DRAW, r"\[order1")
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_models_stop_continuous_batching_in_any_order(order: tuple[int, int], paged_calls: list[int]) -> None:
     from hal.engines.transformers import use
@@ -349,6 +355,7 @@ class TestRefusals:
             model(torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.zeros(1, 1, 3, 3))
 
 
+@thorough(PROCESSES)
 @pytest.mark.usefixtures("cpu")
 def test_the_python_of_the_page_runs() -> None:
     page = (ROOT / "docs" / "how-to" / "use-with-transformers.md").read_text(encoding="utf-8")

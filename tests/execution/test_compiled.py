@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.reference import prompts
 from helpers.stepping import states_of
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
@@ -118,6 +119,7 @@ def test_tensors_that_do_not_fit_together(compiler: str, trained: Path) -> None:
                 runner.step(longer)
 
 
+@thorough(MODE)
 def test_nothing_kept_whole(trained: Path) -> None:
     """A backend may leave all operations to Inductor.
 

@@ -16,6 +16,7 @@ import torch
 from helpers.checkpoints import random_checkpoint
 from helpers.pieces import drawn, eagerly, form_of, graphs_of, marked, tokens_of
 from helpers.reference import prompts
+from helpers.thorough import DRAW, MODE, thorough
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,12 +108,14 @@ class TestSameAsEager:
         made.backend.activate()
         return made
 
+    @thorough(MODE, r"\[(sliding|untied)")
     def test_around_every_bucket(self, runner: hal.Runner) -> None:
         assert tokens_of(runner, "decode") == DECODE
         assert tokens_of(runner, "prefill") == PREFILL
         assert form_of(runner, "prefill").num_graphs == len(runner.model.states) + 1
         check(runner)
 
+    @thorough(DRAW, r"\[.*-[2-7]-Rows.(LAST|ALL)\]")
     @pytest.mark.parametrize("rows", [LAST, ALL])
     @pytest.mark.parametrize("seed", range(8))
     def test_mixed_prefill(self, runner: hal.Runner, seed: int, rows: Rows) -> None:
@@ -319,6 +322,7 @@ def _constants(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
     return hidden * torch.tensor([1.0, 2.0]).repeat(16) + torch.arange(32) / 7.0
 
 
+@thorough(MODE, r"\[.*-everything")
 @pytest.mark.parametrize("at", [("paged_attention",), EVERYTHING], ids=["attention", "everything"])
 @pytest.mark.parametrize("between", [_columns, _heads, _lengths, _view, _written, _constants])
 def test_what_models_do_between(between: Callable[..., Tensor], at: Sequence[str]) -> None:
@@ -357,6 +361,7 @@ class TestMemory:
         (pool,) = {graph.pool for found in buckets.values() for bucket in found for graph in bucket.graphs}
         return pool.nbytes
 
+    @thorough(MODE)
     def test_eight_buckets_take_little_more_than_the_largest(self) -> None:
         largest = self.pool([512])
         assert largest <= self.pool([4, 8, 16, 32, 64, 128, 256, 512]) <= 1.15 * largest
@@ -438,6 +443,7 @@ class TestErrors:
         check(runner)
 
 
+@thorough(MODE, r"\[graph")
 @pytest.mark.parametrize(("compiler", "call"), [("graph", 1), ("piecewise", 1), ("piecewise_eager", 3)])
 def test_two_threads_make_runners_at_once(compiler: str, call: int) -> None:
     """The second thread starts during a call of the first one's model, in its trace or in a capture."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import large_checkpoint
 from helpers.reference import open_runner
+from helpers.thorough import LONG, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ print(backend.device.memory_stats().peak - before)
 """
 
 
+@thorough(LONG)
 def test_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
     """A prompt of 32,768 tokens, whose MLP activations alone would take 400 MB at once."""
     large_checkpoint.write(

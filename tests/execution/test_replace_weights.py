@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import in_ranks
 from helpers.replacing import generated, logits, tensors, two_checkpoints
-from helpers.thorough import FAMILY, MODE
+from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -45,6 +45,10 @@ def held(model: CausalLM) -> dict[str, Tensor]:
     return {name: each.to_dense().clone() for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 
+@thorough(
+    EXHAUSTIVE,
+    r"\[(biased-graph|experts-piecewise|modelslim/w8a8-graph)|\[(compressed-tensors/w8a16-graph|modelslim/w8a16-piecewise)|\[compressed-tensors/w8a8(_dynamic)?-piecewise|modelslim/w8a8_dynamic-graph",
+)
 @pytest.mark.parametrize(
     ("kind", "compiler"),
     [

@@ -14,6 +14,7 @@ import torch
 from helpers import comparison
 from helpers.comparison import TOLERANCE, Case, difference, our_logits, spell_as_before_version_5, their_logits
 from helpers.reference import open_runner, prompts
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, FAMILY, MODE, thorough
 
 import hal
 from hal.checkpoint.model_registry import find_model
@@ -78,12 +79,19 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return comparison.build(draw_config(family, seed), seed, tmp_path_factory.mktemp(family), older)
 
 
+@thorough(DRAW, r"\[.*, 1(0[2-9]|[1-3]\d)\)|\[.*, 101\)")
+@thorough(EXHAUSTIVE, r"\[.*, 1[23]\d\)-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@thorough(DRAW, r"\[.*, 1[13]\d\)")
+@thorough(AGAIN, r"\[inductor")
+@thorough(FAMILY, r"\[piecewise-\('(qwen2_moe|mixtral)")
+@thorough(EXHAUSTIVE, r"\[inductor-\('(qwen2_moe|mixtral)', 100|\[inductor-\('\w+', 1(11|34)")
+@thorough(EXHAUSTIVE, r"\[piecewise-\('(qwen2_moe|mixtral)', 1(13|34)\)")
 @pytest.mark.parametrize("case", [(family, seed) for family in FAMILIES for seed in COMPILED], ids=str, indirect=True)
 @pytest.mark.parametrize("compiler", ["piecewise", "inductor"])
 def test_logits_of_compiled_steps(case: Case, compiler: str) -> None:
@@ -303,6 +311,8 @@ def continuations(trained_experts: Path) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@thorough(MODE, r"\[(piecewise|inductor)")
+@thorough(EXHAUSTIVE, r"\[inductor")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "inductor"])
 def test_greedy_tokens_of_the_trained_checkpoint(
     compiler: str, continuations: list[tuple[list[int], list[int]]], trained_experts: Path

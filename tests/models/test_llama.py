@@ -22,6 +22,7 @@ from helpers.comparison import (
     their_logits,
     transformers,
 )
+from helpers.thorough import DRAW, EXHAUSTIVE, thorough
 from safetensors.torch import load_file, save_file
 
 import hal
@@ -74,18 +75,22 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return build(draw_config(request.param), request.param, tmp_path_factory.mktemp("llama"), older)
 
 
+@thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
+@thorough(EXHAUSTIVE, r"\[seed=(8|1[135])")
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
 def test_logits_through_inductor(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner("inductor"), case), theirs) <= TOLERANCE
 
 
+@thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE

@@ -28,6 +28,7 @@ from helpers.comparison import (
     their_logits,
 )
 from helpers.reference import TEXTS, open_runner, prompts
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -99,16 +100,21 @@ def check(case: Case, compiler: str) -> None:
     assert difference(hidden, [their_hidden(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
 
 
+@thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
+@thorough(EXHAUSTIVE, r"\[.*seed=[56]\d.*graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
 
 
+@thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
+@thorough(EXHAUSTIVE, r"\[seed=(37|4[24]|6[25])")
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
 def test_logits_through_inductor(case: Case) -> None:
     check(case, "inductor")
 
 
+@thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
@@ -123,6 +129,7 @@ def test_scaled_positions(rope_type: str, tmp_path: Path) -> None:
     assert difference(our_logits(case.runner(), case), theirs) <= TOLERANCE
 
 
+@thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
 @pytest.mark.parametrize("case", WINDOWED, ids="seed={}".format, indirect=True)
 def test_sliding_window_matters(case: Case) -> None:
     """Tested in transformers itself; otherwise the comparison would not test windows."""
@@ -286,6 +293,7 @@ def error(logits: Sequence[Tensor], continuations: Sequence[Continuation]) -> fl
     return float((torch.cat(list(logits)) - torch.cat([each.exact for each in continuations])).square().mean().sqrt())
 
 
+@thorough(MODE, r"\[inductor")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_greedy_tokens_of_the_trained_checkpoint(
     compiler: str, continuations: list[Continuation], trained: Path

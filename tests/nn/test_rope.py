@@ -11,6 +11,7 @@ import attrs
 import pytest
 import torch
 from helpers.comparison import draw_rope, transformers
+from helpers.thorough import DRAW, thorough
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hal.errors import ConfigError
@@ -67,6 +68,7 @@ def test_released_checkpoints(rope: dict[str, Any], head_dim: int) -> None:
     check(rope, head_dim)
 
 
+@thorough(DRAW, r"\[seed=([5-9]|\d\d)-")
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 @pytest.mark.parametrize("seed", range(25), ids="seed={}".format)
 def test_random_parameters(rope_type: str, seed: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers.thorough import OPERATION, thorough
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +43,7 @@ def test_cpu_kernel_meets_the_reference(cpu: hal.Backend, operation: Operation, 
             assert_agree(operation, dtype, (found, ours), (expected, reference), f"sample {index}")
 
 
+@thorough(OPERATION, r"\[quant_expert")
 @each_operation()
 def test_opcheck(operation: Operation) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]

@@ -11,7 +11,7 @@ import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from hal.backends.cpu.tape import Tape
 from helpers.rank_processes import run, succeeded
-from helpers.thorough import MODE
+from helpers.thorough import MODE, PROCESSES, thorough
 from torch import distributed
 
 import hal
@@ -89,6 +89,7 @@ def test_all_ranks_leave_out_what_one_cannot_capture(
     assert found == [(alone, sizes)] * 2
 
 
+@thorough(PROCESSES)
 def test_copies_that_step_alone_need_not_agree(trained: Path) -> None:
     alone, _ = _generate(0, str(trained), "", {})
     found = succeeded(run(_generate, 2, str(trained), "memory", {"data": 2}))

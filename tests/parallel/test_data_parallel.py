@@ -13,7 +13,7 @@ import pytest
 from helpers import rank_programs
 from helpers.rank_processes import LOST, run, succeeded
 from helpers.ranks import in_ranks
-from helpers.thorough import MODE
+from helpers.thorough import EXHAUSTIVE, LONG, MODE, PROCESSES, thorough
 from torch import distributed
 
 import hal
@@ -47,11 +47,13 @@ def test_copies_share_the_prompts(trained: Path, sizes: dict[str, int]) -> None:
     _check(trained, sizes, ["graph"])
 
 
+@thorough(PROCESSES)
 def test_copies_penalize(trained: Path) -> None:
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.8}, {}, {"presence_penalty": 1.5, "temperature": 0.9}
     _check(trained, {"data": 2}, ["graph"], sampling=penalties)
 
 
+@thorough(EXHAUSTIVE, r"\[sizes0-\w+-all_|\[sizes1-\w+-(all_to_all|dispatch)|\[sizes2-\w+-(all_gather|dispatch)")
 @pytest.mark.thorough(MODE)
 @pytest.mark.parametrize("experts", EXCHANGES)
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_copies_share_the_experts(
     _check(trained_experts, {**sizes, "experts": experts}, compilers)
 
 
+@thorough(MODE, r"\[dispatch")
 @pytest.mark.parametrize(
     "experts", ["dispatch", *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in EXCHANGES[:2])]
 )
@@ -154,6 +157,7 @@ def _of_unlike_loads(rank: int, checkpoint: str, timeout: float, fails: bool) ->
     return texts
 
 
+@thorough(LONG)
 def test_copies_wait_longer_than_the_timeout_for_one_that_works(trained: Path) -> None:
     found = succeeded(run(_of_unlike_loads, 2, str(trained), 4.0, False))
     assert found[0] == found[1]

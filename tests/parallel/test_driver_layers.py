@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from helpers.rank_processes import run, succeeded
-from helpers.thorough import MODE
+from helpers.thorough import MODE, PROCESSES, thorough
 from torch import Tensor, nn
 
 import hal
@@ -79,6 +79,7 @@ def _own_layers(rank: int, checkpoint: str, replaced: type[nn.Module], own: type
         return [each.token_id for each in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=6))]
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("replaced", "own"),
     [(GroupedLinear, _OwnProduct), pytest.param(Experts, _OwnExperts, marks=pytest.mark.thorough(MODE))],

@@ -16,7 +16,7 @@ from helpers.checkpoints import EXPERTS, random_checkpoint
 from helpers.quantized import change_tensors
 from helpers.rank_processes import run, succeeded
 from helpers.stepping import states_of
-from helpers.thorough import DRAW, MODE
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from torch import Tensor, nn
 
 import hal
@@ -84,6 +84,7 @@ def _exchange(rank: int, ranks: int, seed: int, native: bool) -> int:
     return cases
 
 
+@thorough(MODE, r"\[2-0-True")
 @pytest.mark.parametrize(
     ("ranks", "seed", "native"),
     [
@@ -160,6 +161,8 @@ COLLECTIVES = {
 """The collectives of a layer's experts, by mode, tensor and data."""
 
 
+@thorough(MODE, r"\[.*-all_to_all-(4-1|1-4)")
+@thorough(EXHAUSTIVE, r"\[sequences=8-\w+-(4-1|1-4)")
 @pytest.mark.parametrize(("mode", "tensor", "data"), list(COLLECTIVES), ids=str)
 @pytest.mark.parametrize(
     "sequences",
@@ -221,6 +224,7 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
     return [rank_programs.tokens(**arguments, parallel=each) for each in parallel]
 
 
+@thorough(EXHAUSTIVE, r"\[.*-4-1-modes[25]")
 @pytest.mark.parametrize(
     ("name", "dtype", "tensor", "data", "modes", "compilers"),
     [
@@ -290,6 +294,7 @@ def _input_scales(rank: int, checkpoint: str, parallel: dict[str, Any]) -> tuple
     return scales, _memory(rank, checkpoint, parallel)
 
 
+@thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("format_", ["compressed-tensors", pytest.param("modelslim", marks=pytest.mark.thorough(MODE))])
 def test_a_scale_for_each_expert(tmp_path: Path, format_: Format) -> None:
     """All experts take the largest scale, also on ranks that do not hold its expert."""

@@ -6,15 +6,23 @@ from pathlib import Path
 
 import pytest
 from helpers.fault_checks import FAULTS, check_command, check_fault
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 CPU = {"backend": "cpu", "dtype": "float32"}
 
 
+@thorough(PROCESSES, r"\[(?!killed-replay)")
+@thorough(
+    EXHAUSTIVE,
+    r"\[late-(joining|loading|replay)|\[(killed-(joining|sampling)|raises-(loading|capture)|late-capture|(skips|shapes)-replay)|\[(raises-sampling|killed-capture)",
+)
 @pytest.mark.parametrize(("fault", "point"), FAULTS)
 def test_in_a_job(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, point: str) -> None:
     check_fault(fault, point, tmp_path, monkeypatch, checkpoint=str(trained), on=CPU, compiler="graph")
 
 
+@thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[killed-(loading|step)")
 @pytest.mark.parametrize(
     ("fault", "point", "compiler", "status", "message"),
     [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.ranks import check_fused, in_ranks
 from helpers.stepping import states_of
+from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,6 +70,7 @@ def over_shards(name: str, shards: list[Any]) -> list[Any]:
     return list(found(shards))
 
 
+@thorough(PROCESSES)
 def test_without_kernels_ranks_run_the_smaller_operations() -> None:
     check_fused(in_ranks("fused_collectives", 2, tensor=2, dtype="float32", seed=11))
 

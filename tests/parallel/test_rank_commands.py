@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import TESTS
 from helpers.distributions import install
+from helpers.thorough import PROCESSES, thorough
 
 from hal.cli import main
 
@@ -54,6 +55,7 @@ def test_a_comparison_of_whole_experts_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 class TestCompare:
+    @thorough(PROCESSES)
     def test_a_rank_that_computes_its_slice_wrongly(self, faulty: str, trained: Path) -> None:
         result = run("compare", trained, *COMPARED, "--json", status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="slices")
         found = json.loads(result.stdout)
@@ -64,6 +66,7 @@ class TestCompare:
         assert all(each["first"]["call"]["step"] == 0 for each in found)
         assert all(each["compared"] > 100 and each["partial"] == 0 for each in found)
 
+    @thorough(PROCESSES)
     def test_a_wrong_sum(self, faulty: str, trained: Path) -> None:
         text = run("compare", trained, *COMPARED, status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="sums").stdout
         assert text.startswith(
@@ -75,6 +78,7 @@ class TestCompare:
                 in text
             )
 
+    @thorough(PROCESSES)
     @pytest.mark.parametrize(("name", "dtype"), [("trained", "float32"), ("trained_experts", "bfloat16")])
     def test_ranks_that_agree(self, request: pytest.FixtureRequest, name: str, dtype: str) -> None:
         checkpoint = request.getfixturevalue(name)
@@ -103,6 +107,7 @@ class TestCompare:
 
 
 class TestBench:
+    @thorough(PROCESSES)
     def test_a_decode_step_of_two_ranks(self, tmp_path: Path) -> None:
         figures = {}
         for ranks in (1, 2):
@@ -134,6 +139,7 @@ class TestBench:
         assert work[1]["cache"] == 2 * work[2]["cache"]
         assert work[1]["weights"] > work[2]["weights"] > work[1]["weights"] / 2  # Norms are not split.
 
+    @thorough(PROCESSES)
     @pytest.mark.parametrize("option", [("--against", "transformers"), ("--memory",)])
     def test_what_only_one_device_can_do(self, option: tuple[str, ...]) -> None:
         arguments: Any = ("bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--tensor-parallel", "2", *option)

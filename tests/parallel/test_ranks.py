@@ -14,7 +14,7 @@ from helpers import rank_processes
 from helpers.distributions import install
 from helpers.late_driver import late_driver
 from helpers.ranks import in_ranks, started
-from helpers.thorough import PROCESSES
+from helpers.thorough import EXHAUSTIVE, LONG, MODE, PROCESSES, thorough
 
 import hal
 from hal import ops
@@ -24,6 +24,7 @@ from hal.parallel.collectives import KERNELS
 from hal.parallel.launch import run_ranks
 
 
+@thorough(MODE, r"\[4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_are_what_is_declared(ranks: int) -> None:
     found = in_ranks("collectives", ranks, tensor=ranks, seed=7)
@@ -184,6 +185,7 @@ def test_the_command(
     assert texts[0] == texts[1] != b""
 
 
+@thorough(PROCESSES)
 def test_an_error_of_all_ranks_is_shown_once(trained: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "hal_command", "generate", str(trained), "--prompt", "a", "--tensor-parallel", "3"],
@@ -219,6 +221,8 @@ sys.exit(3 + int(rank))
 """
 
 
+@thorough(LONG, r"\[2,1,0")
+@thorough(EXHAUSTIVE, r"\[0,1,2")
 @pytest.mark.parametrize("order", ["1,0,2", "0,1,2", "2,1,0"])
 def test_of_different_errors_the_first_is_shown(order: str, tmp_path: Path) -> None:
     failure = run_ranks(["-c", FAILING, order, str(tmp_path)], 3, seconds=60)
@@ -227,6 +231,7 @@ def test_of_different_errors_the_first_is_shown(order: str, tmp_path: Path) -> N
     assert (failure.rank, failure.status, failure.text) == (first, 3 + first, f"error {first}" if first else "")
 
 
+@thorough(LONG)
 def test_a_time_limit() -> None:
     start = time.monotonic()
     failure = run_ranks(["-c", "import os, time; time.sleep(60 * int(os.environ['RANK']))"], 2, seconds=6)
@@ -235,6 +240,7 @@ def test_a_time_limit() -> None:
     assert time.monotonic() - start < 30
 
 
+@thorough(PROCESSES)
 def test_different_errors_of_a_command(trained: Path, tmp_path: Path) -> None:
     """Rank 1 cannot open its driver, and rank 0 waits for it. Rank 1's error is shown."""
     late = late_driver("raise DeviceError('card 1 is on fire', 'extinguish it')")

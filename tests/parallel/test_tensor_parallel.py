@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import large_checkpoint, rank_programs
 from helpers.ranks import in_ranks, started
+from helpers.thorough import AGAIN, EXHAUSTIVE, LONG, MODE, thorough
 
 import hal
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
@@ -30,6 +31,8 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return found
 
 
+@thorough(MODE, r"\[(?!tiny-python-float32-2)")
+@thorough(EXHAUSTIVE, r"\[tiny-python-(bfloat16-4|(moe|(moe-)?w8a8|w8a8_dynamic)-float32-2|moe-w8a8-float32-4)")
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks", "compilers"),
     [
@@ -55,6 +58,7 @@ def test_the_same_tokens(checkpoints: dict[str, Path], name: str, dtype: str, ra
         assert [rank[compiler] for rank in found] == [alone] * ranks, compiler
 
 
+@thorough(AGAIN, r"\[tiny-python-2")
 @pytest.mark.parametrize(("name", "ranks"), [("tiny-python", 2), ("tiny-python-moe", 4)])
 def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) -> None:
     arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": "float32"}
@@ -77,6 +81,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     return folder / "large", folder / "small", size
 
 
+@thorough(LONG)
+@thorough(EXHAUSTIVE, r"\[(2-packed|4-plain)")
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, ranks: int, form: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from helpers import clones
 from helpers.clones import Clone
 from helpers.pages import DOCS, PAGES, blocks, commands, lay_out
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 NOT_RUN = {
     r"^make |^git |^twine |^ls dist|-m build|^source |-m venv|^\. venv": "it sets up, tests or releases a checkout",
@@ -60,6 +61,8 @@ def test_every_reason_has_a_command() -> None:
     assert {"README", "quickstart", "first-driver"} <= {page.stem for page in WITH_COMMANDS}
 
 
+@thorough(PROCESSES, r"\[(README|quickstart)-folder")
+@thorough(EXHAUSTIVE, r"\[(?!(README|quickstart)-folder)")
 @pytest.mark.parametrize("clone", clones.WAYS, indirect=True)
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
 def test_commands(clone: Clone, page: Path) -> None:
@@ -77,6 +80,8 @@ def test_commands(clone: Clone, page: Path) -> None:
     clone.check(clone.root, "bash", "-c", "\n".join(script))
 
 
+@thorough(PROCESSES, r"\[(README|quickstart)-folder")
+@thorough(EXHAUSTIVE, r"\[(?!(README|quickstart)-folder)")
 @pytest.mark.parametrize("clone", clones.WAYS, indirect=True)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_python(clone: Clone, page: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import pytest
 from helpers import ROOT, clones
 from helpers.forked_scripts import run_script
 from helpers.pages import DOCS, MODULE, PAGES, blocks, lay_out
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal import config, errors
@@ -40,6 +41,7 @@ ELSEWHERE = {
 INSTALLED = re.compile(r"touch pyproject\.toml")
 
 
+@thorough(PROCESSES, r"\[(?!README|concepts|drivers)")
 @pytest.mark.parametrize(
     "page",
     [
@@ -233,6 +235,7 @@ def test_picture_stands_alone() -> None:
     assert not [element for element in picture.iter() if element.tag.endswith(("image", "script", "use"))]
 
 
+@thorough(EXHAUSTIVE)
 def test_builds_strictly(tmp_path: Path) -> None:
     """In CI `make docs` has just built them in the same way, and the test checks the result."""
     built = DOCS / "_build" / "html"

@@ -16,6 +16,7 @@ from pathlib import Path
 import jedi
 import pytest
 import torch
+from helpers.thorough import AGAIN, thorough
 
 import hal
 from hal import nn, ops
@@ -73,6 +74,7 @@ def test_editors_know_what_a_layer_and_open_give(script: Script) -> None:
     assert {"ops", "limits", "close"} <= {each.name for each in script("import hal\nhal.open('cpu').").complete()}
 
 
+@thorough(AGAIN)
 def test_type_checkers_know_operations_layers_and_public_names(repository: Path, tmp_path: Path) -> None:
     public = [name for name in hal.__all__ if not inspect.ismodule(getattr(hal, name))]
     probes = [

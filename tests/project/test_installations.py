@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import clones
 from helpers.clones import Clone
+from helpers.thorough import PROCESSES, thorough
 
 
 @pytest.fixture(scope="module", params=clones.WAYS)
@@ -21,6 +22,7 @@ OPENED = (
 )
 
 
+@thorough(PROCESSES, r"\[(editable|wheel)\]")
 def test_all_of_hal_comes_from_one_place(clone: Clone, tmp_path: Path) -> None:
     for folder in (clone.root, tmp_path):
         hal, cpu, models = map(Path, clone.check(folder, "python", "-c", OPENED).split())
@@ -29,6 +31,7 @@ def test_all_of_hal_comes_from_one_place(clone: Clone, tmp_path: Path) -> None:
         assert folder == tmp_path or hal.is_relative_to(clone.root), "Python searches the current folder first"
 
 
+@thorough(PROCESSES)
 def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
     """Ranks are Python with -m, and search the current folder first."""
     checkpoint = str(clone.root / "checkpoints" / "tiny-python")
@@ -38,6 +41,7 @@ def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
     assert len(set(texts)) == 1
 
 
+@thorough(PROCESSES)
 def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> None:
     """An installed hal may be older than the checkout in which its command is called."""
     program = "import sys, hal; sys.stdout.write(hal.__file__ + chr(10)); sys.stdout.flush()"
@@ -48,6 +52,7 @@ def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> No
     assert clone.check(clone.root, "python", str(script)) == own
 
 
+@thorough(PROCESSES)
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulated CANN needs Linux")
 @pytest.mark.skipif(not clones.has_torch_npu(), reason="torch_npu is not installed, or aborts beside this torch")
 def test_a_program_on_the_emulated_cann(clone: Clone, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import toys
 from helpers.checkpoints import random_checkpoint, write_json
+from helpers.thorough import MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -49,6 +50,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(folder, request.param)
 
 
+@thorough(MODE, r"\[(?!Recurrent).*-(piecewise\w*|inductor)\]|\[(?!Recurrent).*-graph\]|\[Recurrent\w+-inductor")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_in_batches_that_change(made: tuple[str, Path], mode: str) -> None:
     architecture, folder = made
@@ -204,6 +206,7 @@ def logits(folder: Path, compiler: str) -> tuple[Tensor, CausalLM]:
     return torch.cat(rows), model
 
 
+@thorough(MODE, r"\[graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_a_scheme_of_another_package(int8_weights: tuple[Path, Path], compiler: str) -> None:
     quantized, dequantized = int8_weights

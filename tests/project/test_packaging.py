@@ -16,6 +16,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from helpers.thorough import PROCESSES, thorough
 from packaging.version import Version
 
 import hal
@@ -153,6 +154,7 @@ def test_the_installed_data_files_serve(installed: Environment, repository: Path
     assert (tmp_path / "acme-hal" / "acme_hal" / "driver.py").exists()
 
 
+@thorough(PROCESSES)
 def test_the_installed_package_loads_a_model(installed: Environment, trained: Path) -> None:
     program = f"import hal; print(type(hal.load_model({str(trained)!r}, hal.open('cpu'))).__name__)"
     assert installed.run("python", "-c", program) == "Qwen3ForCausalLM\n"

@@ -43,6 +43,7 @@ from helpers.quantized import (
     quantized,
     section,
 )
+from helpers.thorough import AGAIN, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -59,6 +60,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 LAYERS = {"w8a16": Int8Linear, "w8a8": StaticQuantizedLinear, "w8a8_dynamic": DynamicQuantizedLinear}
 
 
+@thorough(MODE, r"\[.*-True-(True|False)\]")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -530,6 +532,7 @@ print(backend.device.memory_stats().peak - before, sum(tensor.nbytes for tensor 
 """
 
 
+@thorough(MODE, r"\[w8a8_dynamic|\[w8a8\]")
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
 def test_peak_memory_of_loading(scheme: Scheme, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
@@ -582,6 +585,8 @@ def perplexity_in_bfloat16(trained: Path) -> float:
     return held_out.perplexity(runner_of(trained), held_out.tokens(Checkpoint.open(trained), 6000))
 
 
+@thorough(MODE, r"\[compressed")
+@thorough(AGAIN, r"\[modelslim")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
 def test_perplexity_of_held_out_text(
     key: tuple[str, str], made: dict[tuple[str, str], Path], perplexity_in_bfloat16: float
@@ -593,6 +598,7 @@ def test_perplexity_of_held_out_text(
     assert found != perplexity_in_bfloat16
 
 
+@thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
 def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
     stream = held_out.tokens(Checkpoint.open(made[key]), 4 * 64 + 1)
@@ -602,6 +608,7 @@ def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[s
     assert graph == pytest.approx(eager, rel=1e-4)
 
 
+@thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
 def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
     """Greedy, by the command: the text is the same eagerly and with graphs, and most of it looks like Python."""

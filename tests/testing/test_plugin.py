@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.thorough import PROCESSES, thorough
 
 from hal import ops
 from hal.errors import ConfigError
@@ -103,6 +104,7 @@ def test_a_passing_run_and_its_table(pytester: pytest.Pytester) -> None:
     )
 
 
+@thorough(PROCESSES)
 def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
     result = run(pytester, "streams/", "", "", "cpu", "-n", "2", apart=True)
     result.stdout.fnmatch_lines(["streams * 7 * 7 * 0 * 0 * 0"])
@@ -128,6 +130,7 @@ def test_unsupported_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
     )
 
 
+@thorough(PROCESSES)
 def test_untried_is_not_even_run(pytester: pytest.Pytester) -> None:
     ends = BROKEN.replace("return x * 2", "import os; os._exit(3)")
     more = (
@@ -195,6 +198,7 @@ def test_unavailable_is_skipped_and_missing_fails(pytester: pytest.Pytester) -> 
     result.stdout.fnmatch_lines(["*no driver 'no-such-driver' is installed*"])
 
 
+@thorough(PROCESSES)
 def test_a_library_that_the_probe_did_not_miss_fails(pytester: pytest.Pytester) -> None:
     """Otherwise a misspelled import would look like a machine without the device."""
     result = run(pytester, "test_conformance", before=WITHOUT_LIBRARY, backend="acme", apart=True)
@@ -204,6 +208,7 @@ def test_a_library_that_the_probe_did_not_miss_fails(pytester: pytest.Pytester) 
     )
 
 
+@thorough(PROCESSES)
 def test_a_failure_is_told_without_the_suites_own_lines(pytester: pytest.Pytester) -> None:
     result = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", BROKEN, apart=True)
     result.assert_outcomes(failed=1)
@@ -215,6 +220,7 @@ def test_a_failure_is_told_without_the_suites_own_lines(pytester: pytest.Pyteste
     shown.stdout.fnmatch_lines(["*problems = *"])
 
 
+@thorough(PROCESSES)
 def test_a_kernel_that_raises_is_shown_with_its_line_and_shapes(pytester: pytest.Pytester) -> None:
     result = run(pytester, "rms_norm/float32/sample-0 and not add", "open=opened", RAISING, apart=True)
     result.assert_outcomes(failed=1)
@@ -239,6 +245,7 @@ def test_a_module_without_the_hook_is_told(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*defines no `conformance`*"])
 
 
+@thorough(PROCESSES)
 def test_an_operation_is_covered_the_day_it_is_declared(pytester: pytest.Pytester) -> None:
     result = run(pytester, "acme_halve", "", "from torch import Tensor\n" + DECLARES, apart=True)
     outcomes = result.parseoutcomes()

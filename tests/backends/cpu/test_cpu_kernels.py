@@ -21,6 +21,7 @@ from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native.kernels import FEW, NATIVE
 from hal.backends.cpu.packing import ROWS, Packing, linear
 from helpers.reference import prompts
+from helpers.thorough import DRAW, MODE, PROCESSES, thorough
 from torch import Tensor
 
 import hal
@@ -42,6 +43,7 @@ def native() -> hal.Backend:
     return open_cpu(native=True)
 
 
+@thorough(DRAW, r"\[seed=[1-9]")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "by_torch"),
@@ -325,6 +327,7 @@ def test_a_tape_replays_them_on_new_inputs(native: hal.Backend) -> None:
         torch.testing.assert_close(tuple(outputs), tuple(model()))
 
 
+@thorough(PROCESSES)
 def test_without_a_compiler(tmp_path: Path, trained: Path) -> None:
     """The torch kernels are used with a warning. If C++ was requested, opening fails with a remedy."""
     program = f"""
@@ -372,6 +375,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert "HAL_CACHE_DIR" in str(caught.value)
 
 
+@thorough(MODE)
 def test_a_damaged_library_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -386,6 +390,7 @@ def test_a_damaged_library_is_compiled_again(
     assert f"{library} is damaged" in caplog.text
 
 
+@thorough(PROCESSES, r"\[XDG")
 @pytest.mark.parametrize("variable", ["HAL_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("HAL_CACHE_DIR", "XDG_CACHE_HOME")}
@@ -480,6 +485,7 @@ class TestTrust:
             assert self.library(folder).stat().st_uid == 0
 
 
+@thorough(PROCESSES)
 def test_what_is_compiled_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hal.backends.cpu.native import build
 
@@ -591,6 +597,7 @@ class TestPacking:
         weight = torch.randn(8, 8).half()
         assert Packing().prepare(weight, shared=False) is weight
 
+    @thorough(MODE, r"\[inductor")
     @pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
     def test_a_model_gives_the_same_tokens(
         self, compiler: str, trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

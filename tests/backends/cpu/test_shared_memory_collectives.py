@@ -22,7 +22,7 @@ from hal.backends.cpu.native.build import load
 from hal.backends.cpu.native.shared_memory import SharedMemoryKernels
 from hal.backends.cpu.native.shared_segment import _obstacle, _Offer
 from helpers.rank_processes import LOST, run, succeeded
-from helpers.thorough import DRAW
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from torch import Tensor, distributed
 
 import hal
@@ -114,6 +114,7 @@ def _compare_with_the_reference(rank: int, ranks: int) -> list[bytes]:
     return digests
 
 
+@thorough(MODE, r"\[3\]")
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.thorough(DRAW)) for ranks in (2, 4))])
 def test_they_meet_the_reference_with_the_same_bits(ranks: int) -> None:
     """Sums are those in the order of ranks, in float32, rounded once."""
@@ -153,6 +154,7 @@ def _random_sequence(rank: int, seed: int, calls: int) -> int:
     return took
 
 
+@thorough(EXHAUSTIVE, r"\[[24]-2500")
 @pytest.mark.parametrize(
     ("seed", "calls"), [(0, 300), *(pytest.param(seed, 2500, marks=pytest.mark.thorough(DRAW)) for seed in range(1, 5))]
 )

@@ -11,6 +11,7 @@ from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.torch_functions import KERNELS, int8_product
 from helpers.attending import with_blind_queries
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 from hal import ops
@@ -22,6 +23,7 @@ ATTENTION = TorchAttention(flash=False)
 TABLE: dict[str, Callable[..., Any]] = {**KERNELS, "paged_attention": ATTENTION}
 
 
+@thorough(DRAW, r"\[seed=[1-9]")
 @pytest.mark.parametrize("name", sorted(TABLE))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(3), ids="seed={}".format)

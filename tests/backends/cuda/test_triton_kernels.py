@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TESTS
+from helpers.thorough import AGAIN, DRAW, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -50,15 +51,18 @@ def passes(file: str, *, interpret: bool, marked: str = "") -> None:
     assert "skipped" not in ran.stdout
 
 
+@thorough(AGAIN, r"\[triton_attention|\[triton_rows")
 @pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True, marked="not thorough")
 
 
+@thorough(DRAW)
 def test_further_cases_in_the_interpreter() -> None:
     passes("triton_experts.py", interpret=True, marked="thorough")
 
 
+@thorough(AGAIN)
 @pytest.mark.parametrize("file", ["triton_compiled.py", "triton_compiled_experts.py"])
 def test_compiled_for_gpus(file: str) -> None:
     passes(file, interpret=False)

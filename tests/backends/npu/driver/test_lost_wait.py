@@ -9,6 +9,7 @@ import pytest
 from hal.backends.npu import emulator
 from hal.backends.npu.device import NpuDevice
 from hal.backends.npu.driver import NpuDriver
+from helpers.thorough import DRAW, thorough
 
 import hal
 from hal.testing import Conformance
@@ -58,6 +59,7 @@ def twin() -> Conformance:
     return conformance(NpuDevice)
 
 
+@thorough(DRAW, r"seed=[2-9]\]")
 @pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
 def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: int) -> None:
     streams = isinstance(deaf.target.device, DeafStreams)
@@ -73,6 +75,7 @@ def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: i
             lost[streams]()
 
 
+@thorough(DRAW, r"seed=[2-9]\]")
 @pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
 def test_an_event_that_holds_back_none_of_several(twin: Conformance, seed: int) -> None:
     with emulator.schedule(seed):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from helpers.npu import processes
+from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.bench.figures import floor
@@ -43,12 +44,14 @@ def test_the_text_is_the_cpus(trained: Path) -> None:
     assert generated(trained, "--backend", "npu", "--emulate", "--compiler", "graph") == expected
 
 
+@thorough(PROCESSES)
 def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
     arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
     result = processes.hal("generate", str(trained), *arguments, "--backend", "npu", "--emulate")
     assert result.stdout == run("generate", trained, *arguments, "--backend", "cpu").stdout
 
 
+@thorough(PROCESSES)
 def test_what_torch_npu_prints_is_no_text(trained: Path, tmp_path: Path) -> None:
     """torch_npu writes a warning to stdout when npugraph_ex compiles for the first time."""
     arguments = ("--prompt", PROMPTS[0], "--max-new-tokens", "8", "--dtype", "float16")
@@ -70,6 +73,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     return result.stdout, json.loads(file.read_text())
 
 
+@thorough(PROCESSES)
 def test_the_launches_of_a_layer(traced: tuple[str, dict[str, Any]]) -> None:
     figures = traced[1]
     eager, graph = figures["launches"]
@@ -107,6 +111,7 @@ def test_the_table_of_launches(traced: tuple[str, dict[str, Any]]) -> None:
     assert "- the device is emulated: its times say nothing about hardware" in stdout
 
 
+@thorough(PROCESSES)
 def test_prefills_are_traced_too() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor, "MATMUL_SIZES", (32,))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers.thorough import MODE, thorough
 
 import hal
 from hal.errors import ClosedError, DeviceError
@@ -38,6 +39,7 @@ def allocated() -> int:
     return torch.npu.memory_allocated()
 
 
+@thorough(MODE, r"\[(graph|piecewise\w*)\]")
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_runner_gives_all_back_at_once(npu: Opened, trained: Path, compiler: str) -> None:
@@ -90,6 +92,7 @@ def test_work_that_failed_is_said_and_all_is_freed(npu: Opened, trained: Path) -
     backend.close()
 
 
+@thorough(MODE, r"\[(?!graph)")
 @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
 def test_while_another_thread_generates(npu: Opened, trained: Path, compiler: str) -> None:
     """The thread gets ClosedError between two steps; nothing that still runs is freed."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.npu import processes
+from helpers.thorough import AGAIN, PROCESSES, thorough
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -48,6 +49,7 @@ def test_the_cpu(trained: Path, first: str, second: str, dtype: str) -> None:
     assert any(row["worst"]["error"]["ratio"] > 0 for row in found["rows"])  # Their rounding does differ.
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_int8_weights_that_only_the_npu_prepares(trained: Path, tmp_path: Path, scheme: Any, dtype: str) -> None:
@@ -65,6 +67,7 @@ def test_weights_and_caches_in_fractal_nz(trained: Path, monkeypatch: pytest.Mon
     assert found["not_compared"][0].startswith("store_kv_cache: cpu and npu have different cache")
 
 
+@thorough(AGAIN)
 def test_modes(trained: Path) -> None:
     modes = [part for name in ("eager", "graph", "piecewise", "npugraph_ex") for part in ("--compiler", name)]
     found = compared(trained, "--backend", "npu", "--emulate", *modes, "--dtype", "bfloat16")
@@ -93,6 +96,7 @@ def test_a_wrong_epsilon_and_its_replay(npu: Opened, trained: Path, tmp_path: Pa
     assert_agree(ops.operation("rms_norm"), torch.float16, healed, call.results("first")["result"])
 
 
+@thorough(PROCESSES)
 def test_in_a_process_that_nothing_was_prepared_for(trained: Path) -> None:
     arguments = ("--backend", "cpu", "--backend", "npu", "--emulate", "--dtype", "float16", *PROMPTS)
     assert "npu against cpu: within tolerance" in processes.hal("compare", str(trained), *arguments).stdout

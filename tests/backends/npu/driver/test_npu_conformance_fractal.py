@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, MODE, thorough
+
 from hal.testing import Conformance
 from hal.testing.suite import *  # noqa: F403
+
+pytestmark = [
+    thorough(DTYPE, r"/float16(/|\])"),
+    thorough(MODE, r"\[(graphs|leaks|rewrites|runners)/"),
+    thorough(MODE, r"\[(limits/|models/qwen3/piecewise)"),
+    thorough(FAMILY, r"\[models/(?!qwen3/)\w+/(graph|piecewise\w*|npugraph_ex)/"),
+    thorough(EXHAUSTIVE, r"\[models/qwen3/\w+/float16"),
+    thorough(EXHAUSTIVE, r"\[models/llama/(eager/float16|graph/bfloat16|(piecewise\w*|npugraph_ex)/)"),
+    thorough(EXHAUSTIVE, r"\[models/qwen3_moe/(eager/float16|graph/float16|piecewise\w*/|npugraph_ex/bfloat16)"),
+    thorough(EXHAUSTIVE, r"\[rewrites/\w+/proof"),
+    thorough(EXHAUSTIVE, r"\[runners/((eager|piecewise\w*)/(?!mixed)|(graph|npugraph_ex)/\S*queries-[48])"),
+]
 
 conformance = Conformance(
     backend="npu",

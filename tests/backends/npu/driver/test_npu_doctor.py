@@ -6,6 +6,7 @@ import json
 import time
 
 from helpers.npu import processes
+from helpers.thorough import PROCESSES, thorough
 
 OPTIONS = '{"devices": 2}'
 
@@ -27,6 +28,7 @@ def test_each_emulated_npu_is_examined() -> None:
     assert took < 60  # about 10 s on two idle cores
 
 
+@thorough(PROCESSES)
 def test_a_device_that_the_options_name_is_the_only_one() -> None:
     options = {"HAL_NPU_EMULATOR_OPTIONS": OPTIONS, "HAL_NPU_DEVICE": "1"}
     result = processes.hal("doctor", "--backend", "npu", "--emulate", "--json", **options)
@@ -34,6 +36,7 @@ def test_a_device_that_the_options_name_is_the_only_one() -> None:
     assert [device["device"] for device in npu["devices"]] == ["npu:1"]
 
 
+@thorough(PROCESSES)
 def test_without_an_npu_the_probe_says_what_to_do() -> None:
     result = processes.hal("doctor", "--backend", "npu", code=1)
     assert "no CANN" in result.stdout

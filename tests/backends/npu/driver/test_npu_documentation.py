@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.distributions import install
 from helpers.npu import processes
+from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.bench.figures import launches
@@ -28,6 +29,7 @@ def _back_to_the_cpu() -> Iterator[None]:
     hal.open("cpu")
 
 
+@thorough(PROCESSES, r"\[one-model")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     """Run the blocks in order in a fresh process. Blocks with modules and entry points are written to files."""

@@ -15,6 +15,7 @@ from hal.backends.npu.driver import NpuDriver
 from hal.backends.npu.emulator import activation
 from hal.backends.npu.options import NpuOptions
 from helpers.npu import processes
+from helpers.thorough import FAMILY, PROCESSES, thorough
 
 import hal
 from hal import ops
@@ -175,6 +176,7 @@ class TestGenerations:
             soc.generation_of(name)
         assert "use one of Ascend910B* (A2), Ascend910_93* (A3), Ascend310P* (310P)" in caught.value.remedy
 
+    @thorough(PROCESSES)
     def test_a_950_has_no_atb_and_no_nz_cache(self) -> None:
         program = """
 print(refused(options={"attention": "atb"}))
@@ -202,6 +204,7 @@ print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
         assert "set dtype to one of float16" in bfloat16
         assert computed == "True"
 
+    @thorough(FAMILY)
     def test_a_310p_runs_the_references_of_experts_on_plain_weights(self) -> None:
         program = """
 from hal.nn import WeightUse
@@ -217,11 +220,13 @@ print(prepared is weight, torch.allclose(found, expected, 1e-2, 1e-2))
 
 
 class TestAskingForAnEmulatedOne:
+    @thorough(PROCESSES)
     def test_by_a_variable_alone(self) -> None:
         program = "import hal; backend = hal.open('npu'); import torch; print(backend, torch.npu.device_count())"
         result = processes.python("-c", program, HAL_NPU_EMULATOR="1", HAL_NPU_EMULATOR_OPTIONS='{"devices": 3}')
         assert result.stdout == "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')> 3\n"
 
+    @thorough(PROCESSES)
     @pytest.mark.skipif(next(activation.real_cann({}), None) is not None, reason="a real CANN is installed")
     def test_the_list_of_backends(self) -> None:
         lines = processes.hal("backends").stdout.splitlines()

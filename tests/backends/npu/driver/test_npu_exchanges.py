@@ -13,6 +13,7 @@ from hal.backends.npu.soc import GENERATIONS
 from helpers import rank_programs
 from helpers.checkpoints import EXPERTS, random_checkpoint
 from helpers.ranks import check_fused, on_npus, started
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal.cli import explanation
@@ -22,6 +23,9 @@ from hal.parallel import Group, Mesh
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
 
 
+@thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[.'tensor': 2, 'experts': ('all_|'dispatch'.-.'eager')")
+@thorough(EXHAUSTIVE, r"\[.'data': 2, 'experts': '(all_to_all|disp)")
 @pytest.mark.parametrize(
     ("parallel", "compilers"),
     [
@@ -131,6 +135,7 @@ def test_fused_collectives_of_ranks() -> None:
         assert {launch: counted.get(launch) for launch in launches} == launches
 
 
+@thorough(PROCESSES)
 def test_the_same_tokens_with_fused_collectives(trained: Path) -> None:
     """Decode steps of two and four sequences are fused, those of one are not."""
     arguments: dict[str, Any] = {"checkpoint": str(trained), "dtype": "float16"}
@@ -144,6 +149,7 @@ def test_the_same_tokens_with_fused_collectives(trained: Path) -> None:
             assert 8 * 16 <= launches < 8 * 31, "of two projections in four layers, in some of the 31 decode steps"
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(("width", "native"), [(1024, True), (512, False)])
 def test_dispatch_and_combine_of_an_a3(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, native: bool
@@ -157,6 +163,7 @@ def test_dispatch_and_combine_of_an_a3(
         assert len(launched) == (2 if native else 0), rank["launches"]
 
 
+@thorough(PROCESSES)
 def test_whole_experts_on_each_rank_of_an_a3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model of a documented width dispatches and combines in one launch each, in every mode."""
     monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')

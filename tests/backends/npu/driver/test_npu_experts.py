@@ -12,6 +12,7 @@ import pytest
 import torch
 from hal.backends.npu import emulator
 from helpers.npu import compare, processes, schemes
+from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal.errors import CompileError
@@ -37,6 +38,11 @@ def case(request: pytest.FixtureRequest, made: Any) -> compare.Case:
     return compare.trained_case(path, dtype, BUCKETS, 16)
 
 
+@thorough(MODE, r"\[(?!bfloat16-eager|w8a8_dynamic-graph)|\[w8a8_dynamic-graph")
+@thorough(
+    EXHAUSTIVE,
+    r"\[(bfloat16-(graph|piecewise)|float16-(eager|npugraph_ex)|w8a16-(graph|npugraph_ex))|\[(w8a8-(eager|piecewise)|w8a8_dynamic-(eager|npugraph_ex))",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_cpus_tokens(case: compare.Case, mode: str, request: pytest.FixtureRequest) -> None:
     if (request.node.callspec.params["case"], mode) == ("w8a16", "npugraph_ex"):
@@ -70,6 +76,8 @@ def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[lis
         return logits, trace.records
 
 
+@thorough(MODE, r"\[(bfloat16-nz|w8a8_dynamic-nd)|\[w8a8_dynamic-nz")
+@thorough(EXHAUSTIVE, r"\[(bfloat16-nz|w8a8_dynamic-nd)")
 @pytest.mark.parametrize("nz", [False, True], ids=["nd", "nz"])
 @pytest.mark.parametrize("scheme", ["bfloat16", "w8a8_dynamic"])
 def test_one_capture_serves_any_routing_without_the_host(made: Any, scheme: str, nz: bool, trained: Path) -> None:
@@ -94,6 +102,7 @@ def copies_of(records: list[emulator.Record]) -> Counter[tuple[str, int]]:
     return Counter((each.name, each.bytes) for each in records if each.kind == "copy")
 
 
+@thorough(AGAIN)
 def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
     text = (processes.ROOT / "docs" / "reference" / "npu-launches.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \w+ \| (?:nd|fractal_nz) \| \d+ \| \d+ \|$", text, re.MULTILINE)

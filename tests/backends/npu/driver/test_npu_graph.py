@@ -19,6 +19,7 @@ from hal.backends.npu import emulator
 from helpers import TESTS
 from helpers.attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
 from helpers.npu.attending import BLOCK, Attend
+from helpers.thorough import AGAIN, DRAW, thorough
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,7 @@ class TestHostValues:
         graph = attend.backend.graph()
         self.check(attend, graph, graph.capture(attend.twice))
 
+    @thorough(DRAW, r"\[([4-9]|1\d)\]")
     @pytest.mark.parametrize("seed", range(20))
     def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
         attend = Attend(npu())
@@ -52,6 +54,7 @@ class TestHostValues:
         with emulator.schedule(seed):
             self.check(attend, graph, graph.capture(attend.twice))
 
+    @thorough(DRAW, r"\[([4-9]|1\d)\]")
     @pytest.mark.parametrize("seed", range(20))
     def test_without_a_wait_between_replays(self, npu: Opened, seed: int) -> None:
         """A replay whose lengths are set while the previous one runs must not change the previous one's lengths."""
@@ -428,6 +431,7 @@ print("right")
 """
 
 
+@thorough(AGAIN)
 def test_with_the_task_queue() -> None:
     program = QUEUED.format(folders=[str(Path(__file__).parent), str(TESTS)])
     environ = {**os.environ, "TASK_QUEUE_ENABLE": "1"}

@@ -11,6 +11,7 @@ import torch
 from hal.backends.npu import emulator
 from helpers.kernel_checks import check_kernel, draw_on, on_cpu
 from helpers.npu.drawn import attention_arguments, drawn_attention
+from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +36,7 @@ def each_operation() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
 
 
+@thorough(DRAW, r"\[seed=[1-9]")
 @each_operation()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(4), ids="seed={}".format)
@@ -44,6 +46,7 @@ def test_it_meets_the_reference(npu: Opened, seed: int, dtype: torch.dtype, oper
         check_kernel(operation, dtype, getattr(backend.ops, operation.name), sample, f"sample {number}")
 
 
+@thorough(DTYPE, r"\[torch\.float16")
 @each_operation()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_dispatcher_gives_the_same(npu: Opened, dtype: torch.dtype, operation: Operation) -> None:
@@ -55,6 +58,7 @@ def test_the_dispatcher_gives_the_same(npu: Opened, dtype: torch.dtype, operatio
             assert not isinstance(want, Tensor) or torch.equal(got.cpu(), want.cpu())
 
 
+@thorough(DRAW, r"\[schedule=[1-9]")
 @each_operation()
 @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
 def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> None:
@@ -135,6 +139,7 @@ def test_of_no_tokens(npu: Opened) -> None:
 
 
 class TestAttention:
+    @thorough(DRAW, r"\[seed=([6-9]|\d\d)-")
     @pytest.mark.parametrize("option", ["fused", "atb"])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("seed", range(48), ids="seed={}".format)
@@ -167,6 +172,7 @@ class TestAttention:
         sample = attention_arguments(Draw(torch.float16, "npu", 3), **case, head_dim=head_dim)
         check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
+    @thorough(DRAW, r"\[schedule=[1-9]")
     @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
     def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
         backend = npu()

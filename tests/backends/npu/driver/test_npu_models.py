@@ -15,6 +15,7 @@ from hal.backends.npu import emulator
 from hal.backends.npu.soc import CAPTURE_SIZES
 from helpers.npu import compare, processes
 from helpers.npu.compare import BUCKETS, DTYPES, FAMILIES, MODES, Case
+from helpers.thorough import DRAW, DTYPE, EXHAUSTIVE, FAMILY, MODE, thorough
 
 import hal
 from hal.step.dummies import DUMMY_BLOCK
@@ -31,6 +32,8 @@ def trained_case(request: pytest.FixtureRequest, trained: Path) -> Case:
     return compare.trained_case(trained, request.param, (2, 4, 8), 10)
 
 
+@thorough(DTYPE, r"\[float16")
+@thorough(FAMILY, r"\[bfloat16-eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_trained_checkpoint(trained_case: Case, mode: str) -> None:
     model, backend = compare.on_npu(trained_case, mode)
@@ -53,6 +56,9 @@ def drawn_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return compare.random_case(*request.param, tmp_path_factory.mktemp("drawn"))
 
 
+@thorough(DRAW, r"\[\w+-seed=(6|11)-|\[\w+-seed=1-")
+@thorough(FAMILY, r"\[llama")
+@thorough(EXHAUSTIVE, r"\[(llama-seed=(0|6)|qwen3-seed=(1|11))-\w+-eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_random_configurations(drawn_case: Case, mode: str) -> None:
     """Compared with the CPU; with two schedule seeds, compared with the run without one, from the captures on."""
@@ -66,6 +72,7 @@ def test_random_configurations(drawn_case: Case, mode: str) -> None:
         compare.same_bits(part, free)
 
 
+@thorough(EXHAUSTIVE)
 def test_with_the_task_queue() -> None:
     """Runs in a subprocess, because torch_npu reads the variable when it is imported.
 
@@ -138,6 +145,9 @@ def run_with(fault: Tamper, case: Case, mode: str, fill: float) -> compare.Run:
     return compare.run(compare.new_runner(model, backend, fill), case.plan, case.rounded.texts, tamper)
 
 
+@thorough(DTYPE, r"\[bfloat16")
+@thorough(MODE, r"\[.*-eager")
+@thorough(EXHAUSTIVE, r"\[(float16-\w+-eager|bfloat16-\w+-graph)")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "fault",
@@ -151,6 +161,8 @@ def test_one_fault_in_one_step_would_be_noticed(faulty_case: Case, mode: str, fa
         compare.compare(ours, faulty_case)
 
 
+@thorough(DTYPE, r"\[bfloat16")
+@thorough(EXHAUSTIVE, r"\[(float16-\w+-eager|bfloat16-\w+-graph)")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fault", [long_length, other_slot], ids=lambda fault: fault.__name__)
 def test_a_slot_that_was_not_written_would_be_noticed(faulty_case: Case, mode: str, fault: Tamper) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toys
+from helpers.thorough import MODE, PROCESSES, thorough
 
 import hal
 from hal.errors import CaptureError
@@ -38,6 +39,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(tmp_path_factory.mktemp("toys") / request.param, request.param)
 
 
+@thorough(
+    MODE, r"\[(?!Recurrent).*-(piecewise|npugraph)\w*\]|\[(?!Recurrent|Experts).*-graph\]|\[Recurrent.*-piecewise\]"
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_in_batches_that_change(made: tuple[str, Path], npu: Opened, mode: str) -> None:
     architecture, folder = made
@@ -57,6 +61,7 @@ def test_a_model_in_batches_that_change(made: tuple[str, Path], npu: Opened, mod
     assert toys.check(runner, schedule, expected, architecture, 2e-2) > 50
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_runners_of_two_backends_serve_side_by_side(npu: Opened, trained: Path, mode: str) -> None:
     """Runners on the CPU and on the NPU, alternating and in two threads, give the same results as alone."""

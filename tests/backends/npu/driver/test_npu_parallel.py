@@ -16,6 +16,7 @@ from helpers import fault_checks, large_checkpoint
 from helpers.checkpoints import random_checkpoint
 from helpers.one_device import OneDevice
 from helpers.ranks import on_npus, started
+from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
 
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -58,6 +59,8 @@ Job = tuple[str, str, dict[str, Any], list[str]]
 """A checkpoint, the dtype of computation, the configuration's table `parallel`, and the compilers."""
 
 
+@thorough(MODE, r"\[(?!dense on 2\])")
+@thorough(EXHAUSTIVE, r"\[(experts on 2|dense on 4|experts on 2 x 2|experts W8A8 on 2)\]|\[.*, more compilers")
 @pytest.mark.parametrize(
     ("ranks", "jobs"),
     [
@@ -178,6 +181,8 @@ def test_the_same_tokens(
                 assert of_ranks[0][compiler] == alone.texts
 
 
+@thorough(MODE)
+@thorough(EXHAUSTIVE, r"\[2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_peak_memory_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     devices(monkeypatch, ranks)
@@ -189,6 +194,11 @@ def test_peak_memory_of_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert found["peak"] <= 1.1 * size / ranks, found
 
 
+@thorough(MODE)
+@thorough(
+    EXHAUSTIVE,
+    r"\[(killed-(loading|capture)|late-(joining|capture|replay|sampling)|raises-(joining|loading|sampling))|\[(skips|shapes)-capture|\[(late-loading|raises-capture|killed-replay)",
+)
 @pytest.mark.parametrize(("fault", "point"), fault_checks.FAULTS)
 def test_a_rank_that_fails(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, point: str
@@ -198,6 +208,10 @@ def test_a_rank_that_fails(
     fault_checks.check_fault(fault, point, tmp_path, monkeypatch, **job)
 
 
+@thorough(MODE)
+@thorough(
+    EXHAUSTIVE, r"\[(killed-(loading|capture)|late-(joining|capture|replay|sampling)|raises-(joining|loading|sampling))"
+)
 @pytest.mark.parametrize(
     ("fault", "point", "status", "message"),
     [
@@ -217,6 +231,9 @@ def test_a_rank_of_the_command_that_fails(
     fault_checks.check_command(fault, point, trained, tmp_path, options, status, message)
 
 
+@thorough(MODE, r"\[2")
+@thorough(PROCESSES, r"\[1\]")
+@thorough(EXHAUSTIVE, r"\[1")
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_closed_backend_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: int) -> None:
     """No shared memory, no threads of communicators, and no process groups."""

@@ -14,6 +14,7 @@ import torch
 import torch_npu  # noqa: F401 (it brings torch.npu)
 from hal.backends.npu import emulator
 from helpers.pieces import drawn, eagerly, form_of, marked, tokens_of, uncaptured
+from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -128,6 +129,7 @@ class TestSameAsEager:
             batch, rows = drawn(runner, seed, lengths, cached), LAST if seed % 2 else ALL
             assert_same(runner.step(batch, rows).logits, eagerly(runner, batch, rows))
 
+    @thorough(MODE)
     @pytest.mark.parametrize("at", [["store_kv_cache", "paged_attention"], ["linear", "paged_attention"]])
     def test_at_several_operations(self, opened: Opened, at: list[str]) -> None:
         check(hal.Runner(Deep(2), opened(splitting_ops=at)), (3, 16, 20))
@@ -146,6 +148,7 @@ class TestSameAsEager:
         assert found[0] == found[1]
 
 
+@thorough(MODE)
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_names(opened: Opened, name: str) -> None:
     runner = hal.Runner(Deep(), opened(splitting_ops=[name]))
@@ -198,6 +201,7 @@ class TestMemory:
         settle()
         return torch.npu.memory_reserved() - before - sum(tensor.nbytes for _, tensor in runner.states.tensors())
 
+    @thorough(EXHAUSTIVE)
     def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
         model = Deep(2, 2 * 8192)
         self.taken(opened, model, [512])  # with one-time allocations
@@ -205,12 +209,14 @@ class TestMemory:
         eight = self.taken(opened, model, [4, 8, 16, 32, 64, 128, 256, 512])
         assert 8 << 20 < largest <= eight <= 1.15 * largest, (eight, largest)
 
+    @thorough(AGAIN)
     def test_pieces_share_it(self, opened: Opened) -> None:
         models = Deep(2, 2 * 8192), Deep(5, 2 * 8192)
         self.taken(opened, models[0], [512])  # with one-time allocations
         few, many = (self.taken(opened, model, [512]) for model in models)
         assert many <= 1.15 * few, (many, few)
 
+    @thorough(EXHAUSTIVE)
     def test_a_runner_gives_everything_back(self, opened: Opened) -> None:
         backend, model = opened(**FEW), Deep()
         for _ in range(2):
@@ -226,6 +232,7 @@ class TestMemory:
 
 
 class TestFaults:
+    @thorough(MODE)
     def test_streams_are_counted(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(CaptureError, match="graphs of 2 sizes need 8 streams, and 7 are left"):
             hal.Runner(Deep(), opened({"max_streams": 7}))
@@ -250,6 +257,7 @@ class TestFaults:
         assert "decode batches of 2 tokens run in a larger bucket or uncaptured" in caplog.text
         check(runner, (9,))
 
+    @thorough(MODE)
     def test_out_of_memory_in_a_capture(self, opened: Opened) -> None:
         model, backend = Deep(width=1 << 12), opened(**FEW)
         check(hal.Runner(model, backend), (9,))
@@ -260,6 +268,7 @@ class TestFaults:
         settle()
         check(hal.Runner(model, backend), (9,))
 
+    @thorough(AGAIN)
     def test_a_replaced_weight_is_named(self, opened: Opened) -> None:
         runner = hal.Runner(Deep(), opened(debug=True))
         batches = [drawn(runner, 1, [1], [0]), drawn(runner, 1, [2, 1], [0, 0])]
@@ -284,6 +293,7 @@ class TestMarkers:
     def test_attention_is_launched_and_the_rest_replayed(self, opened: Opened) -> None:
         assert_attention_is_launched(marked(Deep(), opened()))
 
+    @thorough(MODE)
     def test_pieces_and_buckets_share_memory(self, opened: Opened) -> None:
         def taken(sizes: Sequence[int], layers: int = 2) -> int:
             backend = opened(prefill={"capture_sizes": list(sizes)}, decode={"compiler": "eager"})
@@ -301,6 +311,7 @@ class TestMarkers:
         assert many <= 1.15 * few, (many, few)
         assert 8 << 20 < few <= buckets <= 1.15 * few, (buckets, few)
 
+    @thorough(AGAIN)
     def test_faults(self, opened: Opened) -> None:
         """All resources are released."""
         backend, model = opened(), Deep()

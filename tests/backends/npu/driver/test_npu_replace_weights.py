@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.replacing import generated, logits, tensors, two_checkpoints
-from helpers.thorough import MODE
+from helpers.thorough import MODE, thorough
 
 import hal
 
@@ -33,6 +33,7 @@ OTHERS = (
 )
 
 
+@thorough(MODE, r"\[compressed-tensors/w8a8-npugraph_ex-True")
 @pytest.mark.parametrize(
     ("kind", "compiler", "nz"),
     [

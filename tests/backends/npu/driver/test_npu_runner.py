@@ -15,6 +15,7 @@ import torch
 import torch_npu
 from hal.backends.npu import emulator
 from helpers.pieces import eagerly
+from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -179,6 +180,7 @@ class TestMemory:
         assert sum(tensor.nbytes for _, tensor in runner.states.tensors()) < 0.02 * taken
         return taken
 
+    @thorough(AGAIN)
     def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
         eight = self.graphs(opened, [1, 2, 4, 8, 16, 32, 48, 64])
         largest = self.graphs(opened, [64])
@@ -189,6 +191,7 @@ class TestMemory:
         blocks = prefilled(runner)
         assert len({runner.step(step(runner, blocks, rows)).logits.data_ptr() for rows in (1, 4, 2, 3)}) == 1
 
+    @thorough(EXHAUSTIVE)
     def test_a_runner_gives_everything_back(self, opened: Opened) -> None:
         backend, model = opened(), Toy()
         for _ in range(3):
@@ -236,6 +239,7 @@ class TestFaults:
         assert "max_capture_size" in caught.value.remedy
         check(hal.Runner(model, backend))
 
+    @thorough(MODE)
     @pytest.mark.parametrize("phase", ["prefill", "decode"])
     def test_out_of_memory_in_a_step(self, npu: Opened, phase: str) -> None:
         model = Toy()
@@ -278,6 +282,8 @@ class TestFaults:
         check(runner)
         assert caplog.text.count("runs uncaptured") == 1
 
+    @thorough(MODE, r"\[(Matmul|SwiGlu)")
+    @thorough(EXHAUSTIVE, r"\[(Matmul-graph|SwiGlu-eager)")
     @pytest.mark.parametrize("compiler", ["eager", "graph"])
     @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
     def test_a_kernel_timeout(self, npu: Opened, trained: Path, compiler: str, kernel: str) -> None:
@@ -317,6 +323,7 @@ def test_a_step_is_one_graph_and_one_update(opened: Opened, trained: Path) -> No
     assert sum(record.kind == "update" for record in trace.records) == len(runner.model.states)
 
 
+@thorough(MODE)
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_sequence_that_grows_over_blocks(opened: Opened, padding: int) -> None:
     """Run 130 steps, which cross the end of a block, with changing batches and padding."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.npu import compare, processes, schemes
+from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 
 import hal
 
@@ -52,6 +53,11 @@ def case(made: Any, scheme: str) -> compare.Case:
     return compare.trained_case(path, dtype, BUCKETS, 16)
 
 
+@thorough(
+    MODE,
+    r"\[(bfloat16|w8a8)(-(?!graph)\w+)?\]|\[w8a8_dynamic-piecewise_eager|\[(w8a8_dynamic-piecewise|bfloat16-graph)|\[(w8a8_dynamic-npugraph_ex|w8a8-graph)|\[w8a8_dynamic-(eager|piecewise)",
+)
+@thorough(EXHAUSTIVE, r"\[(bfloat16-(eager|piecewise|npugraph_ex)|w8a8-(eager|piecewise|piecewise_eager))\]")
 @pytest.mark.parametrize("mode", ["eager", *MODES])
 def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
     """Logits of prefill and decode are as close to float32 as the CPU's.
@@ -69,6 +75,7 @@ def eager(made: Any, scheme: str, stream: list[int]) -> schemes.Found:
     return measured(made, scheme, "npu", "eager", stream)
 
 
+@thorough(AGAIN)
 @pytest.mark.parametrize("mode", ["graph", "piecewise"])
 def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: str, stream: list[int]) -> None:
     """Padding changes the rounding; in int8 that moves a value by a whole step.
@@ -84,6 +91,7 @@ def test_compiled_is_eager(made: Any, scheme: str, eager: schemes.Found, mode: s
     assert torch.equal(found.choices[sure], eager.choices[sure])
 
 
+@thorough(MODE, r"\[(bfloat16|w8a8)(-(?!graph)\w+)?\]")
 @pytest.mark.parametrize("int8", ["w8a8", "w8a8_dynamic"])
 def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
     """The fused kernels skip the rounding to bfloat16 between the norm or activation and the integers.
@@ -101,6 +109,7 @@ def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, strea
     assert found == schemes.held_out.decoded_perplexity(eager, stream, sequences, WINDOW)
 
 
+@thorough(MODE, r"\[(bfloat16|w8a8)(-(?!graph)\w+)?\]")
 def test_eager_is_the_cpu(made: Any, scheme: str, eager: schemes.Found, stream: list[int]) -> None:
     cpu = measured(made, scheme, "cpu", "eager", stream)
     assert eager.decoded == pytest.approx(cpu.decoded, rel=2e-3 if scheme == "bfloat16" else 2e-2)
@@ -108,12 +117,14 @@ def test_eager_is_the_cpu(made: Any, scheme: str, eager: schemes.Found, stream: 
     assert torch.equal(eager.choices[sure], cpu.choices[sure])
 
 
+@thorough(MODE)
 def test_int8_costs_little(made: Any, stream: list[int]) -> None:
     plain = measured(made, "bfloat16", "npu", "graph", stream)
     for each in ("w8a8", "w8a8_dynamic"):
         assert measured(made, each, "npu", "graph", stream).decoded == pytest.approx(plain.decoded, rel=0.04)
 
 
+@thorough(AGAIN)
 def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
     text = (processes.ROOT / "docs" / "reference" / "npu-launches.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \w+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)

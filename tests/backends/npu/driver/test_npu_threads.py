@@ -12,6 +12,7 @@ import torch
 from hal.backends.npu import emulator
 from helpers.attending import LENGTHS
 from helpers.npu.attending import Attend
+from helpers.thorough import AGAIN, MODE, thorough
 
 import hal
 from hal.errors import HalError
@@ -87,6 +88,7 @@ def threads(made: Threads) -> Iterator[Threads]:
     hal.open("cpu")
 
 
+@thorough(MODE, r"\[npugraph_ex\]")
 def test_each_gets_its_own_tokens(threads: Threads) -> None:
     for streams in (False, True):
         assert threads.run(streams=streams) == (threads.expected, [])
@@ -95,6 +97,7 @@ def test_each_gets_its_own_tokens(threads: Threads) -> None:
             assert threads.run() == (threads.expected, [])
 
 
+@thorough(AGAIN)
 def test_after_faults_too(threads: Threads) -> None:
     """Kernels fail, launches are refused, and kernels hang. Every thread without an error has the right tokens."""
     faults = [
@@ -111,6 +114,7 @@ def test_after_faults_too(threads: Threads) -> None:
     assert threads.run() == (threads.expected, [])
 
 
+@thorough(MODE, r"\[npugraph_ex\]")
 def test_a_runner_is_made_meanwhile(threads: Threads) -> None:
     """The new runner captures; npugraph_ex also replays and updates what it captured."""
     made = threading.Event()

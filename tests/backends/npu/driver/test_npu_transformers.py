@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers.thorough import EXHAUSTIVE, FAMILY, LONG, thorough
 from helpers.tiny_transformers import FAMILIES, generate, model_of, prompts_of
 
 import hal
@@ -48,6 +49,8 @@ def eager_and_compiled(family: str, npu: Callable[..., hal.Backend], queries: in
     return plain, fused
 
 
+@thorough(FAMILY, r"\[(?!Qwen3Moe)")
+@thorough(EXHAUSTIVE, r"\[(Llama|Mixtral)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Backend]) -> None:
     plain, fused = eager_and_compiled(family, npu, queries=1)
@@ -57,12 +60,15 @@ def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Back
     assert fused["SwiGlu"] == 1
 
 
+@thorough(LONG)
+@thorough(EXHAUSTIVE, r"\[(Qwen3|Mixtral)\]")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prefill_layer_launches_fewer_kernels(family: str, npu: Callable[..., hal.Backend]) -> None:
     plain, fused = eager_and_compiled(family, npu, queries=7)
     assert sum(fused.values()) < 0.4 * sum(plain.values()), f"{plain}, {fused}"
 
 
+@thorough(LONG)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens(family: str, npu: Callable[..., hal.Backend]) -> None:
     npu(dtype="float16")

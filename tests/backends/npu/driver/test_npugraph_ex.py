@@ -24,6 +24,7 @@ from helpers import reference
 from helpers.checkpoints import random_checkpoint
 from helpers.npu import compare
 from helpers.pieces import eagerly
+from helpers.thorough import AGAIN, DTYPE, EXHAUSTIVE, MODE, thorough
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 
@@ -103,6 +104,7 @@ def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
 
 
 class TestTokens:
+    @thorough(DTYPE, r"\[bfloat16")
     @pytest.mark.parametrize("dtype", compare.DTYPES)
     def test_64_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
         """Batches of sizes around every bucket, of sequences that join, leave and pause."""
@@ -116,6 +118,7 @@ class TestTokens:
         assert runs["npugraph_ex"].texts == runs["eager"].texts
         compare.same_bits(runs["npugraph_ex"], runs["graph"])  # `graph` pads the same way
 
+    @thorough(MODE, r"\[float16-\{'(npugraph_ex|nz_w)")
     @pytest.mark.parametrize(
         ("dtype", "options"),
         [
@@ -141,6 +144,7 @@ class TestTokens:
         (tmp_path / "config.json").write_text(json.dumps(config))
         check(loaded(tmp_path, opened(capture_sizes=[2])), seed=3)
 
+    @thorough(MODE)
     @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
     def test_a_window_that_is_packed(
         self, opened: Opened, tmp_path: Path, compiler: str, caplog: pytest.LogCaptureFixture
@@ -182,6 +186,7 @@ class TestTokens:
         assert told[0].startswith("a step of 3 sequences runs uncaptured: its attention was captured over 4 blocks")
         same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
 
+    @thorough(MODE)
     def test_as_it_is_written(self, npu: Opened, small: Path) -> None:
         backend = npu(dtype="float16", cache={"num_tokens": 256}, compilation={"compiler": "npugraph_ex"})
         runner = loaded(small, backend)
@@ -233,6 +238,7 @@ class TestTrace:
         assert ex == graph
         assert ex["Matmul"] == 4 * len(runner.model.states) + 1
 
+    @thorough(MODE, r"\[\{'")
     @pytest.mark.parametrize("options", [{}, {"attention": "atb"}, {"nz_cache": True}], ids=str)
     def test_a_cache_of_1_gib_is_not_copied(self, opened: Opened, small: Path, options: dict[str, Any]) -> None:
         runner = loaded(small, opened(options, num_tokens=1 << 19, capture_sizes=[2]))
@@ -264,6 +270,7 @@ class TestCache:
             assert said[-1].endswith(f"{taken} were cached")
         assert len(list(tmp_path.glob("npugraph_ex/*/step.py"))) == 2
 
+    @thorough(MODE, r"\[cut off")
     @pytest.mark.parametrize("damage", ["cut off", "other code"])
     def test_a_broken_one_is_made_anew(
         self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
@@ -281,6 +288,7 @@ class TestCache:
         check(compiled())
         assert "damaged" not in caplog.text
 
+    @thorough(MODE, r"\[file")
     @pytest.mark.parametrize("opened_to", ["file", "folder"])
     def test_one_that_others_may_write_is_made_anew(
         self, opened: Opened, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened_to: str
@@ -415,6 +423,8 @@ class TestErrors:
         ):
             CodeCache(None, {}).compile(native_step(reads, [], two_sequences()))
 
+    @thorough(MODE, r"\[(Matmul|SwiGlu)")
+    @thorough(EXHAUSTIVE, r"\[SwiGlu")
     @pytest.mark.parametrize("kernel", [ATTENTION, "Matmul", "SwiGlu"])
     def test_a_kernel_timeout(self, opened: Opened, small: Path, kernel: str) -> None:
         runner = loaded(small, opened())
@@ -460,6 +470,7 @@ class TestErrors:
             runner.step(runner.batch([[1], [2]], blocks, cached=[20, 30]))
 
 
+@thorough(MODE)
 def test_a_runner_gives_everything_back(opened: Opened, small: Path) -> None:
     backend = opened()
     model = hal.load_model(small, backend)
@@ -490,6 +501,7 @@ def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
     assert functorch_config.error_on_custom_op_aliasing == aliasing
 
 
+@thorough(AGAIN)
 def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path) -> None:
     config = json.dumps({"compiler": "npugraph_ex", "cache_dir": str(folder), "max_capture_size": 4})
     arguments = ["--backend", "npu", "--dtype", "float16", "--compilation-config", config, "--batch-size", "3"]

@@ -13,6 +13,7 @@ from helpers.checkpoints import random_checkpoint
 from helpers.kernel_checks import on_cpu
 from helpers.npu.drawn import attention_arguments, drawn_attention
 from helpers.reference import prompts
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 import hal
@@ -133,6 +134,7 @@ def test_split_norm_rope_and_store(fractal: hal.Backend, seed: int, dtype: torch
         check(fractal, operation.name, dtype, sample, rounded_once=True)
 
 
+@thorough(DRAW, r"\[seed=1(0[4-9]|[12]\d)-")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(100, 124), ids="seed={}".format)
 def test_attention(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import torch
 from hal.backends.npu import emulator
 from hal.backends.npu.kernels.quantized import prepared_deq_scale
 from helpers.kernel_checks import on_cpu
+from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
 
 import hal
@@ -137,6 +138,7 @@ class TestOneLaunch:
         launch = LAUNCHES[name]
         return {"QuantMatmulWeightNz" if nz and launch == "QuantMatmulV5" else launch: 1}
 
+    @thorough(DTYPE, r"\[torch\.bfloat16")
     def test_eagerly(self, npu: Opened, dtype: torch.dtype, nz: bool, shifted: bool, name: str) -> None:
         backend = npu(options={"nz_weights": nz})
         for tokens in TOKENS:
@@ -145,6 +147,7 @@ class TestOneLaunch:
             assert launches == self.expected(name, shifted, nz)
             assert_agree(ops.operation(name), dtype, found, reference(name, sample), f"{tokens} tokens")
 
+    @thorough(DTYPE, r"\[torch\.bfloat16")
     def test_in_a_graph(self, npu: Opened, dtype: torch.dtype, nz: bool, shifted: bool, name: str) -> None:
         """Capture once, and replay with new values."""
         backend = npu(options={"nz_weights": nz})
@@ -159,6 +162,7 @@ class TestOneLaunch:
             assert_agree(ops.operation(name), dtype, found, reference(name, sample), f"seed {seed}")
 
 
+@thorough(DRAW, r"\[seed=[2-9]")
 @each_dtype()
 @pytest.mark.parametrize("seed", range(6), ids="seed={}".format)
 def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype) -> None:
@@ -319,6 +323,7 @@ class TestWhereItIsParticular:
             assert found[0].isfinite().all()
             assert found[2].isfinite().all()
 
+    @thorough(DRAW, r"schedule=[1-9]")
     @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
     @pytest.mark.parametrize("name", LAUNCHES)
     def test_under_any_schedule(self, npu: Opened, name: str, seed: int) -> None:

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from hal.backends.npu import emulator
 from hal.backends.npu.emulator import activation, build, symbols
 from hal.backends.npu.emulator.command import command
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.errors import ConfigError, DriverError, DriverUnavailable
 
@@ -97,6 +98,7 @@ def test_nothing_is_compiled_twice(sources: Path, tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().err == "", "a build of a few seconds prints nothing"
 
 
+@thorough(PROCESSES)
 def test_a_header_of_all_operations_compiles_them_again(sources: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     build.build(sources, cache)
@@ -149,6 +151,7 @@ print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache"
     assert lines[0][1] == lines[1][1]
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("opened", [".", "lib64", "lib64/libascendcl.so"])
 def test_libraries_that_others_may_write_are_made_anew(
     sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, opened: str
@@ -172,6 +175,7 @@ def test_half_a_folder_is_made_anew(sources: Path, tmp_path: Path, caplog: pytes
     assert ctypes.CDLL(str(home / "lib64" / "libascendcl.so")).tiny() == 1
 
 
+@thorough(PROCESSES)
 def test_objects_that_others_may_write_are_not_linked(sources: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     build.build(sources, cache)
@@ -199,6 +203,7 @@ def test_a_cache_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
     assert "set HAL_CACHE_DIR" in caught.value.remedy
 
 
+@thorough(PROCESSES)
 def test_each_environment_has_libraries_of_its_own(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +238,7 @@ def test_a_source_that_does_not_compile_is_shown(sources: Path, tmp_path: Path) 
     assert build.build(sources, tmp_path / "cache").is_dir()
 
 
+@thorough(PROCESSES)
 def test_what_nobody_used_for_long_is_swept(sources: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     old = build.build(sources, cache)
@@ -303,6 +309,7 @@ def test_what_is_built_needs_no_compiler(sources: Path, tmp_path: Path, monkeypa
     assert build.build(sources, tmp_path / "cache") == folder
 
 
+@thorough(PROCESSES)
 def test_without_torch_npu(clean: dict[str, str]) -> None:
     result = python(f"import sys; sys.modules['torch_npu'] = None\n{ACTIVATED}", clean)
     assert result.returncode == 1
@@ -316,6 +323,7 @@ def test_with_another_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
         build.Toolchain.find()
 
 
+@thorough(PROCESSES)
 def test_a_real_cann_is_not_hidden_unless_forced(clean: dict[str, str], tmp_path: Path) -> None:
     library = tmp_path / "lib64" / "libascendcl.so"
     library.parent.mkdir()
@@ -366,6 +374,7 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
         activation.from_environment({activation.OPTIONS: json.dumps(options)})
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("attempt", ["import torch", "import hal, torch_npu"], ids=["by torch", "by itself"])
 def test_after_torch_npu_failed_to_import(clean: dict[str, str], attempt: str) -> None:
     program = f"try:\n    {attempt}\nexcept Exception: print('failed')\n{ACTIVATED}"
@@ -375,12 +384,14 @@ def test_after_torch_npu_failed_to_import(clean: dict[str, str], attempt: str) -
     assert "hal emulate -- python" in result.stderr
 
 
+@thorough(PROCESSES)
 def test_a_child_process_has_the_same_machine(clean: dict[str, str]) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SCRIPT!r}], check=True)"
     result = python(f"from hal.backends.npu import emulator\nemulator.activate(devices=3)\n{child}", clean)
     assert result.stdout == "[2.0, 2.0, 2.0] 3\n", result.stderr
 
 
+@thorough(PROCESSES)
 def test_a_spawned_process_has_the_same_machine(clean: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "spawns.py"
     script.write_text(
@@ -396,6 +407,7 @@ def test_a_spawned_process_has_the_same_machine(clean: dict[str, str], tmp_path:
     assert sorted(result.stdout.splitlines()) == ["[0, 0]", "[1, 1]"], result.stderr
 
 
+@thorough(PROCESSES)
 def test_a_child_activates_again_for_nothing(clean: dict[str, str]) -> None:
     again = "emulator.activate(devices=3)\nprint(emulator.is_active())\n"
     program = f"import torch, torch_npu\nfrom hal.backends.npu import emulator\n{again}"
@@ -403,6 +415,8 @@ def test_a_child_activates_again_for_nothing(clean: dict[str, str]) -> None:
     assert result.stdout == "True\n", result.stderr
 
 
+@thorough(PROCESSES, r"\[torch(, |-ours)|\[torch-another")
+@thorough(EXHAUSTIVE, r"\[(torch-ours taken out|torch, torch_npu-another)")
 @pytest.mark.parametrize("kept", [True, False], ids=["another put before ours", "ours taken out"])
 @pytest.mark.parametrize("first", ["torch", "torch, torch_npu"])
 def test_a_package_changes_the_library_path(clean: dict[str, str], tmp_path: Path, first: str, kept: bool) -> None:
@@ -427,6 +441,7 @@ def test_a_package_changes_the_library_path(clean: dict[str, str], tmp_path: Pat
     assert result.stdout == shown, result.stderr
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_real_cann_before_ours_is_taken_for_what_it_is(clean: dict[str, str], tmp_path: Path, first: bool) -> None:
     ours = str(activation.loaded()[0].parent)
@@ -440,6 +455,7 @@ def test_a_real_cann_before_ours_is_taken_for_what_it_is(clean: dict[str, str], 
 # The command `hal emulate`.
 
 
+@thorough(PROCESSES, r"\[1")
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_an_unmodified_script(clean: dict[str, str], tmp_path: Path, autoload: str) -> None:
     script = tmp_path / "script.py"
@@ -451,12 +467,14 @@ def test_an_unmodified_script(clean: dict[str, str], tmp_path: Path, autoload: s
     assert result.stdout == f"[2.0, 2.0, 2.0] 2\n{1 << 30} Ascend910_9391\n", result.stderr
 
 
+@thorough(PROCESSES)
 def test_how_long_a_wait_may_see_nothing_run(clean: dict[str, str]) -> None:
     ask = "import ctypes; print(ctypes.CDLL('libascendcl.so').hal_emulator_get(b'stall'))"
     assert hal("emulate", "--", sys.executable, "-c", ask, environ=clean).stdout == "30\n"
     assert hal("emulate", "--stall", "7", "--", sys.executable, "-c", ask, environ=clean).stdout == "7\n"
 
 
+@thorough(PROCESSES)
 def test_the_exit_status_is_the_programs(clean: dict[str, str]) -> None:
     assert hal("emulate", "--", sys.executable, "-c", "raise SystemExit(7)", environ=clean).returncode == 7
     missing = hal("emulate", "--", "no-such-program", environ=clean)

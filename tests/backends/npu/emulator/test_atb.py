@@ -17,6 +17,7 @@ from hal.backends.npu import emulator
 from helpers import TESTS
 from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
 from helpers.emulator.fused_references import attention, in_fractals, written
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 SEEDS = (0, 1)
@@ -84,6 +85,7 @@ class Paged:
             torch.testing.assert_close(one, expected[:, 0], rtol=bound, atol=bound)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
@@ -105,6 +107,7 @@ def test_the_widths_of_keys_and_values(dims: tuple[int, int], block: int) -> Non
     paged.check(paged.lengths)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 def test_with_a_workspace(seed: int) -> None:
     paged = Paged("workspace", torch.float16, seed)
@@ -123,6 +126,7 @@ def test_lengths_are_read_when_the_call_is_made() -> None:
         paged.check(paged.lengths)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("first", ["update", "replay"])
 def test_lengths_change_between_replays(first: str, seed: int) -> None:
@@ -155,6 +159,7 @@ def test_reshape_and_cache_of_int8_keys_in_fractals() -> None:
         assert torch.equal(plain, in_fractals(written(cache, row, slots)))
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("skipped", [False, True], ids=["all", "skipped"])
 @pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.emulator.aten_cases import CASES
 from helpers.emulator.aten_draw import Case, Draw
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 SEEDS = (0, 1)
@@ -69,6 +70,7 @@ def check(actual: Tensor, expected: Tensor, like: Tensor, scale: float) -> None:
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=0)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize(("case", "dtype", "seed"), parameters())
 def test_operation(case: Case, dtype: torch.dtype, seed: int, capfd: pytest.CaptureFixture[str]) -> None:
     draw = Draw(zlib.crc32(f"{case.name} {dtype} {seed}".encode()), dtype, case.dims, case.empty)
@@ -88,6 +90,7 @@ def test_operation(case: Case, dtype: torch.dtype, seed: int, capfd: pytest.Capt
         check(one.cpu(), right, like, case.scale)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("seed", SEEDS, ids=[f"seed{seed}" for seed in SEEDS])
 @pytest.mark.parametrize("case", [case for case in CASES if case.out], ids=[case.name for case in CASES if case.out])

@@ -17,6 +17,7 @@ import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
 from helpers.emulator.fused_references import attention
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -238,6 +239,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(layout, mask, cache, heads, decode, dtype, seed, id=label)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize(("layout", "mask", "cache", "heads", "decode", "dtype", "seed"), list(cases()))
 def test_fused_inference(
     layout: str, mask: str, cache: str | None, heads: tuple[int, int], decode: bool, dtype: torch.dtype, seed: int
@@ -296,6 +298,7 @@ def test_without_the_flag_a_log_sum_exp_that_is_given_is_left_as_it_is(captured:
     assert output.isfinite().all()
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "BNSD", "TND"])
 def test_bias_and_sink(layout: str, seed: int) -> None:
@@ -323,6 +326,7 @@ def test_bias_and_sink(layout: str, seed: int) -> None:
     compare(batch, layout, output, lse, hidden, 0.125, bias=None if packed else list(bias), sink=sink)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "BNSD"])
 def test_incremental_and_prompt(layout: str, seed: int) -> None:
@@ -363,6 +367,7 @@ OF_VERSION = {
 """The suffix of a version of the function, and its names of heads, scale, whether to return lse, and lengths."""
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("version", OF_VERSION)
 def test_out_with_a_workspace(version: int, seed: int) -> None:
@@ -381,6 +386,7 @@ def test_out_with_a_workspace(version: int, seed: int) -> None:
     compare(batch, "BSH", output, lse, list(batch.hidden(0, 0, 0, None)), 0.125)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("first", ["update", "replay"])
 def test_lengths_change_between_replays(first: str, seed: int) -> None:
@@ -414,6 +420,7 @@ def test_lengths_change_between_replays(first: str, seed: int) -> None:
     assert trace.counts(phase="replay")["FusedInferAttentionScoreV3"] == 4
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["float16", "bfloat16", "float32"]
@@ -452,6 +459,7 @@ def test_scaled_dot_product(mask: str, dtype: torch.dtype, seed: int) -> None:
     torch.testing.assert_close(result.cpu().double(), expected, rtol=bound, atol=bound)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
 @pytest.mark.parametrize("sparse", [0, 2, 3, 4])

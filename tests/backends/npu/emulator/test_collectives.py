@@ -12,6 +12,7 @@ import pytest
 import torch
 from hal.backends.npu.emulator import control, tracing
 from helpers.emulator.torchrun import torchrun
+from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -219,6 +220,7 @@ def test_found_by_name_and_device(pair: list[hccl.Communicator]) -> None:
     assert [each.value for each in handles] == [each.handle.value for each in pair]
 
 
+@thorough(DRAW, r"\[[2-7]")
 @pytest.mark.parametrize("seed", range(8))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     inputs = [values(rank, 100, "float32", seed) for rank in range(2)]
@@ -286,6 +288,8 @@ def test_pages_of_large_messages_are_given_back() -> None:
         each.destroy()
 
 
+@thorough(DRAW, r"\[[2-4]-|\[[2-7]")
+@thorough(EXHAUSTIVE, r"\[[34]-|\[4|\[[345]-")
 @pytest.mark.parametrize(("seed", "count"), [(1, 300), *((seed, 10_000) for seed in range(2, 5))])
 def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: int) -> None:
     results = hccl.run_ranks("hccl_stress.py", "stress", 4, str(tmp_path), seed, count, seconds=400)
@@ -295,6 +299,8 @@ def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: in
         assert each["replayed"] > each["replayed in parts"] > count / 10, f"seed {seed}"
 
 
+@thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torch_distributed(ranks: int) -> None:
     """Run every collective of torch.distributed, eager, asynchronous and captured, in processes of torchrun."""

@@ -12,6 +12,7 @@ import pytest
 from hal.backends.npu.emulator import activation, catalogue, read_refusals, symbols
 from hal.backends.npu.emulator.build import SOURCES, Toolchain
 from helpers import ROOT
+from helpers.thorough import AGAIN, thorough
 
 PHASE = "GetWorkspaceSize"
 DOCS = ROOT / "docs"
@@ -99,6 +100,7 @@ void second() { throw DeviceError(kCode, "it " "failed: " + why()); }
         assert (waits.remark, page.remark) == ("of waits", None)
         assert page.url == "https://gitcode.com/cann/ops-math/tree/master/math"
 
+    @thorough(AGAIN)
     def test_the_page_has_them_all(self, tmp_path: Path) -> None:
         pytest.importorskip("sphinx", reason="the docs extra is not installed")
         text = (DOCS / "reference" / "emulator-refusals.md").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
 from helpers.emulator.device_ranks import two_ranks
+from helpers.thorough import DRAW, PROCESSES, thorough
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -134,6 +135,7 @@ def check_both(pair: list[hccl.Communicator], asked: Asked, mask: str | None = N
         torch.testing.assert_close(found.cpu()[takes_part], combined(tokens)[takes_part], rtol=0, atol=0)
 
 
+@thorough(DRAW, r"\[dtype\d-[1-4]")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_there_and_back(pair: list[hccl.Communicator], dtype: torch.dtype, seed: int) -> None:
@@ -227,6 +229,7 @@ def test_in_graphs_with_other_values(pair: list[hccl.Communicator]) -> None:
             torch.testing.assert_close(result.cpu(), combined(tokens), rtol=0, atol=0)
 
 
+@thorough(DRAW, r"\[[1-3]")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     with control.schedule(seed):
@@ -447,6 +450,7 @@ print("well")
 """
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("soc", "which"), [("Ascend910_9391", "second"), ("Ascend910_9391", "first"), ("Ascend950PR_9599", "second")]
 )

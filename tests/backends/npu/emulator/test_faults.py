@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from hal.backends.npu.emulator import control, tracing
+from helpers.thorough import MODE, thorough
 
 from hal.errors import DriverError
 
@@ -178,6 +179,7 @@ class TestKernels:
         torch.npu.synchronize()
 
 
+@thorough(MODE, r"\[2")
 @pytest.mark.parametrize("queue", ["1", "2"])
 def test_what_torch_npus_queue_drops_is_not_read_in_silence(queue):
     script = """

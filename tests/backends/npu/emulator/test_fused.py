@@ -14,6 +14,7 @@ import torch
 import torch_npu
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
 from helpers.emulator.fused_references import EPSILON, rms_norm, rope
+from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
 
 
@@ -418,6 +419,8 @@ def top_k_top_p(draw: Draw, limits: str) -> Pairs:
     yield result, Same(expected.to(draw.dtype))
 
 
+@thorough(DRAW, r"seed[1-9]")
+@thorough(DTYPE, r"-bfloat16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_operation(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -10,6 +10,7 @@ import torch
 import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 
@@ -202,6 +203,7 @@ def of_transposed_batches(draw: Draw, order1: list[int], split: int) -> Pairs:
     yield y, Near(exact if split == 1 else exact.reshape(m, split, -1).transpose(0, 1), 3)
 
 
+@thorough(DRAW, r"seed[1-9]")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_product(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.thorough import PROCESSES, thorough
 
 ACL = ctypes.CDLL("libascendcl.so")
 ACL.aclGetRecentErrMsg.restype = ctypes.c_char_p
@@ -123,6 +124,7 @@ class TestRefusals:
         graph.replay()
         assert y.cpu().tolist() == [6] * 4
 
+    @thorough(PROCESSES)
     def test_what_torch_npus_queue_would_not_survive(self):
         # An error stops torch_npu's queue thread for good, as on hardware; without the queue the process continues.
         script = """
@@ -335,6 +337,7 @@ print("well")
         graph.replay()
         assert y.cpu().tolist() == [2] * 4
 
+    @thorough(PROCESSES)
     def test_an_update_that_is_refused_leaves_room_for_the_next(self):
         script = """
 import torch, torch_npu

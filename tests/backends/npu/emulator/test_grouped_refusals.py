@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch_npu
 from helpers.emulator.grouped import in_layout
+from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 
 HALF, BF16, FLOAT, INT8, INT32, INT64 = (
@@ -369,6 +370,7 @@ print("well")
 """
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize(("soc", "script"), [("Ascend310P3", INFERENCE), ("Ascend950PR_9599", A5)])
 def test_product_line(soc: str, script: str, clean: dict[str, str]) -> None:
     command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 
 HALF, BF16, FLOAT, INT8, INT32, INT64 = (
@@ -263,6 +264,7 @@ ONLY_950 = {"gate softplus", "permute int8", "finalize mixed", "re-route scatter
 TAKEN_310P = {"softmax", "init", "init active 0", "init uncounted", "unpermute", "finalize"}
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("soc", ["Ascend910_9391", "Ascend310P3", "Ascend950PR_9599"])
 def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
     command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')"]

@@ -14,6 +14,7 @@ import torch_npu
 from hal.backends.npu.emulator import control, faults, tracing
 from helpers.emulator.device_ranks import two_ranks
 from helpers.emulator.torchrun import torchrun
+from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -356,6 +357,7 @@ def test_in_graphs_with_other_values(pair: list[hccl.Communicator], name: str) -
             same(out.cpu(), due)
 
 
+@thorough(DRAW, r"\[[1-5]")
 @pytest.mark.parametrize("seed", range(6))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     xs, ws = [draw(rank, 4, 256, seed=seed) for rank in range(2)], [draw(rank, 256, 8, seed=1) for rank in range(2)]
@@ -526,6 +528,7 @@ REFUSED_BY_SOC = {
 """The refused calls of a generation, with the reason: a mode, or None for the whole operation."""
 
 
+@thorough(PROCESSES)
 @pytest.mark.parametrize("soc", REFUSED_BY_SOC)
 def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
     command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')"]
@@ -536,6 +539,8 @@ def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
     assert found == {name: reason or f"is not for {soc}" for name, reason in REFUSED_BY_SOC[soc].items()}, done.stderr
 
 
+@thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_in_processes_of_torch_distributed(ranks: int) -> None:
     """The group's name from torch.distributed, eager and captured, in processes of torchrun."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.thorough import MODE, thorough
 
 SCRIPT = """
 import torch, torch_npu
@@ -31,6 +32,7 @@ BEFORE_9 = "must be bfloat16 before CANN 9; 64 or 128 before CANN 9; 64 or 128 b
 
 
 # The other tests of attention run on an A2 with CANN 9.1.0.
+@thorough(MODE, r"\[8\.5\.0")
 @pytest.mark.parametrize(
     ("version", "soc", "taken"),
     [("8.5.0", "Ascend910B3", BEFORE_9), ("9.0.0", "Ascend910_9391", "True; True; True")],

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.thorough import PROCESSES, thorough
 
 
 @pytest.fixture
@@ -101,6 +102,7 @@ class TestMemory:
             torch.npu.synchronize(0)
         torch.npu.synchronize(0)
 
+    @thorough(PROCESSES)
     def test_expandable_segments(self):
         script = (
             "import torch, torch_npu\n"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.thorough import PROCESSES, thorough
 
 SEEDS = range(200)
 X = torch.arange(1.0, 5.0)
@@ -212,6 +213,7 @@ print("done")
 """
 
 
+@thorough(PROCESSES)
 def test_a_process_that_gets_no_core_for_a_while_does_not_stand_still():
     """The process is stopped for longer than a wait may go without progress; the awaited work runs soon after."""
     result = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=100, check=False)

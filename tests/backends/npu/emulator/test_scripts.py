@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers.thorough import DTYPE, EXHAUSTIVE, PROCESSES, thorough
 from torch import nn
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -22,6 +23,7 @@ import decoder  # noqa: E402
 ATTENTION = "FusedInferAttentionScoreV3"
 
 
+@thorough(DTYPE, r"\[bfloat16")
 @pytest.mark.parametrize(("dtype", "task_queue"), [("float16", "0"), ("bfloat16", "1")])
 def test_a_transformer_in_every_mode(dtype: str, task_queue: str) -> None:
     program = (SCRIPTS / "decoder.py").read_text()
@@ -99,6 +101,8 @@ def test_the_accelerators_graph() -> None:
         torch.testing.assert_close(result.cpu(), torch.relu(x * scale @ weight))
 
 
+@thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[1\]")
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_two_processes_wait_for_each_others_events(task_queue: str) -> None:
     environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue}
@@ -128,6 +132,7 @@ class TestInterprocessEvents:
         assert acl.aclrtStreamWaitEvent(handle, event) == 207000
         assert acl.aclmdlRICaptureEnd(handle, ctypes.byref(ctypes.c_void_p())) == 0
 
+    @thorough(PROCESSES)
     def test_a_handle_of_a_process_that_has_ended(self) -> None:
         program = "import torch, torch_npu, sys; e = torch.npu.Event(interprocess=True); e.record(); " + (
             "torch.npu.synchronize(); print(e.ipc_handle().hex())"

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from helpers.thorough import PROCESSES, thorough
+
 ACL = ctypes.CDLL("libascendcl.so")
 for creator in ("aclCreateTensorDesc", "aclCreateDataBuffer", "aclopCreateAttr", "aclGetDataBufferAddr"):
     getattr(ACL, creator).restype = ctypes.c_void_p
@@ -48,6 +50,7 @@ assert (torch.ones(16, 64).npu() @ torch_npu.npu_format_cast(weight, 2)).cpu().e
     run(script, task_queue="0")
 
 
+@thorough(PROCESSES)
 def test_in_torch_npus_queue_it_stops_the_queue() -> None:
     """The exception is the same, but torch_npu's launch thread stops, as on hardware."""
     script = """

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from helpers.emulator.torchrun import environment, torchrun
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = ROOT / "docs" / "reference" / "tests-of-others.md"
 
 
+@thorough(PROCESSES, r"\[4")
+@thorough(EXHAUSTIVE, r"\[4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallelism_and_functional_collectives(ranks: int) -> None:
     """DTensor's results are those of one device, and functional collectives give exact values."""
@@ -47,6 +50,7 @@ FAILS = {
 """Tests of torch that fail on NPUs, the reasons, and the starts of their errors. The page lists tests and reasons."""
 
 
+@thorough(PROCESSES)
 def test_torchs_own_tests(tmp_path: Path) -> None:
     """Each passes, except those above. The page has the numbers. Some write files to the working directory."""
     command = [sys.executable, str(SCRIPTS / "torch_own_tests.py")]
