@@ -241,7 +241,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
             r"API 2\.x; this torch-hal has 3\.0: .*`plan` replaces .*\n.* docs/how-to/moving-to-3\.md ",
         ),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
-        ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.Driver"),
+        ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.vendor\.Driver"),
         ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* not a tuple\n  remedy: .*\('ACME_',\)"),
         ("acme_driver:Acne", DriverError, "cannot be imported: .* no attribute 'Acne'\n  remedy: .* entry point"),
         ("acme_driver:Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
@@ -408,7 +408,7 @@ class TestChoices:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"compilers": "graph"}, r"compilers = 'graph'\n  remedy: make it a collection of hal\.Compiler"),
+            ({"compilers": "graph"}, r"compilers = 'graph'\n  remedy: make it a collection of hal\.vendor\.Compiler"),
             ({"graphs": "yes"}, r"graphs = 'yes'\n  remedy: make it True or False"),
             ({"compilers": (1,)}, "1 among its compilers"),
             ({"capabilities": "abc"}, "capabilities = 'abc'"),
