@@ -19,7 +19,7 @@ from hal.execution.step_output import StepOutput
 from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
 from hal.step import NONE, Batch, StepShape, Wanted
-from hal.step.rows import parts_of, taken
+from hal.step.rows import split_batch, taken
 
 log = logging.getLogger("hal.execution")
 
@@ -81,19 +81,18 @@ class Steps:
 
     def run_parts(self, batch: Batch, rows: Wanted, max_tokens: int) -> StepOutput:
         """Run a batch in steps of at most ``max_tokens`` tokens."""
-        parts, order = parts_of(batch, rows, max_tokens)
+        parts = split_batch(batch, rows, max_tokens)
         found: list[tuple[Tensor, ...]] = []
         logits = []
-        for part, wanted in parts:
+        for part, wanted in parts.steps:
             output = self.run(part, wanted)
             found.append(tuple(each.clone() for each in (output.hidden_states, *output.extra.values())))
             if wanted is not NONE:
                 logits.append(output.logits.clone())
         hidden, *extra = (torch.cat(each) for each in zip(*found, strict=True))
-        joined = torch.cat(logits) if logits else None
-        if joined is not None and order is not None:
-            joined = joined.index_select(0, order.to(joined.device))
-        return StepOutput(hidden, dict(zip(self._model.extra, extra, strict=True)), joined)
+        return StepOutput(
+            hidden, dict(zip(self._model.extra, extra, strict=True)), parts.join(logits) if logits else None
+        )
 
     def idle(self) -> bool:
         """Run a step without a batch of this rank, and return whether another rank had one."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.generation.sampling_params import SamplingParams
+from hal.step import to_device
 
 NEUTRAL = 0
 """The row of all sequences without penalties. Its counts have no effect."""
@@ -47,10 +48,10 @@ class PenaltyTable:
         row = self._free.pop()
         prompted = torch.zeros(self._prompted.shape[1], dtype=torch.bool)
         prompted[torch.tensor(prompt)] = True
-        self._prompted[row].copy_(prompted)
+        self._prompted[row].copy_(to_device(prompted, self._prompted.device))
         self._counts[row].zero_()
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self._penalties[:, row].copy_(torch.tensor(penalties))
+        self._penalties[:, row].copy_(to_device(penalties, self._penalties.device))
         return row
 
     def remove(self, row: int) -> None:
@@ -62,7 +63,7 @@ class PenaltyTable:
         """Return the penalized logits ``[batch, vocab_size]``, float32, of the sequences with the given rows."""
         if rows != self._rows:
             self._rows = rows
-            self._index = torch.tensor(rows).to(logits.device)
+            self._index = to_device(rows, logits.device)
         counts, prompted = self._counts.index_select(0, self._index), self._prompted.index_select(0, self._index)
         repetition, frequency, presence = self._penalties.index_select(1, self._index).unbind()
         return ops.penalize(logits, counts, prompted, repetition, frequency, presence)

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import ConfigError
+from hal.step.host_copies import to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """The names of the penalties, in the order in which they apply."""
+
+
+Mask = Callable[[Sequence[int]], Tensor]
+"""Return which tokens are allowed next, given those generated so far."""
 
 
 def _token_ids(values: Iterable[int]) -> frozenset[int]:
@@ -57,7 +62,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    mask: Callable[[Sequence[int]], Tensor] | None = None
+    mask: Mask | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k", "seed"):
@@ -102,7 +107,7 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int
         return ops.greedy_sample(logits)
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
+        return to_device(torch.tensor(values, dtype=dtype), logits.device)
 
     return ops.sample(
         logits,
@@ -113,9 +118,3 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int
         column([each.seed for each in params], torch.int64),
         column(list(drawn), torch.int64),
     )
-
-
-def rows_of_nan(logits: Tensor) -> list[int]:
-    """Return the rows of ``[batch, vocab_size]`` that hold a NaN. Waits for the device."""
-    bad = logits.amax(-1).isnan()
-    return bad.nonzero().flatten().tolist() if bad.any() else []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import ConfigError
-from hal.generation.sampling_params import SamplingParams
+from hal.generation.sampling_params import Mask
 from hal.ops.logits import WORD
 
 ALL = -1
@@ -17,13 +17,16 @@ ALL = -1
 
 
 def allowed_tokens(
-    prompts: Sequence[int], params: Sequence[SamplingParams], generated: Sequence[Sequence[int]], vocab_size: int
+    prompts: Sequence[int],
+    masks: Sequence[Mask | None],
+    generated: Sequence[Sequence[int]],
+    vocab_size: int,
 ) -> Tensor:
     """Return the masks of a step, as :func:`hal.ops.mask_logits` takes them.
 
     Args:
         prompts: the index of each row's prompt, for errors.
-        params: the parameters of each row. A row without a mask may take all tokens.
+        masks: the mask of each row. A row without one may take all tokens.
         generated: the tokens generated so far for each row.
         vocab_size: the number of tokens of the model.
 
@@ -34,10 +37,10 @@ def allowed_tokens(
         ConfigError: a mask is not an int32 tensor ``[words]`` on the CPU, or allows no token.
     """
     words = -(-vocab_size // WORD)
-    allowed = torch.full((len(params), words), ALL, dtype=torch.int32)
-    for row, (prompt, each, tokens) in enumerate(zip(prompts, params, generated, strict=True)):
-        if each.mask is not None:
-            allowed[row] = _checked(each.mask(tokens), words, prompt)
+    allowed = torch.full((len(masks), words), ALL, dtype=torch.int32)
+    for row, (prompt, mask, tokens) in enumerate(zip(prompts, masks, generated, strict=True)):
+        if mask is not None:
+            allowed[row] = _checked(mask(tokens), words, prompt)
     # Bits after the vocabulary do not count.
     last = allowed[:, -1:] & torch.tensor((1 << (vocab_size - 1) % WORD + 1) - 1).to(torch.int32)
     stuck = ~torch.cat((allowed[:, :-1], last), dim=1).any(-1)

@@ -8,7 +8,7 @@ from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
-from hal.step.rows import ALL, LAST, NONE, Rows, Wanted, last_rows
+from hal.step.rows import ALL, LAST, NONE, Rows, SplitBatch, Wanted, last_rows, split_batch
 from hal.step.shape import StepShape
 from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
@@ -26,6 +26,7 @@ __all__ = [
     "InputBatch",
     "Rows",
     "SlotBatch",
+    "SplitBatch",
     "State",
     "StateMemory",
     "StateSpec",
@@ -36,5 +37,6 @@ __all__ = [
     "fields_of",
     "host_twin",
     "last_rows",
+    "split_batch",
     "to_device",
 ]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from hal.step.batch_inputs import Bounds, check_not_empty, check_size, check_slo
 from hal.step.dummies import dummy_slots, equal_starts
 from hal.step.fields import field, fields_of, host_twin
 from hal.step.host_copies import to_device
+from hal.step.new_tokens import NewTokens
 from hal.step.shape import StepShape
 from hal.step.tensor_checks import check_values, checked_fields
 
@@ -169,8 +171,6 @@ class Batch:
         token_ids = [integers_of(row, "token id {}", each, 0, bounds.vocab_size) for row, each in enumerate(token_ids)]
         block_ids = [integers_of(row, "block {}", each, low, end) for row, each in enumerate(block_ids)]
         cached = [integers_of(row, "{} tokens cached", [each], 0, 2**31)[0] for row, each in enumerate(cached)]
-        slots: list[int] = []
-        positions: list[int] = []
         for row, (tokens, blocks, start) in enumerate(zip(token_ids, block_ids, cached, strict=True)):
             if not tokens:
                 raise BatchError(f"sequence {row} has no new token", "leave it out, or pass at least one token")
@@ -191,24 +191,20 @@ class Batch:
                     f"sequence {row} has block {twice} twice; it would overwrite its own tokens",
                     "pass each block once per sequence",
                 )
-            positions += range(start, length)
-            slots += (blocks[p // block_size] * block_size + p % block_size for p in range(start, length))
-        check_slots(slots, block_size)
-        lengths = torch.tensor([len(tokens) for tokens in token_ids])
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        kv_lens = (torch.tensor(cached) + lengths).to(torch.int32)
-        width = max(map(len, block_ids))
-        table = torch.tensor([[*blocks, *[0] * (width - len(blocks))] for blocks in block_ids], dtype=torch.int32)
-        base = Batch(
-            token_ids=torch.tensor([token for tokens in token_ids for token in tokens]).to(device),
-            positions=torch.tensor(positions).to(device),
-            slot_mapping=torch.tensor(slots, dtype=torch.int32).to(device),
-            block_table=table.to(device),
-            query_start_loc=starts.to(device),
-            kv_lens=kv_lens.to(device),
-            query_start_loc_host=starts,
-            kv_lens_host=kv_lens,
-        )
+        new = NewTokens.of(np.array(cached), np.array([len(tokens) for tokens in token_ids]))
+        sizes = {"tokens": len(new.positions), "sequences": size, "blocks": max(map(len, block_ids))}
+        made = {
+            name: torch.empty(each.shape(sizes), dtype=each.dtype)
+            for name, each in fields_of(Batch).items()
+            if each.twin_of is None
+        }
+        host = {name: each.numpy() for name, each in made.items()}
+        host["token_ids"][:] = [token for tokens in token_ids for token in tokens]
+        table = np.array([[*blocks, *[0] * (sizes["blocks"] - len(blocks))] for blocks in block_ids], np.int32)
+        new.write(host, table, block_size)
+        check_slots(host["slot_mapping"].tolist(), block_size)
+        twins = {name: made[each.twin_of] for name, each in fields_of(Batch).items() if each.twin_of is not None}
+        base = Batch(**{name: each.to(device) for name, each in made.items()}, **twins)
         return base if cls is Batch and not fields else cls.extending(base, fields)  # type: ignore[return-value]
 
     @classmethod

@@ -109,6 +109,25 @@ def int64_of(name: str, numbers: Any) -> NDArray[np.int64]:
     raise BatchError(f"{name} is {numbers!r:.70}, not a list of integers", f"pass an integer of {name} per sequence")
 
 
+def rows_of(rows: Sequence[int], size: int) -> Any:
+    """Return an index of different rows of ``size``: a slice, which is faster, if they are the first in order.
+
+    Raises:
+        BatchError: there is no such row, or it occurs twice.
+    """
+    # For so few numbers, Python is faster than numpy.
+    count = length_of("rows", rows)
+    if count <= size and [*rows] == [*range(count)] and set(map(type, rows)) <= {int}:
+        return slice(count)
+    index = int64_of("rows", rows)
+    found = index.tolist()
+    if found and not (min(found) >= 0 and max(found) < size and len(set(found)) == len(found)):
+        raise BatchError(
+            f"the rows {found!s:.70} are not different ones of the {size}", "name rows that add() returned, each once"
+        )
+    return index
+
+
 def check_slots(slots: Sequence[int], block_size: int) -> None:
     """Raise BatchError if two tokens have the same slot, except in the dummy block."""
     if len(set(slots)) == len(slots):

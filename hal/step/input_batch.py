@@ -1,4 +1,4 @@
-"""Batches of an engine's sequences, whose rows persist between steps.
+"""Batches of an engine's sequences, whose tokens, blocks and lengths persist between steps, in rows.
 
 :meth:`hal.step.Batch.build` reads every block of every sequence in each step. An :class:`InputBatch` checks tokens and
 blocks when they arrive, and a step reads what is new.
@@ -11,33 +11,44 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hal.device.device import Device
 from hal.errors import BatchError
 from hal.step.batch import Batch
-from hal.step.batch_inputs import Bounds, int64_of
+from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of, rows_of
+from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.host_copies import to_device
-from hal.step.sequence_rows import PENDING, SequenceRows
+from hal.step.new_tokens import NewTokens
 from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _COLUMNS = 8
 """Block tables have a multiple of so many columns, so that few sizes occur."""
+PENDING = -1
+"""The token id of a token that is still on the device."""
 
 
-class InputBatch(SequenceRows):
+class InputBatch:
     """The sequences of an engine, and the batches of their steps; :meth:`hal.Runner.input_batch` makes one.
 
-    All fields of a batch reach the device in one copy, from pinned memory. Threading: one thread at a time.
+    Sequences are in rows, numbered from 0 without gaps. A row has tokens, of which the first ``cached`` are in the
+    cache, and blocks. Everything is checked when it arrives. All fields of a batch reach the device in one copy, from
+    pinned memory. Threading: one thread at a time.
 
     Args:
         batch_type: the class of the batches.
         max_sequences: the most rows.
         max_length: the most tokens of a row.
         block_size: tokens per block.
-        device: the device of the batches.
+        device: the device of the batches and of pending tokens.
         bounds: the ranges of token ids and blocks.
-        window: the number of most recent tokens of a sequence that the model reads; None for all.
+        window: the number of most recent tokens of a sequence that the model reads; None for all. An engine may use
+            blocks before the window for others, or again for the row, and pass the dummy block for them.
+
+    Attributes:
+        sampled: ``[max_sequences]``, int64, on the device: the pending token of each row; see :meth:`extend_pending`.
     """
 
     def __init__(
@@ -51,18 +62,216 @@ class InputBatch(SequenceRows):
         bounds: Bounds,
         window: int | None = None,
     ) -> None:
-        super().__init__(
-            max_sequences=max_sequences,
-            max_length=max_length,
-            block_size=block_size,
-            bounds=bounds,
-            slotted=issubclass(batch_type, SlotBatch),
-            device=device.torch,
-            window=window,
-        )
-        self._type = batch_type
+        sizes = {"max_sequences": max_sequences, "max_length": max_length, "block_size": block_size}
+        for name, size in {**sizes, **({} if window is None else {"window": window})}.items():
+            check_size(name, size)
+        self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
+        self._type, self._bounds, self._slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
         self._staging = Staging(SlotBatch if self._slotted else Batch, device)
+        self._window = max_length if window is None else window
+        self._columns = -(-max_length // block_size)
+        self._tokens = np.zeros((max_sequences, max_length), dtype=np.int64)  # The system maps pages on first use.
+        self._table = np.zeros((max_sequences, self._columns), dtype=np.int32)  # Zero after a row's blocks.
+        self._lengths, self._cached, self._blocks, self._slots, self._pending = np.zeros((5, max_sequences), np.int64)
+        self._size = 0
+        self._numbers = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
+        self.sampled = torch.zeros(max_sequences, dtype=torch.int64, device=device.torch)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(
+        self, token_ids: Sequence[int], block_ids: Sequence[int] = (), *, cached: int = 0, slot: int | None = None
+    ) -> int:
+        """Add a sequence as the last row, and return its row.
+
+        Args:
+            token_ids: all its tokens so far, at least one.
+            block_ids: its blocks, in order.
+            cached: how many of its tokens are in the cache.
+            slot: the slot of its states; required if and only if the model keeps states per sequence.
+
+        Raises:
+            BatchError: all rows are taken, or as :meth:`extend`.
+        """
+        row = self._size
+        if row == self.max_sequences:
+            raise BatchError(f"all {row} rows are taken", "remove a sequence first, or raise max_sequences")
+        if (slot is not None) != self._slotted:
+            raise BatchError(
+                f"slot is {slot}, and the model keeps {'states' if self._slotted else 'no state'} per sequence",
+                "pass a slot of runner.slots if and only if runner.slots.needed",
+            )
+        if slot is not None:
+            check_size("slot", slot, DUMMY_SLOT + 1)
+        self._clear(row)
+        self._size += 1
+        try:
+            self.extend(row, token_ids)
+            self.set_cached(row, cached)
+            self.extend(row, (), block_ids)
+        except BaseException:
+            self._size -= 1
+            raise
+        self._slots[row] = slot or 0
+        return row
+
+    def extend(self, row: int, token_ids: Sequence[int] = (), block_ids: Sequence[int] = ()) -> None:
+        """Append tokens and blocks to a sequence.
+
+        Raises:
+            BatchError: there is no such row; a token or block is out of range; the row has the block already; or there
+                are more tokens or blocks than ``max_length`` allows, or a pending token. The row is unchanged then.
+        """
+        self._check_row(row)
+        start, first = self._lengths.item(row), self._blocks.item(row)
+        end, last = start + length_of("token_ids", token_ids), first + length_of("block_ids", block_ids)
+        if end > self.max_length or last > self._columns:
+            raise BatchError(
+                f"row {row} would have {end} tokens in {last} blocks; a row takes {self.max_length} in {self._columns}",
+                "end the sequence, or make the input batch with a larger max_length",
+            )
+        if len(token_ids):
+            if self._pending[row]:
+                raise BatchError(f"row {row} has a pending token", "replace it with extend_each first")
+            tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
+        if len(block_ids):
+            unread = max(self._cached.item(row) - self._window + 1, 0) // self._block_size
+            skipped, end_block = max(0, unread - first), self._bounds.num_blocks
+            unused = integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block) if skipped else []
+            new = integers_of(row, "block {}", block_ids[skipped:], self._bounds.first_block, end_block)
+            if len(set(new)) < len(new) or not set(new).isdisjoint(self._table[row, unread:first].tolist()):
+                raise BatchError(
+                    f"row {row} would have one of the blocks {new!s:.70} twice; it would overwrite its own tokens",
+                    "pass each block once per sequence, and only those that are new",
+                )
+            self._table[row, first:last], self._blocks[row] = [*unused, *new], last
+        if len(token_ids):
+            self._tokens[row, start:end], self._lengths[row] = tokens, end
+
+    def extend_each(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Append one token to each of some rows, such as the tokens of a step. It takes the place of a pending one.
+
+        Args:
+            rows: the rows, each once.
+            token_ids: the token of each.
+
+        Raises:
+            BatchError: there is no such row, or it occurs twice or is full; or a token is out of range. The rows are
+                unchanged then.
+        """
+        index = rows_of(rows, self._size)
+        length_of("token_ids", token_ids)
+        tokens = integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
+        if len(tokens) != len(rows):
+            raise BatchError(f"{len(rows)} rows get {len(tokens)} tokens", "pass one token for each row")
+        ends = self._lengths[index] - self._pending[index]
+        if max(ends.tolist(), default=0) >= self.max_length:
+            raise BatchError(
+                f"row {rows[int(ends.argmax())]} has {self.max_length} tokens, the most",
+                "end the sequence, or make the input batch with a larger max_length",
+            )
+        self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = tokens, ends + 1, 0
+
+    def extend_pending(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Append a sampled token to each of some rows, which only the device knows: the next batch copies it there.
+
+        :meth:`extend_each` replaces it when the host knows it. It does not wait for the device.
+
+        Args:
+            rows: the rows, each once.
+            tokens: ``[len(rows)]``, integers, on the device.
+
+        Raises:
+            BatchError: there is no such row, or it occurs twice, is full, or has a token that is pending; or there are
+                more or fewer tokens. The rows are unchanged then.
+        """
+        index, count = rows_of(rows, self._size), len(rows)
+        if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
+            found = tokens.dtype if isinstance(tokens, Tensor) else repr(tokens)
+            raise BatchError(f"tokens is {found!s:.70}, not a tensor of integers", "pass the tokens that were sampled")
+        if tokens.shape != (count,):
+            raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
+        ends, pending = self._lengths[index], self._pending[index]
+        if np.count_nonzero(pending) or max(ends.tolist(), default=0) >= self.max_length:
+            at = int((pending + (ends >= self.max_length)).argmax())
+            raise BatchError(
+                f"row {rows[at]} has {'a pending token' if pending[at] else f'{self.max_length} tokens, the most'}",
+                "replace the pending token with extend_each first, or end the sequence",
+            )
+        if isinstance(index, slice):
+            self.sampled[index].copy_(tokens)
+        else:
+            self.sampled[to_device(index, self.sampled.device)] = tokens.to(torch.int64)
+        self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
+
+    def set_cached(self, row: int, cached: int) -> None:
+        """Set how many of a sequence's first tokens are in the cache, such as after a step.
+
+        Raises:
+            BatchError: there is no such row, or it has fewer tokens.
+        """
+        self._check_row(row)
+        if type(cached) is not int or not 0 <= cached <= self._lengths[row]:
+            raise BatchError(
+                f"row {row} has {self._lengths[row]} tokens, and {cached!r:.70} are said to be cached",
+                "pass the number of the sequence's tokens in the cache",
+            )
+        self._cached[row] = cached
+
+    def set_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        """Replace all blocks of a sequence, such as one that is resumed; see :meth:`extend`."""
+        self._check_row(row)
+        before, self._blocks[row] = int(self._blocks[row]), 0
+        try:
+            self.extend(row, (), block_ids)
+        except BaseException:
+            self._blocks[row] = before
+            raise
+        self._table[row, len(block_ids) : before] = 0
+
+    def truncate(self, row: int, length: int) -> None:
+        """Drop the tokens from ``length`` on, such as drafted ones that were rejected. The blocks stay.
+
+        Raises:
+            BatchError: there is no such row, or ``length`` is not 1 to its length.
+        """
+        self._check_row(row)
+        if type(length) is not int or not 1 <= length <= self._lengths[row]:
+            raise BatchError(
+                f"row {row} has {self._lengths[row]} tokens, not {length!r:.70} as the length says",
+                "pass a length that it has",
+            )
+        if length < self._lengths[row]:
+            self._pending[row] = 0
+        self._lengths[row], self._cached[row] = length, min(int(self._cached[row]), length)
+
+    def remove(self, row: int) -> int | None:
+        """Remove a sequence. The last row takes its place; return that row's old number, or None if it was the last.
+
+        Raises:
+            BatchError: there is no such row.
+        """
+        self._check_row(row)
+        self._size -= 1
+        if row == self._size:
+            return None
+        self._move([self._size], [row])
+        return self._size
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Put the rows into another order.
+
+        Args:
+            rows: for each row, the present row that comes there: a permutation.
+
+        Raises:
+            BatchError: ``rows`` is no permutation of the rows.
+        """
+        if sorted(int64_of("rows", rows).tolist()) != list(range(self._size)):
+            raise BatchError(f"{rows!s:.70} is no permutation of {self._size} rows", "name each row once")
+        self._move(list(rows), list(range(self._size)))
 
     def batch(
         self,
@@ -88,37 +297,22 @@ class InputBatch(SequenceRows):
             BatchError: there are no sequences, or there is no such row, or it occurs twice; a row has too few tokens or
                 blocks for the step; a number is out of range; or a field is missing or has the wrong shape.
         """
-        index = slice(self._size) if rows is None else self._rows_of(rows)
+        index = slice(self._size) if rows is None else rows_of(rows, self._size)
         numbers = self._numbers[index]
-        size = len(numbers)
-        before = self._cached[index] if cached is None else int64_of("cached", cached)
-        counts = self._ones[:size] if num_tokens is None else int64_of("num_tokens", num_tokens)
-        ends = self._check_step(index, before, counts)
-        starts = self._numbers[: size + 1] if num_tokens is None else np.concatenate(([0], counts.cumsum()))
-        total = int(starts[-1])
-        if total == size:
-            of_token, positions = numbers, before
-        else:
-            of_token = numbers.repeat(counts)
-            positions = np.arange(total) - (starts[:-1] - before).repeat(counts)
-        longest = max(ends.tolist())
+        before, counts = self._checked_step(index, num_tokens, cached)
+        new = NewTokens.of(before, counts)
+        of_token, longest = numbers[new.sequences], max(new.ends.tolist())
         columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
-        layout = self._staging.layout({"tokens": total, "sequences": size, "blocks": columns})
-        host = layout.host
-        host["token_ids"][:] = tokens = self._tokens[of_token, positions]
-        host["positions"][:] = positions
-        block, offset = np.divmod(positions, self._block_size)
-        host["slot_mapping"][:] = self._table[of_token, block] * self._block_size + offset
+        layout = self._staging.layout({"tokens": len(of_token), "sequences": len(numbers), "blocks": columns})
+        layout.host["token_ids"][:] = tokens = self._tokens[of_token, new.positions]
         table = self._table[index, :columns]
         if longest > self._window:
             unread = np.maximum(before - self._window + 1, 0) // self._block_size
             # Kernels may multiply values before the window by 0, and 0 * NaN is NaN. So a row names no block of others.
             table = np.where(np.arange(columns) < unread[:, None], self._table[numbers, unread][:, None], table)
-        host["block_table"][:] = table
-        host["query_start_loc"][:] = starts
-        host["kv_lens"][:] = ends
+        new.write(layout.host, table, self._block_size)
         if self._slotted:
-            host["slots"][:] = self._slots[index]
+            layout.host["slots"][:] = self._slots[index]
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
             self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
@@ -138,27 +332,28 @@ class InputBatch(SequenceRows):
         Raises:
             BatchError: as :meth:`batch`.
         """
-        index = slice(self._size) if rows is None else self._rows_of(rows)
-        cached = self._cached[index]
-        counts = self._ones[: len(cached)] if num_tokens is None else int64_of("num_tokens", num_tokens)
-        self._cached[index] = self._check_step(index, cached, counts)
+        index = slice(self._size) if rows is None else rows_of(rows, self._size)
+        before, counts = self._checked_step(index, num_tokens, None)
+        self._cached[index] = before + counts
 
-    def _check_step(self, index: Any, cached: Any, counts: Any) -> Any:
-        """Return the number of tokens of each row in the cache after the step."""
+    def _checked_step(self, index: Any, num_tokens: Sequence[int] | None, cached: Sequence[int] | None) -> Any:
+        """Return the numbers of cached and of new tokens of each row in a step."""
         size = len(self._lengths[index])
-        if not size or not size == len(cached) == len(counts):
+        before = self._cached[index] if cached is None else int64_of("cached", cached)
+        counts = self._ones[:size] if num_tokens is None else int64_of("num_tokens", num_tokens)
+        if not size or not size == len(before) == len(counts):
             raise BatchError(
-                f"a batch has {size} rows, {len(counts)} numbers of tokens and {len(cached)} of cached ones",
+                f"a batch has {size} rows, {len(counts)} numbers of tokens and {len(before)} of cached ones",
                 "pass one of each per sequence, and at least one sequence",
             )
-        ends = cached + counts
+        ends = before + counts
         room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
         # A sum beyond int64 is negative, and so not above the cached number.
-        wrong = (ends > room) | (cached < 0) | (ends <= cached)
+        wrong = (ends > room) | (before < 0) | (ends <= before)
         if np.count_nonzero(wrong):
             at = int(wrong.argmax())
-            self._refuse(int(self._numbers[index][at]), int(cached[at]), int(counts[at]))
-        return ends
+            self._refuse(int(self._numbers[index][at]), int(before[at]), int(counts[at]))
+        return before, counts
 
     def _refuse(self, row: int, cached: int, count: int) -> None:
         if count < 1:
@@ -182,3 +377,22 @@ class InputBatch(SequenceRows):
                 return
             places = to_device(np.stack((where.nonzero()[0], of_token[where])), token_ids.device)
             token_ids[places[0]] = self.sampled[places[1]]
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        width = int(self._lengths[sources].max())
+        columns = int(max(self._blocks[sources].max(), self._blocks[targets].max()))
+        for array in (self._lengths, self._cached, self._blocks, self._slots, self._pending):
+            array[targets] = array[sources]
+        self._tokens[targets, :width] = self._tokens[sources, :width]
+        self._table[targets, :columns] = self._table[sources, :columns]
+        if self._pending[targets].any():
+            device = self.sampled.device
+            self.sampled[to_device(targets, device)] = self.sampled[to_device(sources, device)]
+
+    def _clear(self, row: int) -> None:
+        self._table[row, : self._blocks[row]] = 0
+        self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
+
+    def _check_row(self, row: int) -> None:
+        if not (type(row) is int and 0 <= row < self._size):
+            raise BatchError(f"there is no row {row!r:.70} among {self._size}", "use the rows that add() returned")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Final
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -124,25 +125,50 @@ def taken(values: Tensor, rows: Wanted, batch: Batch, shape: StepShape) -> Tenso
     return values.index_select(0, batch.query_start_loc[1:] - 1)
 
 
-def parts_of(batch: Batch, rows: Wanted, max_tokens: int) -> tuple[list[tuple[Batch, Wanted]], Tensor | None]:
-    """Split a batch into steps of at most ``max_tokens`` tokens, and its rows with it.
+@attrs.frozen(eq=False)
+class SplitBatch:
+    """A batch in several steps; :func:`split_batch` makes it.
 
-    Returns:
-        The steps with their rows; and the order of the rows among those of all steps, or None if it is that of the
-        steps.
+    Attributes:
+        steps: the batches to run, in order, and the rows of each.
     """
-    parts = batch.split(max_tokens)
+
+    steps: tuple[tuple[Batch, Wanted], ...]
+    _order: Tensor | None
+
+    def join(self, logits: Sequence[Tensor]) -> Tensor:
+        """Return the logits of the whole batch, in the order of its rows.
+
+        Args:
+            logits: those of each step whose rows are not ``NONE``, in order. Copy them: a step overwrites the last.
+        """
+        joined = torch.cat(tuple(logits))
+        return joined if self._order is None else joined.index_select(0, self._order.to(joined.device))
+
+
+def split_batch(batch: Batch, rows: Wanted, max_tokens: int) -> SplitBatch:
+    """Split a batch into steps of at most ``max_tokens`` tokens, as :meth:`Batch.split` does, and its rows with it.
+
+    Args:
+        batch: the batch.
+        rows: its rows of logits.
+        max_tokens: the most tokens of a step.
+
+    Raises:
+        BatchError: ``max_tokens`` is not an integer of 1 or more, or a row is out of range.
+    """
+    parts, rows = batch.split(max_tokens), check_rows(rows, batch)
     if rows is ALL or rows is NONE:
-        return [(part, rows) for part in parts], None
+        return SplitBatch(tuple((part, rows) for part in parts), None)
     wanted = rows.cpu() if isinstance(rows, Tensor) else batch.query_start_loc_host[1:].long() - 1
-    made: list[tuple[Batch, Wanted]] = []
+    steps: list[tuple[Batch, Wanted]] = []
     places: list[Tensor] = []
     start = 0
     for part in parts:
         here = ((wanted >= start) & (wanted < start + part.num_tokens)).nonzero().flatten()
         places.append(here)
         device = batch.token_ids.device
-        made.append((part, to_device(wanted[here] - start, device) if here.shape[0] else NONE))
+        steps.append((part, to_device(wanted[here] - start, device) if here.shape[0] else NONE))
         start += part.num_tokens
     order = torch.cat(places).argsort()
-    return made, None if bool((order.diff() > 0).all()) else order
+    return SplitBatch(tuple(steps), None if bool((order.diff() > 0).all()) else order)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import hal
 from hal.errors import BatchError
-from hal.step import ALL, LAST, NONE, Wanted
-from hal.step.rows import parts_of, taken
+from hal.step import ALL, LAST, NONE, Wanted, split_batch
+from hal.step.rows import taken
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40)), min_size=1, max_size=6)
 
@@ -46,13 +46,13 @@ def test_steps_cover_each_token_once(lengths: list[tuple[int, int]], most: int, 
         (torch.tensor(asked, dtype=torch.int64), asked),
     ]
     for rows, expected in choices:
-        parts, order = parts_of(batch, rows, most)
-        found, before = [], 0
-        for part, wanted in parts:
+        parts = split_batch(batch, rows, most)
+        found, before = [torch.tensor([], dtype=torch.int64)], 0
+        for part, wanted in parts.steps:
             shown = torch.arange(before, before + part.num_tokens)
-            found += taken(shown, wanted, part, part.shape).tolist()
+            found.append(taken(shown, wanted, part, part.shape))
             before += part.num_tokens
-        assert (found if order is None else [found[place] for place in order.tolist()]) == expected
+        assert parts.join(found).tolist() == expected
     steps = batch.split(most)
     assert all(1 <= step.num_tokens <= most for step in steps)
     assert sum(step.num_tokens for step in steps) == batch.num_tokens
@@ -89,6 +89,24 @@ def test_logits_do_not_depend_on_the_steps(most: int, rows: Wanted, trained: Pat
     for found, one in ((parts.logits, expected), (parts.hidden_states, whole.hidden_states)):
         assert found.shape == one.shape
         assert (found - one).abs().max() <= 1e-4 * one.abs().max()
+
+
+@pytest.mark.parametrize("rows", [LAST, torch.tensor([59, 0, 18, 18, 57])], ids=["last", "some"])
+def test_an_engine_runs_the_steps_itself(rows: Wanted, trained: Path) -> None:
+    runner = open_runner(trained)
+    tokens = [list(range(5, 5 + length)) for length in (1, 17, 40, 2)]
+    blocks = [runner.blocks.take(runner.spec.blocks_for(len(each))) or [] for each in tokens]
+    batch = runner.batch(tokens, blocks)
+    expected = runner.step(batch, rows).logits
+    parts = split_batch(batch, rows, 16)
+    found = []
+    for part, wanted in parts.steps:
+        output = runner.step(part, wanted)
+        if wanted is not NONE:
+            found.append(output.logits.clone())
+    torch.testing.assert_close(parts.join(found), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(BatchError, match="rows has 60, out of the range 0 to 59"):
+        split_batch(batch, torch.tensor([60]), 16)
 
 
 def test_steps_of_no_tokens_are_refused() -> None:

@@ -232,15 +232,18 @@ def test_what_a_mask_may_not_return(given: Any, message: str, trained: Path) -> 
 def test_only_bits_of_the_vocabulary_count() -> None:
     from hal.generation.token_masks import allowed_tokens
 
-    beyond = attrs.evolve(PLAIN, mask=lambda generated: torch.tensor([0, -(2**5)], dtype=torch.int32))
+    def beyond(generated: Sequence[int]) -> Tensor:
+        return torch.tensor([0, -(2**5)], dtype=torch.int32)
+
     with pytest.raises(HalError, match="prompt 7 allows no token"):
         allowed_tokens([7], [beyond], [[]], 37)
     assert allowed_tokens([7], [beyond], [[]], 38).tolist() == [[0, -(2**5)]]
-    for vocab_size in (32, 64):
-        last = attrs.evolve(
-            PLAIN, mask=lambda generated, size=vocab_size: torch.tensor([0] * (size // 32 - 1) + [-(2**31)]).int()
-        )
-        assert allowed_tokens([0], [last], [[]], vocab_size)[0, -1] == -(2**31)
+    for words in (1, 2):
+
+        def last(generated: Sequence[int], words: int = words) -> Tensor:
+            return torch.tensor([0] * (words - 1) + [-(2**31)]).int()
+
+        assert allowed_tokens([0], [last], [[]], 32 * words)[0, -1] == -(2**31)
 
 
 def test_an_error_of_a_mask_comes_out(trained: Path) -> None:
