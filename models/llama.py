@@ -6,11 +6,11 @@ Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024; Jiang et al., *M
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
-from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
+from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, RotaryEmbedding, SelfAttention, check_window
 
 
 @attrs.frozen(kw_only=True)
@@ -27,26 +27,27 @@ class MistralConfig(LlamaConfig):
     sliding_window: int | None = attrs.field(default=4096, validator=check_window)
 
 
-class LlamaLayer(DecoderLayer):
-    def __init__(self, config: LlamaConfig, sliding_window: int | None) -> None:
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        super().__init__(config, SelfAttention(config, sliding_window=sliding_window), mlp)
-
-
 class LlamaForCausalLM(DecoderLM):
     # Checkpoints of Llama 1 and 2 store the frequencies of each layer, which the config determines.
     ignored = (".rotary_emb.inv_freq",)
 
-    def __init__(self, config: LlamaConfig, sliding_window: int | None = None) -> None:
-        super().__init__(config, [LlamaLayer(config, sliding_window) for _ in range(config.num_hidden_layers)])
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        return cls.assemble(LlamaConfig.from_config(config), window=None)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> LlamaForCausalLM:
-        return cls(LlamaConfig.from_config(config))
+    def assemble(cls, config: LlamaConfig, window: int | None) -> Self:
+        rotary = RotaryEmbedding(config.head_dim, config.rope)
+
+        def layer() -> DecoderLayer:
+            mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            return DecoderLayer(config, SelfAttention(config, rotary, window=window), mlp)
+
+        return cls(config, (layer() for _ in range(config.num_hidden_layers)))
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MistralForCausalLM:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         mistral = MistralConfig.from_config(config)
-        return cls(mistral, mistral.sliding_window)
+        return cls.assemble(mistral, mistral.sliding_window)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import attrs
 from attrs.validators import ge, le
 
-from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, SelfAttention, SparseMLP, check_window
+from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, RotaryEmbedding, SelfAttention, SparseMLP, check_window
 
 
 @attrs.frozen(kw_only=True)
@@ -30,26 +30,23 @@ class MixtralConfig(DecoderConfig):
         return super().from_config({**config, "rope_theta": config.get("rope_theta") or 1e6})
 
 
-class MixtralLayer(DecoderLayer):
-    def __init__(self, config: MixtralConfig) -> None:
-        experts = SparseMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_local_experts,
-            config.num_experts_per_tok,
-            renormalize=True,
-            names=("w1", "w3", "w2"),
-        )
-        attention = SelfAttention(config, sliding_window=config.sliding_window)
-        super().__init__(config, attention, experts, mlp_name="block_sparse_moe")
-
-
 class MixtralForCausalLM(DecoderLM):
-    other_names = MappingProxyType({".mlp.": ".block_sparse_moe."})  # The name in version 5 of transformers.
-
-    def __init__(self, config: MixtralConfig) -> None:
-        super().__init__(config, [MixtralLayer(config) for _ in range(config.num_hidden_layers)])
+    other_names = MappingProxyType({".block_sparse_moe.": ".mlp."})  # The name before version 5 of transformers.
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MixtralForCausalLM:
-        return cls(MixtralConfig.from_config(config))
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        mixtral = MixtralConfig.from_config(config)
+        rotary = RotaryEmbedding(mixtral.head_dim, mixtral.rope)
+
+        def layer() -> DecoderLayer:
+            experts = SparseMLP(
+                mixtral.hidden_size,
+                mixtral.intermediate_size,
+                mixtral.num_local_experts,
+                mixtral.num_experts_per_tok,
+                renormalize=True,
+                names=("w1", "w3", "w2"),
+            )
+            return DecoderLayer(mixtral, SelfAttention(mixtral, rotary, window=mixtral.sliding_window), experts)
+
+        return cls(mixtral, (layer() for _ in range(mixtral.num_hidden_layers)))

@@ -5,21 +5,47 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 """
 
 from hal.nn.attention import Attention
-from hal.nn.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderLM, GatedMLP, SelfAttention, check_window
+from hal.nn.decoder import (
+    POST_NORMS,
+    PRE_NORMS,
+    SANDWICH_NORMS,
+    SHARED_NORM,
+    Decoder,
+    DecoderLayer,
+    DecoderLM,
+    LayerNorms,
+)
+from hal.nn.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    LayerType,
+    WindowConfig,
+    check_layer_types,
+    check_window,
+)
 from hal.nn.embedding import Embedding
 from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
 from hal.nn.linear import Linear, MergedLinear, Projection
+from hal.nn.mlp import GatedMLP
 from hal.nn.model import CausalLM
 from hal.nn.norm import RMSNorm
 from hal.nn.quantized_experts import QuantizedGroupedLinear
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rotary import RopeParameters, RotaryEmbedding
+from hal.nn.self_attention import SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
 
 __all__ = [
+    "FULL",
+    "POST_NORMS",
+    "PRE_NORMS",
+    "SANDWICH_NORMS",
+    "SHARED_NORM",
+    "SLIDING",
     "Assembly",
     "Attention",
     "Batch",
@@ -35,6 +61,8 @@ __all__ = [
     "Gate",
     "GatedMLP",
     "GroupedLinear",
+    "LayerNorms",
+    "LayerType",
     "Linear",
     "Merged",
     "MergedLinear",
@@ -54,5 +82,7 @@ __all__ = [
     "Weight",
     "WeightUse",
     "Whole",
+    "WindowConfig",
+    "check_layer_types",
     "check_window",
 ]

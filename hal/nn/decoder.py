@@ -1,204 +1,164 @@
-"""The Llama-style decoder: grouped-query attention and a gated MLP, each after a norm.
+"""The decoder: an embedding, layers of attention and MLP, and an output projection.
 
-A model family subclasses its config and the layers in which it differs.
+A model family assembles one from layers of ``hal.nn``: its ``from_config`` chooses what config.json says.
 
 Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 2023; Ainslie et al., *GQA*, 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import ge, le
+import torch
 from torch import Tensor, nn
 
-from hal import ops
-from hal.config import read_model_config
 from hal.device.group import Group
-from hal.nn.attention import Attention
+from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
-from hal.nn.linear import Linear, MergedLinear
+from hal.nn.linear import Linear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
-from hal.nn.rotary import KEYS_BESIDE, SIZE, RopeParameters, RotaryEmbedding
-from hal.nn.weights.share import PADDED, Share
+from hal.nn.self_attention import Angles, Norm, SelfAttention
+from hal.nn.weights.share import PADDED
 from hal.step.batch import Batch
 
 
 @attrs.frozen(kw_only=True)
-class DecoderConfig:
-    """The keys of config.json that affect the computation, under the same names. Families add keys.
+class LayerNorms:
+    """Where a layer has norms, by their names in the checkpoint; None for no norm.
 
-    ``num_key_value_heads`` defaults to ``num_attention_heads``, and ``head_dim`` to ``hidden_size`` divided by it.
+    Attributes:
+        before_attention: of the attention's input.
+        after_attention: of the attention's output, before it is added to the residual.
+        before_mlp: of the MLP's input. If it is the name before the attention, both read one norm's output.
+        after_mlp: of the MLP's output, before it is added to the residual.
     """
 
-    vocab_size: int = attrs.field(validator=SIZE)
-    hidden_size: int = attrs.field(validator=SIZE)
-    intermediate_size: int = attrs.field(validator=SIZE)
-    num_hidden_layers: int = attrs.field(validator=SIZE)
-    num_attention_heads: int = attrs.field(validator=SIZE)
-    num_key_value_heads: int = attrs.field(validator=SIZE)
-    head_dim: int = attrs.field()
-    max_position_embeddings: int = attrs.field(validator=SIZE)
-    rms_norm_eps: float = attrs.field(default=1e-6, validator=[ge(0.0), le(1.0)])
-    hidden_act: Literal["silu"] = "silu"
-    attention_bias: bool = False
-    tie_word_embeddings: bool = False
-    rope: RopeParameters = attrs.field(factory=RopeParameters)
-
-    @num_key_value_heads.default
-    def _as_many_as_queries(self) -> int:
-        return self.num_attention_heads
-
-    @head_dim.default
-    def _equal_parts(self) -> int:
-        return self.hidden_size // max(self.num_attention_heads, 1)  # the validator rejects 0 later, by name
-
-    def __attrs_post_init__(self) -> None:
-        if not 1 <= self.head_dim < 1 << 31 or self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim}; the rotary embedding needs an even number from 2 to {(1 << 31) - 2}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads, {self.num_attention_heads}, "
-                f"is not a multiple of num_key_value_heads, {self.num_key_value_heads}"
-            )
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a checkpoint's config.json.
-
-        Raises:
-            ConfigError: a key is missing, or the model does not support a value.
-        """
-        others = {key: value for key, value in config.items() if key not in KEYS_BESIDE}
-        return attrs.evolve(read_model_config(cls, others), rope=RopeParameters.from_config(config))
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
 
 
-def check_window(config: Any, attribute: Any, value: int | None) -> None:
-    """Validate a config's ``sliding_window``, as an attrs validator: a number of tokens, or None for all.
-
-    Raises:
-        ValueError: it is less than 1, or exceeds the longest sequence length. :func:`hal.config.read` turns it into a
-            ConfigError.
-    """
-    if value is not None and value < 1:
-        raise ValueError(f"{attribute.name} is {value}; it must be 1 or more, or null for all tokens")
-    if value is not None and value >= 1 << 31:
-        raise ValueError(f"{attribute.name} is {value}; it must be less than {1 << 31}, or null for all tokens")
-
-
-class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions and its projections.
-
-    Args:
-        config: the sizes.
-        sliding_window: the number of tokens that a query attends to, including its own; None for all.
-        bias: whether the projections of query, key and value have biases, and whether that of the output has one; None
-            for ``config.attention_bias``.
-    """
-
-    def __init__(
-        self, config: DecoderConfig, *, sliding_window: int | None = None, bias: tuple[bool, bool] | None = None
-    ) -> None:
-        super().__init__()
-        self.head_dim, kv_heads = config.head_dim, config.num_key_value_heads
-        width, kv_width = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
-        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        qkv_bias, output_bias = bias or (config.attention_bias, config.attention_bias)
-        by_head = Share(self.head_dim, repeat=True)
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias, share=by_head)
-        self.attention = Attention(kv_heads, self.head_dim, sliding_window=sliding_window)
-        self.o_proj = Linear(
-            width, config.hidden_size, bias=output_bias, shard="in_features", share=Share(self.head_dim)
-        )
-
-    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query and key, ``[tokens, heads, head_dim]``. A family overrides it to transform the heads before."""
-        return ops.rotary_embedding(query, key, cos, sin)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
-        sizes = self.qkv_proj.sizes
-        heads, kv_heads = sizes[0] // self.head_dim, sizes[1] // self.head_dim
-        query, key, value = self.qkv_proj(hidden).split(sizes, dim=-1)
-        query, key = query.view(-1, heads, self.head_dim), key.view(-1, kv_heads, self.head_dim)
-        query, key = self.rotate(query, key, cos, sin)
-        value = value.view(-1, kv_heads, self.head_dim)
-        return self.o_proj(self.attention(query, key, value, batch, state))
-
-    if TYPE_CHECKING:
-        __call__ = forward
-
-
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, the SwiGLU of Shazeer, *GLU Variants Improve Transformer*, 2020."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
-        super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, shard="in_features")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(hidden)))
-
-    if TYPE_CHECKING:
-        __call__ = forward
+PRE_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""One before the attention and one before the MLP, as in Llama."""
+POST_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+"""One after the attention and one after the MLP, as in OLMo 2."""
+SANDWICH_NORMS = LayerNorms(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+"""Before and after both, as in Gemma 3."""
+SHARED_NORM = LayerNorms(before_attention="input_layernorm", before_mlp="input_layernorm")
+"""One for attention and MLP, as in the parallel layers of Cohere and Phi."""
 
 
 class DecoderLayer(nn.Module):
-    """``hidden + attention(norm(hidden))``, then ``hidden + mlp(norm(hidden))``.
+    """One layer: ``hidden + attention(norm(hidden))``, then ``hidden + mlp(norm(hidden))``.
 
     Args:
         config: the sizes.
         attention: the attention.
         mlp: maps ``[tokens, hidden_size]`` to the same shape.
-        mlp_name: the name of the MLP in the checkpoint.
+        norm: makes a norm of a number of features; None for :class:`RMSNorm` with ``config.rms_norm_eps``.
+        norms: where the norms are.
+        parallel: whether the MLP reads the layer's input, as the attention does.
+        residual_multiplier: factor of the outputs of attention and MLP.
     """
 
     def __init__(
-        self, config: DecoderConfig, attention: SelfAttention, mlp: nn.Module, *, mlp_name: str = "mlp"
+        self,
+        config: DecoderConfig,
+        attention: SelfAttention,
+        mlp: nn.Module,
+        *,
+        norm: Norm | None = None,
+        norms: LayerNorms = PRE_NORMS,
+        parallel: bool = False,
+        residual_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.add_module(mlp_name, mlp)
-        self._mlp_name = mlp_name
+        self.self_attn, self.mlp = attention, mlp
+        self.norms, self.parallel, self.residual_multiplier = norms, parallel, residual_multiplier
+        norm = norm or partial(RMSNorm, eps=config.rms_norm_eps)
+        for name in dict.fromkeys(attrs.astuple(norms)):
+            if name is not None:
+                self.add_module(name, norm(config.hidden_size))
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, batch, state)
-        mlp = getattr(self, self._mlp_name)
-        output: Tensor = hidden + mlp(self.post_attention_layernorm(hidden))
-        return output
+    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape.
+
+        Args:
+            hidden: the tokens.
+            angles: of the attention's rotary embedding.
+            batch: the step.
+            state: of the attention.
+        """
+        normed = self._norm(self.norms.before_attention, hidden)
+        attended = self.self_attn(normed, angles, batch, state)
+        after_attention = hidden + self._output(self.norms.after_attention, attended)
+        if not self.parallel:
+            normed = self._norm(self.norms.before_mlp, after_attention)
+        elif self.norms.before_mlp != self.norms.before_attention:
+            normed = self._norm(self.norms.before_mlp, hidden)
+        return after_attention + self._output(self.norms.after_mlp, self.mlp(normed))
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+    def _output(self, norm: str | None, x: Tensor) -> Tensor:
+        x = self._norm(norm, x)
+        return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
     if TYPE_CHECKING:
         __call__ = forward
 
 
 class Decoder(nn.Module):
-    """Maps tokens to normalized hidden states. All layers share one cos and sin."""
+    """Maps tokens to normalized hidden states. Layers with the same rotary embedding share its cos and sin.
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
+    Args:
+        config: the sizes.
+        layers: the layers, in order.
+        norm: makes the last norm; see :class:`DecoderLayer`.
+        embedding_multiplier: factor of the embeddings, which is rounded to their dtype.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[DecoderLayer],
+        *,
+        norm: Norm | None = None,
+        embedding_multiplier: float = 1.0,
+    ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers: Sequence[DecoderLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
+        used = [each.self_attn.rotaries for each in self.layers]
+        self.rotaries = nn.ModuleList(dict.fromkeys(rotary for each in used for rotary in each))
+        self._places = [[list(self.rotaries).index(rotary) for rotary in each] for each in used]
+        self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
+        self._multipliers = {
+            dtype: float(torch.tensor(embedding_multiplier, dtype=dtype, device="cpu"))
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        }
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """Return the hidden states, ``[tokens, hidden_size]``."""
         hidden = self.embed_tokens(batch.token_ids)
-        cos, sin = self.rotary(batch.positions, hidden.dtype)
-        for layer, state in zip(self.layers, states, strict=True):
-            hidden = layer(hidden, cos, sin, batch, state)
-        return self.norm(hidden)
+        if (multiplier := self._multipliers[hidden.dtype]) != 1.0:
+            hidden = hidden * multiplier
+        angles: list[Angles] = [each(batch.positions, hidden.dtype) for each in self.rotaries]
+        for layer, places, state in zip(self.layers, self._places, states, strict=True):
+            hidden = layer(hidden, angles[places[0]] if places else None, batch, state)
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -207,23 +167,40 @@ class Decoder(nn.Module):
 class DecoderLM(CausalLM):
     """A :class:`Decoder` and its output projection, which may be tied to the embedding. Ranks may split it.
 
+    A family derives from it, and its ``from_config`` makes the layers from config.json.
+
     Args:
         config: the checkpoint's config.
         layers: ``config.num_hidden_layers`` layers.
+        norm: makes the last norm; see :class:`DecoderLayer`.
+        head_bias: whether the output projection has a bias.
+        embedding_multiplier: factor of the embeddings; see :class:`Decoder`.
+        logits_multiplier: factor of the logits.
+        softcap: the bound ``c`` of the logits ``c * tanh(logits / c)``, after the factor; None for none.
     """
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer]) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[DecoderLayer],
+        *,
+        norm: Norm | None = None,
+        head_bias: bool = False,
+        embedding_multiplier: float = 1.0,
+        logits_multiplier: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
-        made = list(layers)
-        self.model = Decoder(config, made)
-        self._attention = [layer.self_attn.attention for layer in made]
+        self.model = Decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+        self._attention = [layer.self_attn.attention for layer in self.model.layers]
         self.states = [each.states for each in self._attention]
+        self.logits_multiplier, self.softcap = logits_multiplier, softcap
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
             self.lm_head = Linear(
-                config.hidden_size, config.vocab_size, shard="out_features", share=PADDED, gather=True
+                config.hidden_size, config.vocab_size, bias=head_bias, shard="out_features", share=PADDED, gather=True
             )
 
     def split(self, tensor: Group) -> None:
@@ -234,7 +211,12 @@ class DecoderLM(CausalLM):
         return self.model(batch, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+        logits = self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+        if self.logits_multiplier != 1.0:
+            logits = logits * self.logits_multiplier
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        return logits
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -76,7 +76,7 @@ def test_windows_of_layers() -> None:
         ({"hidden_act": "gelu"}, "unknown value 'gelu'.*silu"),
         ({"head_dim": 0}, "head_dim is 0"),
         ({"head_dim": 15}, "head_dim is 15"),
-        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta"),
         ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "remove one"),
         ({"hidden_size": "8"}, "expected int, found str '8'"),
@@ -105,7 +105,7 @@ def test_keys_that_are_not_read_are_named(caplog: pytest.LogCaptureFixture) -> N
 def test_both_spellings_of_rope_parameters() -> None:
     new = build(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     beside = build(rope_parameters={"rope_type": "default"}, rope_theta=5e5)
-    assert beside.model.rotary.rope == new.model.rotary.rope
+    assert beside.model.rotaries[0].rope == new.model.rotaries[0].rope
     old = build(rope_theta=5e5, rope_scaling=None)
-    assert new.model.rotary.rope == old.model.rotary.rope
-    assert new.model.rotary.rope.rope_theta == 5e5
+    assert new.model.rotaries[0].rope == old.model.rotaries[0].rope
+    assert new.model.rotaries[0].rope.rope_theta == 5e5

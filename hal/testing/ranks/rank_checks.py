@@ -15,9 +15,9 @@ from hal.checkpoint.weight_bindings import Binding, bindings_of
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.nn import Embedding, Linear, WeightUse
-from hal.nn.decoder import GatedMLP
 from hal.nn.experts import SparseMLP
 from hal.nn.linear import IN, OUT
+from hal.nn.mlp import GatedMLP
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.tolerance import assert_agree
