@@ -40,7 +40,8 @@ class LlamaForCausalLM(DecoderLM):
         rotary = RotaryEmbedding(config.head_dim, config.rope)
 
         def layer() -> DecoderLayer:
-            mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            sizes = config.hidden_size, config.intermediate_size
+            mlp = GatedMLP(*sizes, activation=config.hidden_act, bias=config.mlp_bias)
             return DecoderLayer(config, SelfAttention(config, rotary, window=window), mlp)
 
         return cls(config, (layer() for _ in range(config.num_hidden_layers)))

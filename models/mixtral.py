@@ -25,9 +25,9 @@ class MixtralConfig(DecoderConfig):
     sliding_window: int | None = attrs.field(default=None, validator=check_window)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 1,000,000."""
-        return super().from_config({**config, "rope_theta": config.get("rope_theta") or 1e6})
+        return super().from_config({**config, "rope_theta": config.get("rope_theta") or 1e6}, layer_type)
 
 
 class MixtralForCausalLM(DecoderLM):
@@ -46,6 +46,7 @@ class MixtralForCausalLM(DecoderLM):
                 mixtral.num_experts_per_tok,
                 renormalize=True,
                 names=("w1", "w3", "w2"),
+                activation=mixtral.hidden_act,
             )
             return DecoderLayer(mixtral, SelfAttention(mixtral, rotary, window=mixtral.sliding_window), experts)
 

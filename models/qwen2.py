@@ -26,6 +26,7 @@ class Qwen2ForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(qwen2, rotary, window=qwen2.window(index), bias=(True, False))
-            return DecoderLayer(qwen2, attention, GatedMLP(qwen2.hidden_size, qwen2.intermediate_size))
+            mlp = GatedMLP(qwen2.hidden_size, qwen2.intermediate_size, activation=qwen2.hidden_act)
+            return DecoderLayer(qwen2, attention, mlp)
 
         return cls(qwen2, map(layer, range(qwen2.num_hidden_layers)))

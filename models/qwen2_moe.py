@@ -30,17 +30,17 @@ class QwenMoeConfig(WindowConfig):
     decoder_sparse_step: int = attrs.field(default=1, validator=ge(1))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Version 5 of transformers writes num_experts as num_local_experts."""
         given = dict(config)
         if "num_local_experts" in given:
             given.setdefault("num_experts", given.pop("num_local_experts"))
-        return super().from_config(given)
+        return super().from_config(given, layer_type)
 
     def mlp(self, layer: int) -> GatedMLP | None:
         """Return the MLP of a dense layer, or None for a sparse one."""
         if layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step:
-            return GatedMLP(self.hidden_size, self.intermediate_size)
+            return GatedMLP(self.hidden_size, self.intermediate_size, activation=self.hidden_act)
         return None
 
     def experts(self) -> tuple[int, int, int, int]:
@@ -66,8 +66,10 @@ class Qwen2MoeMLP(SparseMLP):
     """The experts, and the shared one, which the sigmoid of a gate scales."""
 
     def __init__(self, config: Qwen2MoeConfig) -> None:
-        super().__init__(*config.experts(), renormalize=config.norm_topk_prob)
-        self.shared_expert = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size)
+        activation = config.hidden_act
+        super().__init__(*config.experts(), renormalize=config.norm_topk_prob, activation=activation)
+        width = config.shared_expert_intermediate_size
+        self.shared_expert = GatedMLP(config.hidden_size, width, activation=activation)
         self.shared_expert_gate = Gate(config.hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class Qwen3ForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(qwen3, rotary, window=qwen3.window(index), norm=norm)
-            return DecoderLayer(qwen3, attention, GatedMLP(qwen3.hidden_size, qwen3.intermediate_size))
+            mlp = GatedMLP(qwen3.hidden_size, qwen3.intermediate_size, activation=qwen3.hidden_act)
+            return DecoderLayer(qwen3, attention, mlp)
 
         return cls(qwen3, map(layer, range(qwen3.num_hidden_layers)))

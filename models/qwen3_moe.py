@@ -37,7 +37,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(moe, rotary, window=moe.window(index), norm=norm)
-            mlp = moe.mlp(index) or SparseMLP(*moe.experts(), renormalize=moe.norm_topk_prob)
+            mlp = moe.mlp(index) or SparseMLP(*moe.experts(), renormalize=moe.norm_topk_prob, activation=moe.hidden_act)
             return DecoderLayer(moe, attention, mlp)
 
         return cls(moe, map(layer, range(moe.num_hidden_layers)))

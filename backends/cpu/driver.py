@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
     "grouped_linear": grouped.grouped_linear,
     "grouped_linear_int8": grouped.grouped_linear_int8,

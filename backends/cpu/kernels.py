@@ -1,6 +1,6 @@
 """CPU kernels that are faster than the references, in addition to those in hal.ops.kernels.torch_kernels.
 
-All except silu_and_mul round as their operations declare.
+All except silu_and_mul and gelu_and_mul round as their operations declare.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See :func:`hal.ops.silu_and_mul`. It rounds the gate once more than the reference, within the tolerance."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """See :func:`hal.ops.gelu_and_mul`. It rounds the gate once more than the reference, within the tolerance."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate=approximate).mul_(up)
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

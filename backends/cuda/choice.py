@@ -12,7 +12,9 @@ from hal.ops.kernels.kernel_table import Kernel
 
 REFERENCE = "reference"
 """The value in the option ``kernels`` that runs an operation without a kernel."""
-TORCH_FIRST = frozenset({"embedding", "greedy_sample", "linear", "mask_logits", "penalize", "rms_norm", "sample"})
+TORCH_FIRST = frozenset(
+    {"embedding", "gelu", "greedy_sample", "layer_norm", "linear", "mask_logits", "penalize", "rms_norm", "sample"}
+)
 """Operations whose torch kernel is preferred to Triton's: torch needs one launch, or is the only library with it."""
 TRITON_FIRST = frozenset({"add_rms_norm"})
 """Operations with one launch in Triton and three in FlashInfer, which overwrites arguments and so requires copies."""

@@ -13,6 +13,7 @@ from hal.drivers.backend import Backend, LayerMaker
 from hal.errors import DriverIncompatible
 from hal.nn import CausalLM
 from hal.nn.weights.share import EQUALLY, Share
+from hal.nn.weights.weight import Weight
 
 log = logging.getLogger("hal.checkpoint")
 
@@ -72,7 +73,7 @@ def _made(layer: nn.Module, make: LayerMaker, driver: str, ranks: int) -> nn.Mod
     if wrong := sorted(wanted.items() ^ _tensors(new).items()):
         raise DriverIncompatible(
             f"the driver {driver} replaces {name} by a {type(new).__name__} with other parameters: {wrong[0][0]}",
-            f"give it the parameters of {name}, by name, shape and dtype: a checkpoint fills them",
+            f"give it the parameters of {name}, by name, shape, dtype and offset: a checkpoint fills them",
         )
     if ranks > 1 and (other := sorted(each for each, how in _sharing(new).items() if how != shared.get(each, WHOLE))):
         raise DriverIncompatible(
@@ -83,15 +84,23 @@ def _made(layer: nn.Module, make: LayerMaker, driver: str, ranks: int) -> nn.Mod
     return new
 
 
-def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(each.shape), str(each.dtype)) for name, each in layer.state_dict().items()}
+def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str, float]]:
+    offsets = {name: each.offset for name, each in _declared(layer)}
+    held = layer.state_dict().items()
+    return {name: (tuple(each.shape), str(each.dtype), offsets.get(name, 0.0)) for name, each in held}
 
 
 def _sharing(layer: nn.Module) -> dict[str, Sharing]:
     found = dict.fromkeys(layer.state_dict(), WHOLE)
+    for name, each in _declared(layer):
+        if name in found:
+            found[name] = (each.shard, each.share, each.first_rank_only, each.group)
+    return found
+
+
+def _declared(layer: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Yield the full names and declarations of the tensors of a layer and those in it."""
     for path, module in layer.named_modules():
         declared = getattr(module, "weights", None)
         for name, each in declared.items() if isinstance(declared, Mapping) else ():
-            if (full_name := f"{path}.{name}".lstrip(".")) in found:
-                found[full_name] = (each.shard, each.share, each.first_rank_only, each.group)
-    return found
+            yield f"{path}.{name}".lstrip("."), each

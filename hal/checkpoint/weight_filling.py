@@ -55,6 +55,8 @@ class Filling:
         self._left -= values.numel()
         if self._left:
             return False
+        if offset := self._binding.weight.offset:
+            self._tensor += offset
         if self._zero:
             self._tensor.zero_()
         return True

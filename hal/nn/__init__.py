@@ -27,9 +27,9 @@ from hal.nn.decoder_config import (
 from hal.nn.embedding import Embedding
 from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
 from hal.nn.linear import Linear, MergedLinear, Projection
-from hal.nn.mlp import GatedMLP
+from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM
-from hal.nn.norm import RMSNorm
+from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.quantized_experts import QuantizedGroupedLinear
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rotary import RopeParameters, RotaryEmbedding
@@ -41,11 +41,13 @@ from hal.step.batch import Batch
 
 __all__ = [
     "FULL",
+    "MLP",
     "POST_NORMS",
     "PRE_NORMS",
     "SANDWICH_NORMS",
     "SHARED_NORM",
     "SLIDING",
+    "ActivationName",
     "Assembly",
     "Attention",
     "Batch",
@@ -61,6 +63,7 @@ __all__ = [
     "Gate",
     "GatedMLP",
     "GroupedLinear",
+    "LayerNorm",
     "LayerNorms",
     "LayerType",
     "Linear",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import attrs
 from attrs.validators import ge, le
 
 from hal.config import read_model_config
+from hal.nn.mlp import ActivationName
 from hal.nn.rotary import KEYS_BESIDE, SIZE, RopeParameters
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL: Final[Literal["full_attention"]] = "full_attention"
+SLIDING: Final[Literal["sliding_attention"]] = "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 """The entries of ``layer_types`` in config.json."""
 
@@ -32,7 +34,7 @@ class DecoderConfig:
     head_dim: int = attrs.field()
     max_position_embeddings: int = attrs.field(validator=SIZE)
     rms_norm_eps: float = attrs.field(default=1e-6, validator=[ge(0.0), le(1.0)])
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: ActivationName = "silu"
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     rope: RopeParameters = attrs.field(factory=RopeParameters)
@@ -57,14 +59,18 @@ class DecoderConfig:
             )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json.
+
+        Args:
+            config: its content.
+            layer_type: see :meth:`RopeParameters.from_config`.
 
         Raises:
             ConfigError: a key is missing, or the model does not support a value.
         """
         others = {key: value for key, value in config.items() if key not in KEYS_BESIDE}
-        return attrs.evolve(read_model_config(cls, others), rope=RopeParameters.from_config(config))
+        return attrs.evolve(read_model_config(cls, others), rope=RopeParameters.from_config(config, layer_type))
 
 
 def check_window(config: Any, attribute: Any, value: int | None) -> None:
@@ -103,10 +109,11 @@ class WindowConfig(DecoderConfig):
     layer_types: tuple[LayerType, ...] | None = attrs.field(default=None, validator=check_layer_types)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Version 5 of transformers writes 0 for a window that is not used."""
         unused = config.get("sliding_window") == 0 and not config.get("use_sliding_window")
-        return super().from_config({key: each for key, each in config.items() if not unused or key != "sliding_window"})
+        given = {key: each for key, each in config.items() if not unused or key != "sliding_window"}
+        return super().from_config(given, layer_type)
 
     def slides(self, layer: int) -> bool:
         """Return whether a layer has a window if all may: those from ``max_window_layers`` on."""

@@ -14,6 +14,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import IN, OUT, Linear
+from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
 from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Stacked
 from hal.nn.weights.weight import Consumer, Weight
 from hal.parallel.mesh import Mesh
@@ -103,13 +104,14 @@ class Gate(Linear):
 
 
 class Experts(nn.Module):
-    """The gated MLPs of several experts: ``down(silu(gate(x)) * up(x))`` for each token's experts.
+    """The gated MLPs of several experts: ``down(activation(gate(x)) * up(x))`` for each token's experts.
 
     Args:
         num_experts: the number of experts.
         hidden_size: features of the input and of the output.
         width: features between the projections, for each expert.
         names: the checkpoint's names of the gate, up and down projections of an expert.
+        activation: as in :class:`GatedMLP`.
     """
 
     def __init__(
@@ -119,9 +121,11 @@ class Experts(nn.Module):
         width: int,
         *,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: ActivationName | Function = "silu",
     ) -> None:
         super().__init__()
         gate, up, down = names
+        self.activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.num_experts = num_experts
         self.group: str | None = None
         self.exchange: ExpertExchange | None = None
@@ -168,7 +172,7 @@ class Experts(nn.Module):
         return output if self.group is None else ops.all_reduce(output, self.group)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(rows, counts)), counts)
+        return self.down_proj(self.activation(self.gate_up_proj(rows, counts)), counts)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -208,6 +212,7 @@ class SparseMLP(nn.Module):
         top_k: the number of experts per token.
         renormalize: whether the weights of a token add up to 1.
         names: see :class:`Experts`.
+        activation: as in :class:`GatedMLP`.
 
     Raises:
         ConfigError: the numbers of experts are out of range.
@@ -222,6 +227,7 @@ class SparseMLP(nn.Module):
         *,
         renormalize: bool,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: ActivationName | Function = "silu",
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -235,7 +241,7 @@ class SparseMLP(nn.Module):
             )
         self.top_k, self.renormalize = top_k, renormalize
         self.gate = Gate(hidden_size, num_experts)
-        self.experts = Experts(num_experts, hidden_size, width, names=names)
+        self.experts = Experts(num_experts, hidden_size, width, names=names, activation=activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape."""

@@ -53,8 +53,13 @@ class RopeParameters:
     rope_theta: float = attrs.field(default=10000.0, validator=[gt(1.0), le(_MOST)])
 
     @staticmethod
-    def from_config(config: Mapping[str, Any]) -> RopeParameters:
+    def from_config(config: Mapping[str, Any], layer_type: str | None = None) -> RopeParameters:
         """Read a config.json with ``rope_parameters``, or with the older ``rope_theta`` and ``rope_scaling``.
+
+        Args:
+            config: the content of config.json.
+            layer_type: the key of the table to read, where ``rope_parameters`` has one for each entry of
+                ``layer_types``.
 
         Returns:
             An instance of the subclass for the ``rope_type``, which older files call
@@ -66,6 +71,8 @@ class RopeParameters:
                 missing or out of range.
         """
         new, old = config.get("rope_parameters"), config.get("rope_scaling")
+        if layer_type is not None and isinstance(new, Mapping) and layer_type in new:
+            new = new[layer_type]
         if new and old and _read(new, config, "rope_parameters") != _read(old, config, "rope_scaling"):
             raise ConfigError(
                 "config.json has rope_parameters and a rope_scaling that differs", "remove one of them from config.json"

@@ -3,7 +3,7 @@
 Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on the active backend.
 """
 
-from hal.ops.activation import silu_and_mul
+from hal.ops.activation import clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
 from hal.ops.attention import paged_attention
 from hal.ops.cache import store_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
@@ -35,7 +35,7 @@ from hal.ops.fused_quantization import (
 )
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
-from hal.ops.norm import add_rms_norm, rms_norm
+from hal.ops.norm import add_rms_norm, layer_norm, rms_norm
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
@@ -57,6 +57,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "all_to_all",
     "catalogue",
+    "clipped_silu_and_mul",
     "dynamic_quantize",
     "embedding",
     "expert_combine",
@@ -65,10 +66,13 @@ __all__ = [
     "expert_permute",
     "expert_unpermute",
     "fused_op",
+    "gelu",
+    "gelu_and_mul",
     "greedy_sample",
     "grouped_linear",
     "grouped_linear_int8",
     "intercepted",
+    "layer_norm",
     "linear",
     "linear_all_reduce",
     "linear_int8",

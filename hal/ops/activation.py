@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,3 +38,87 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """
     gate, up = x.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _gelu_samples(draw: Draw) -> Iterator[Sample]:
+    for (x,) in _silu_samples(draw):
+        for approximate in ("none", "tanh"):
+            yield x, approximate
+
+
+@op(
+    samples=_gelu_samples,
+    axes={"x": "... width", "return": "... width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """Return ``x * Phi(x)``, the Gaussian error linear unit. Computed in float32, and rounded once.
+
+    Args:
+        x: floating.
+        approximate: ``none`` for the error function, or ``tanh`` for its approximation, as in torch.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Source: Hendrycks and Gimpel, *Gaussian Error Linear Units (GELUs)*, 2016.
+    """
+    return functional.gelu(x.float(), approximate=approximate).to(x.dtype)
+
+
+@op(
+    samples=_gelu_samples,
+    axes={"x": "... merged", "return": "... merged//2"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """Return ``gelu(gate) * up``, where the first half of ``x`` is the gate. Computed in float32, and rounded once.
+
+    Args:
+        x: ``[..., 2 * width]``, floating.
+        approximate: as in :func:`gelu`.
+
+    Returns:
+        ``[..., width]``, of x's dtype.
+
+    Source: Shazeer, *GLU Variants Improve Transformer*, 2020 (GEGLU).
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+def _clipped_samples(draw: Draw) -> Iterator[Sample]:
+    for (x,) in _silu_samples(draw):
+        for interleaved in (False, True):
+            yield x, 1.702, 7.0, interleaved
+    yield draw.normal(4, 64, scale=3.0), 1.0, 2.5, False
+
+
+@op(
+    samples=_clipped_samples,
+    axes={"x": "... merged", "return": "... merged//2"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
+def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: bool) -> Tensor:
+    """Return ``gate * sigmoid(alpha * gate) * (up + 1)``, where gate is at most, and up between, the limits.
+
+    Computed in float32, and rounded once.
+
+    Args:
+        x: ``[..., 2 * width]``, floating.
+        alpha: factor of the sigmoid's argument.
+        limit: the maximum of the gate and of the magnitude of up.
+        interleaved: whether the gate is in the even columns of ``x`` and up in the odd ones; else in its halves.
+
+    Returns:
+        ``[..., width]``, of x's dtype.
+
+    Source: OpenAI, *gpt-oss-120b & gpt-oss-20b Model Card*, 2025, and its published code.
+    """
+    wide = x.float()
+    gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
@@ -18,12 +19,18 @@ def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     yield draw.normal(5, 192)[:, 64:128], draw.normal(64), 1e-5  # rows that are not contiguous
     yield draw.normal(2, 64, scale=1e-4), draw.normal(64), 1e-6  # epsilon matters
     yield draw.normal(64, 3).t(), draw.normal(128)[::2], 1e-6  # no unit stride
+    for shape in ((3, 64), (2, 5, 96)):
+        yield draw.normal(*shape), draw.normal(shape[-1]).float(), 1e-6
+
+
+WEIGHT = ("x", torch.float32)
+"""The dtypes of the weight of a norm: float32 for one that is not rounded, such as ``1 + weight`` of a checkpoint."""
 
 
 @op(
     samples=_rms_norm_samples,
     axes={"x": "... width", "weight": "width", "return": "... width"},
-    dtypes={"x": FLOATING, "weight": "x", "return": "x"},
+    dtypes={"x": FLOATING, "weight": WEIGHT, "return": "x"},
     rowwise="...",
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: ``[..., width]``, floating.
-        weight: ``[width]``, of x's dtype.
+        weight: ``[width]``, of x's dtype or float32.
         eps: added to the mean square.
 
     Returns:
@@ -49,12 +56,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_rms_norm_samples(draw: Draw) -> Iterator[Sample]:
     for shape in ((1, 64), (7, 96), (2, 3, 128)):
         yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]), 1e-6
+    for shape in ((1, 64), (2, 3, 128)):
+        yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]).float(), 1e-6
 
 
 @fused_op(
     samples=_add_rms_norm_samples,
     axes={"x": "... width", "residual": "... width", "weight": "width", "return": ("... width", "... width")},
-    dtypes={"x": FLOATING, "residual": "x", "weight": "x", "return": ("x", "x")},
+    dtypes={"x": FLOATING, "residual": "x", "weight": WEIGHT, "return": ("x", "x")},
     rowwise="...",
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +72,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Args:
         x: ``[..., width]``, floating.
         residual: of x's shape and dtype.
-        weight: ``[width]``, of x's dtype.
+        weight: ``[width]``, of x's dtype or float32.
         eps: added to the mean square.
 
     Returns:
@@ -71,3 +80,37 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     hidden = x + residual
     return rms_norm(hidden, weight, eps), hidden
+
+
+def _layer_norm_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (7, 96), (3, 4, 128), (0, 64)):
+        for bias in (None, draw.normal(shape[-1])):
+            yield draw.normal(*shape), draw.normal(shape[-1]), bias, 1e-5
+    yield draw.normal(5, 192)[:, 64:128], draw.normal(64), draw.normal(64), 1e-5  # rows that are not contiguous
+    yield draw.normal(2, 64, scale=1e-3) + 1, draw.normal(64), None, 1e-6  # epsilon and the mean matter
+
+
+@op(
+    samples=_layer_norm_samples,
+    axes={"x": "... width", "weight": "width", "bias": "width", "return": "... width"},
+    dtypes={"x": FLOATING, "weight": "x", "bias": "x", "return": "x"},
+    rowwise="...",
+)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return the layer norm over the last dimension: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
+
+    Computed in float32, and rounded to x's dtype once.
+
+    Args:
+        x: ``[..., width]``, floating.
+        weight: ``[width]``, of x's dtype.
+        bias: as ``weight``, or None.
+        eps: added to the variance.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Source: Ba et al., *Layer Normalization*, 2016.
+    """
+    wide = functional.layer_norm(x.float(), weight.shape, weight.float(), None if bias is None else bias.float(), eps)
+    return wide.to(x.dtype)

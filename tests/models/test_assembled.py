@@ -49,7 +49,27 @@ def qwen2(draw: random.Random) -> Any:
     return transformers.Qwen2Config(**given, rms_norm_eps=draw.choice((1e-6, 1e-3)), rope_parameters=rope)
 
 
-FAMILIES = {"qwen2": qwen2}
+def gemma3(draw: random.Random) -> Any:
+    given = sizes(draw)
+    given["num_hidden_layers"] = draw.randint(2, 6)
+    given["hidden_size"] = given["num_attention_heads"] * draw.choice((16, 24))
+    given["layer_types"] = [draw.choice(("full_attention", "sliding_attention")) for _ in range(draw.randint(2, 4))]
+    given["num_hidden_layers"] = len(given["layer_types"])
+    ropes = {
+        "full_attention": draw_rope(draw, draw.choice(("default", "linear"))),
+        "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice((100.0, 1e4))},
+    }
+    return transformers.Gemma3TextConfig(
+        **given,
+        head_dim=draw.choice((16, 32)),
+        query_pre_attn_scalar=draw.choice((16, 24)),
+        sliding_window=draw.randint(5, 20),
+        final_logit_softcapping=draw.choice((None, 3.0)),
+        rope_parameters=ropes,
+    )
+
+
+FAMILIES = {"qwen2": qwen2, "gemma3": gemma3}
 
 
 def draw_config(family: str, seed: int) -> Any:
@@ -57,8 +77,14 @@ def draw_config(family: str, seed: int) -> Any:
 
 
 def older(config: dict[str, Any], draw: random.Random) -> None:
+    """Rewrite a config.json as older checkpoints have it."""
+    ropes = config["rope_parameters"]
+    if "full_attention" in ropes:
+        config["rope_parameters"] = ropes["full_attention"]
+        config["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+    else:
+        config.pop("layer_types", None)  # follows from other keys
     comparison.spell_as_before_version_5(config, draw)
-    config.pop("layer_types", None)  # follows from other keys
 
 
 CASES = [(family, seed) for family in FAMILIES for seed in SEEDS]

@@ -28,6 +28,7 @@ FEW = 1 << 11
 """Queries times tokens of a sequence above which the kernel of many queries is faster. Decode steps do not use it."""
 BASIC = (
     "add_rms_norm",
+    "gelu_and_mul",
     "greedy_sample",
     "paged_attention",
     "rms_norm",
@@ -59,10 +60,11 @@ class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
         function = partial(bound, library)
         pointers = [c_void_p] * 7
-        self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, *[c_int64] * 5, c_float)
-        self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, *[c_int64] * 2, c_float)
+        self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, c_int, *[c_int64] * 5, c_float)
+        self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, c_int, *[c_int64] * 2, c_float)
         self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, *[c_int64] * 8)
         self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
+        self._gelu = function("gelu_and_mul", None, *pointers[:2], c_int, c_int, *[c_int64] * 2)
         self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
         self._attention = function(
@@ -72,7 +74,7 @@ class _Library:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.rms_norm`. It reads strided rows of x in place, such as heads in a merged projection."""
         width = x.shape[-1]
-        require(weight.shape == (width,) and weight.dtype is x.dtype, "rms_norm", x, weight)
+        require(weight.shape == (width,) and weight.dtype in (x.dtype, torch.float32), "rms_norm", x, weight)
         x, (heads, outer, inner) = rows(x)
         weight = weight.contiguous()
         y = empty(x.shape, x) if out is None else out
@@ -81,6 +83,7 @@ class _Library:
             weight.data_ptr(),
             y.data_ptr(),
             DTYPES[x.dtype],
+            weight.dtype is torch.float32,
             x.numel() // width,
             heads,
             width,
@@ -95,7 +98,7 @@ class _Library:
     ) -> tuple[Tensor, Tensor]:
         """See :func:`hal.ops.add_rms_norm`. It computes the sum and its norm in one pass."""
         width = x.shape[-1]
-        alike = x.shape == residual.shape and x.dtype is residual.dtype is weight.dtype
+        alike = x.shape == residual.shape and x.dtype is residual.dtype and weight.dtype in (x.dtype, torch.float32)
         require(alike and weight.shape == (width,), "add_rms_norm", x, residual, weight)
         x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
         y, hidden = (empty(x.shape, x), empty(x.shape, x)) if out is None else out
@@ -106,6 +109,7 @@ class _Library:
             y.data_ptr(),
             hidden.data_ptr(),
             DTYPES[x.dtype],
+            weight.dtype is torch.float32,
             x.numel() // width,
             width,
             eps,
@@ -147,6 +151,16 @@ class _Library:
         width = x.shape[-1] // 2
         y = empty((*x.shape[:-1], width), x) if out is None else out
         self._silu(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // max(width, 1), width)
+        return y
+
+    def gelu_and_mul(self, x: Tensor, approximate: str, *, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.gelu_and_mul`. It computes in float32 and rounds once."""
+        require(x.shape[-1] % 2 == 0 and approximate in ("none", "tanh"), "gelu_and_mul", x)
+        x = x.contiguous()
+        width = x.shape[-1] // 2
+        y = empty((*x.shape[:-1], width), x) if out is None else out
+        tanh, count = approximate == "tanh", y.numel() // max(width, 1)
+        self._gelu(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], tanh, count, width)
         return y
 
     def greedy_sample(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -39,12 +39,19 @@ float* copies(int64_t count) {
     return held.data();
 }
 
-template <class T>
-void normalise(const T* x, const T* weight, T* __restrict y, int64_t width, float eps) {
+template <class T, class W>
+void normalise(const T* x, const W* weight, T* __restrict y, int64_t width, float eps) {
     float sum = 0;
     for (int64_t i = 0; i < width; i++) sum += float(x[i]) * float(x[i]);
     float scale = 1.0f / std::sqrt(sum / float(width) + eps);
     for (int64_t i = 0; i < width; i++) y[i] = T(float(x[i]) * scale * float(weight[i]));
+}
+
+void normalise(const float16* x, const float* weight, float16* y, int64_t width, float eps) {
+    float *row = copies(3 * width), *result = row + 2 * width;
+    widen(x, row, width);
+    normalise(row, weight, result, width, eps);
+    narrow(result, y, width);
 }
 
 void normalise(const float16* x, const float16* weight, float16* y, int64_t width, float eps) {
@@ -53,6 +60,17 @@ void normalise(const float16* x, const float16* weight, float16* y, int64_t widt
     widen(weight, weights, width);
     normalise(row, weights, result, width, eps);
     narrow(result, y, width);
+}
+
+// Runs `body(T{}, W{})` for the element types of a norm's rows and of its weight, which is float32 or of the rows' type.
+template <class Body>
+void with_types(int dtype, bool wide_weight, Body body) {
+    with_type(dtype, [&](auto type) {
+        if (wide_weight)
+            body(type, float{});
+        else
+            body(type, type);
+    });
 }
 
 template <class T>
@@ -87,20 +105,43 @@ void rotate(const float16* x, const float16* cos, const float16* sin, float16* y
     narrow(result, y, width);
 }
 
-template <class T>
+struct Silu {
+    float operator()(float x) const { return x / (1.0f + exponential(-x)); }
+};
+
+struct Gelu {
+    float operator()(float x) const { return 0.5f * x * (1.0f + std::erf(x * 0.70710678f)); }
+};
+
+// x times the sigmoid of twice the argument of the approximation's tanh.
+struct GeluTanh {
+    float operator()(float x) const { return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x))); }
+};
+
+template <class Function, class T>
 void activate(const T* gate, const T* up, T* __restrict y, int64_t width) {
-    for (int64_t i = 0; i < width; i++) {
-        float g = gate[i];
-        y[i] = T(g / (1.0f + exponential(-g)) * float(up[i]));
-    }
+    for (int64_t i = 0; i < width; i++) y[i] = T(Function()(float(gate[i])) * float(up[i]));
 }
 
+template <class Function>
 void activate(const float16* gate, const float16* up, float16* y, int64_t width) {
     float *gates = copies(3 * width), *ups = gates + width, *result = ups + width;
     widen(gate, gates, width);
     widen(up, ups, width);
-    activate(gates, ups, result, width);
+    activate<Function>(gates, ups, result, width);
     narrow(result, y, width);
+}
+
+template <class Function>
+void activate_rows(const void* x, void* y, int dtype, int64_t count, int64_t width) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for if (count * width > kGrain)
+        for (int64_t row = 0; row < count; row++) {
+            const T *gate = static_cast<const T*>(x) + row * 2 * width, *up = gate + width;
+            activate<Function>(gate, up, static_cast<T*>(y) + row * width, width);
+        }
+    });
 }
 
 // Whether a maximum gives way to a value. A NaN exceeds all others.
@@ -147,30 +188,32 @@ void rotate_rows(const T* x, const T* cos, const T* sin, T* y, Rows rows) {
 
 }  // namespace
 
-extern "C" void rms_norm(const void* x, const void* weight, void* y, int dtype, int64_t count, int64_t heads,
-                         int64_t width, int64_t outer, int64_t inner, float eps) {
+extern "C" void rms_norm(const void* x, const void* weight, void* y, int dtype, int wide_weight, int64_t count,
+                         int64_t heads, int64_t width, int64_t outer, int64_t inner, float eps) {
     Rows rows{count, heads, width, outer, inner};
-    with_type(dtype, [&](auto type) {
+    with_types(dtype, wide_weight, [&](auto type, auto of_weight) {
         using T = decltype(type);
+        using W = decltype(of_weight);
 #pragma omp parallel for if (count * width > kGrain)
         for (int64_t row = 0; row < count; row++)
-            normalise(static_cast<const T*>(x) + rows(row), static_cast<const T*>(weight),
+            normalise(static_cast<const T*>(x) + rows(row), static_cast<const W*>(weight),
                       static_cast<T*>(y) + row * width, width, eps);
     });
 }
 
 // The sum is rounded before the norm reads it. All contiguous.
 extern "C" void add_rms_norm(const void* x, const void* residual, const void* weight, void* y, void* sum, int dtype,
-                             int64_t count, int64_t width, float eps) {
-    with_type(dtype, [&](auto type) {
+                             int wide_weight, int64_t count, int64_t width, float eps) {
+    with_types(dtype, wide_weight, [&](auto type, auto of_weight) {
         using T = decltype(type);
+        using W = decltype(of_weight);
 #pragma omp parallel for if (count * width > kGrain)
         for (int64_t row = 0; row < count; row++) {
             const T *left = static_cast<const T*>(x) + row * width,
                     *right = static_cast<const T*>(residual) + row * width;
             T* hidden = static_cast<T*>(sum) + row * width;
             add(left, right, hidden, width);
-            normalise(hidden, static_cast<const T*>(weight), static_cast<T*>(y) + row * width, width, eps);
+            normalise(hidden, static_cast<const W*>(weight), static_cast<T*>(y) + row * width, width, eps);
         }
     });
 }
@@ -190,14 +233,14 @@ extern "C" void rotary_embedding(const void* query, const void* key, const void*
 }
 
 extern "C" void silu_and_mul(const void* x, void* y, int dtype, int64_t count, int64_t width) {
-    with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-#pragma omp parallel for if (count * width > kGrain)
-        for (int64_t row = 0; row < count; row++) {
-            const T *gate = static_cast<const T*>(x) + row * 2 * width, *up = gate + width;
-            activate(gate, up, static_cast<T*>(y) + row * width, width);
-        }
-    });
+    activate_rows<Silu>(x, y, dtype, count, width);
+}
+
+extern "C" void gelu_and_mul(const void* x, void* y, int dtype, int tanh, int64_t count, int64_t width) {
+    if (tanh)
+        activate_rows<GeluTanh>(x, y, dtype, count, width);
+    else
+        activate_rows<Gelu>(x, y, dtype, count, width);
 }
 
 extern "C" void greedy_sample(const void* logits, int64_t* tokens, int dtype, int64_t count, int64_t width,

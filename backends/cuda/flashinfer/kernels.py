@@ -37,13 +37,13 @@ def kernels(device: torch.device, otherwise: Mapping[str, Kernel], *, in_graphs:
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :func:`hal.ops.rms_norm`."""
-        if not _takes(x) or not weight.is_contiguous():
+        if not _takes(x) or weight.dtype is not x.dtype or not weight.is_contiguous():
             return plain_norm(x, weight, eps)  # type: ignore[no-any-return]
         return flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)  # type: ignore[no-any-return]
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See :func:`hal.ops.add_rms_norm`. FlashInfer overwrites both arguments, so both are copied."""
-        if not _takes(x) or not weight.is_contiguous():
+        if not _takes(x) or weight.dtype is not x.dtype or not weight.is_contiguous():
             return plain_add(x, residual, weight, eps)  # type: ignore[no-any-return]
         width = x.shape[-1]
         normed, hidden = (each.clone(memory_format=torch.contiguous_format) for each in (x, residual))

@@ -9,7 +9,13 @@ from types import MappingProxyType
 
 from hal.ops.kernels.kernel_table import Kernel
 
-from .activation import silu_and_mul, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
+from .activation import (
+    clipped_silu_and_mul,
+    gelu_and_mul,
+    silu_and_mul,
+    silu_and_mul_dynamic_quantize,
+    silu_and_mul_quantize,
+)
 from .attention import paged_attention
 from .cache import store_kv_cache
 from .experts.grouped import grouped_linear
@@ -32,10 +38,12 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "add_rms_norm": add_rms_norm,
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
+        "clipped_silu_and_mul": clipped_silu_and_mul,
         "dynamic_quantize": dynamic_quantize,
         "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
+        "gelu_and_mul": gelu_and_mul,
         "grouped_linear": grouped_linear,
         "grouped_linear_int8": grouped_linear_int8,
         "paged_attention": paged_attention,

@@ -145,7 +145,8 @@ def _launch(
 
 
 def _require(operation: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
-    fits = weight.shape == x.shape[-1:] and weight.dtype is x.dtype
+    wide = operation in ("rms_norm", "add_rms_norm") and weight.dtype is torch.float32
+    fits = weight.shape == x.shape[-1:] and (weight.dtype is x.dtype or wide)
     if residual is None:
         require(fits, operation, x, weight)
     else:

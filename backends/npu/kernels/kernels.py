@@ -25,8 +25,12 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
     """Return the kernels for a canonical cache, by operation."""
     return {
         "add_rms_norm": add_rms_norm,
+        "clipped_silu_and_mul": clipped_silu_and_mul,
         "embedding": functional.embedding,
+        "gelu": gelu,
+        "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
+        "layer_norm": torch_kernels.layer_norm,
         "linear": functional.linear,
         "mask_logits": MaskLogits(device),
         "paged_attention": (AtbAttention if attention == "atb" else FusedAttention)(device),
@@ -41,12 +45,15 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See :func:`hal.ops.rms_norm`."""
+    """See :func:`hal.ops.rms_norm`. CANN also takes a float32 weight with other x."""
     return torch_npu.npu_rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.add_rms_norm`."""
+    """See :func:`hal.ops.add_rms_norm`. One launch if the weight has x's dtype, which CANN requires, otherwise two."""
+    if weight.dtype is not x.dtype:
+        hidden = x + residual
+        return rms_norm(hidden, weight, eps), hidden
     normed, _, hidden = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
     return normed, hidden
 
@@ -54,6 +61,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :func:`hal.ops.silu_and_mul`."""
     return torch_npu.npu_swiglu(x, dim=-1)  # type: ignore[no-any-return]
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """See :func:`hal.ops.gelu`. torch's function always runs CANN's approximation by tanh."""
+    return torch_npu.npu_gelu(x, approximate=approximate)  # type: ignore[no-any-return]
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """See :func:`hal.ops.gelu_and_mul`."""
+    return torch_npu.npu_geglu(x, -1, int(approximate == "tanh"), True)[0]  # type: ignore[no-any-return]
+
+
+def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: bool) -> Tensor:
+    """See :func:`hal.ops.clipped_silu_and_mul`."""
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    return torch_npu.npu_clipped_swiglu(  # type: ignore[no-any-return]
+        x, dim=-1, alpha=alpha, limit=limit, bias=1.0, interleaved=interleaved
+    )
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

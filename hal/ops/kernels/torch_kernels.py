@@ -18,13 +18,25 @@ from hal.ops.logits import WORD, check_words
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Call torch's ``rms_norm``, which also computes in float32 and rounds once."""
+    if weight.dtype is not x.dtype:
+        return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add and normalize. This is one call, but not faster than its parts."""
     hidden = x + residual
-    return functional.rms_norm(hidden, weight.shape, weight, eps), hidden
+    return rms_norm(hidden, weight, eps), hidden
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Call torch's ``layer_norm``, which also computes in float32 and rounds once."""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """Call torch's ``gelu``, which also computes in float32 and rounds once."""
+    return functional.gelu(x, approximate=approximate)
 
 
 def greedy_sample(logits: Tensor) -> Tensor:
@@ -96,7 +108,9 @@ def scaled_dot_product_attention(
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": add_rms_norm,
     "embedding": functional.embedding,
+    "gelu": gelu,
     "greedy_sample": greedy_sample,
+    "layer_norm": layer_norm,
     "linear": functional.linear,
     "linear_int8": linear_int8,
     "mask_logits": mask_logits,

@@ -370,6 +370,11 @@ class TestLaunches:
             ("rms_norm", 1, {"RmsNorm": 1}),
             ("rms_norm", 4, {"RmsNorm": 1}),  # not contiguous
             ("add_rms_norm", 1, {"AddRmsNorm": 1}),
+            ("add_rms_norm", 3, {"Add": 1, "RmsNorm": 1}),  # a float32 weight
+            ("layer_norm", 3, {"LayerNorm": 1}),
+            ("gelu", 3, {"GeluV2": 1}),
+            ("gelu_and_mul", 3, {"GeGluV3": 1}),
+            ("clipped_silu_and_mul", 1, {"ClippedSwiglu": 1}),
             ("silu_and_mul", 1, {"SwiGlu": 1}),
             ("linear", 2, {"Matmul": 1}),
             ("linear", 3, {"Addmm": 1}),
