@@ -5,12 +5,15 @@ All except silu_and_mul and gelu_and_mul round as their operations declare.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
 from hal.errors import OperationError
+from hal.ops import AttentionOptions
 from hal.ops.kernels import torch_kernels
 
 MASKED_QUERIES = 256
@@ -57,20 +60,34 @@ def paged_attention(
     kv_lens: Tensor,
     query_start_loc_host: Tensor,
     kv_lens_host: Tensor,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time.
 
     It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
-    into 0, which would hide a broken model; the reference runs in this case.
+    into 0, which would hide a broken model; the reference runs in this case, and for softcaps and sinks.
     """
+    reference = partial(
+        ops.operation("paged_attention").reference,
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        kv_lens,
+        query_start_loc_host,
+        kv_lens_host,
+        sinks,
+        options,
+    )
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
     num_blocks, block_size = key_cache.shape[:2]
     inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())
     if not inside or max(lengths, default=0) > block_table.shape[1] * block_size or min(lengths, default=0) < 0:
         _refuse_outside(block_table, lengths, num_blocks, block_size)
+    if sinks is not None or options.softcap is not None:
+        return reference()  # type: ignore[no-any-return]
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     broken = bool(lengths) and not _finite(query)
     for row, length in enumerate(lengths):
@@ -81,22 +98,9 @@ def paged_attention(
         keys, values = _gather(key_cache, blocks, length), _gather(value_cache, blocks, length)
         first = end - start > 1 or length == 1  # the first step checks the keys for all later steps
         if broken or (first and not _finite(keys[start - end :])):
-            reference: Tensor = ops.operation("paged_attention").reference(
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                scale,
-                causal,
-                sliding_window,
-            )
-            return reference
-        by_queries = _decode if end - start == 1 and causal else _prefill
-        output[start:end] = by_queries(query[start:end], keys, values, scale, causal, sliding_window)
+            return reference()  # type: ignore[no-any-return]
+        by_queries = _decode if end - start == 1 and options.causal else _prefill
+        output[start:end] = by_queries(query[start:end], keys, values, options)
     return output
 
 
@@ -125,20 +129,21 @@ def _gather(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return cache[blocks.long()].flatten(0, 1)[:length]
 
 
-def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+def _decode(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
     """Attend with one query. The query heads that share a key head become rows of one product."""
-    if window is not None:
-        first = max(0, keys.shape[0] - window)
+    if options.window is not None:
+        first = max(0, keys.shape[0] - options.window)
         keys, values = keys[first:], values[first:]
     kv_heads, head_dim = keys.shape[1:]
     grouped = query.reshape(1, kv_heads, -1, head_dim)
     attended = functional.scaled_dot_product_attention(
-        grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale
+        grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=options.scale
     )
     return attended.reshape(1, -1, head_dim)
 
 
-def _prefill(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+def _prefill(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    scale, causal, window = options.scale, options.causal, options.window
     tokens, length = query.shape[0], keys.shape[0]
     if window is None and (not causal or tokens == length):
         return _attend(query, keys, values, scale, causal=causal)

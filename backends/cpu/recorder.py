@@ -83,7 +83,9 @@ class Recorder(TorchDispatchMode):
         if (declared := ops.operation_of_node(func)) is not None:
             # Traced code calls the node; recording it through the operation has the same result as an eager call.
             with self:
-                return without_aliases(declared.function(*args, **kwargs), tensors_of((args, kwargs)))
+                return without_aliases(
+                    declared.function(*declared.node_form.pack(args, kwargs)), tensors_of((args, kwargs))
+                )
         if _depends_on_values(func, args):
             raise CaptureError(
                 f"{func} depends on tensor values, which differ between replays, {_where()}",

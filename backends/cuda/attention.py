@@ -6,14 +6,14 @@ lengths on the device, so one graph serves all lengths.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import CaptureError
+from hal.ops import AttentionOptions
 from hal.ops.kernels import torch_kernels
+from hal.ops.kernels.composed_attention import decode, one_by_one
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -54,14 +54,14 @@ class ByLength:
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, sequences = query.shape[0], kv_lens.shape[0]
-        # Comparing shapes recognizes a decode without reading lengths.
-        long = tokens > sequences and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
+        # Comparing shapes recognizes a decode without reading lengths. torch's attention has neither softcap nor sinks.
+        long = tokens > sequences and sinks is None and options.softcap is None
+        long = long and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
         attended: Tensor = attend(
             query,
@@ -72,9 +72,8 @@ class ByLength:
             kv_lens,
             query_start_loc_host,
             kv_lens_host,
-            scale,
-            causal,
-            sliding_window,
+            sinks,
+            options,
         )
         return attended
 
@@ -83,7 +82,8 @@ class TorchAttention:
     """``paged_attention`` with torch's variable-length flash attention, or with its scaled dot product attention.
 
     Flash attention reads the cache in place if the block size is a multiple of :data:`PAGE` and this release of torch
-    supports block tables. Otherwise keys and values are gathered first.
+    supports block tables. Otherwise keys and values are gathered first. Softcaps and sinks are composed of smaller
+    operations.
 
     Args:
         flash: whether torch has flash attention for this device.
@@ -108,9 +108,8 @@ class TorchAttention:
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, _, head_dim = query.shape
@@ -119,7 +118,8 @@ class TorchAttention:
         queried = tokens if captured else starts[-1]
         if not queried:
             return torch.zeros_like(query, memory_format=torch.contiguous_format)
-        flash = self._flash and query.dtype in HALVES and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
+        flash = self._flash and sinks is None and options.softcap is None and query.dtype in HALVES
+        flash = flash and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
         block_size = key_cache.shape[1]
         if flash and self.pages and block_size % PAGE == 0:
             longest = tokens if captured else int(query_start_loc_host.diff().max())
@@ -131,9 +131,7 @@ class TorchAttention:
                 query_start_loc,
                 1 if decodes else longest,
                 block_table.shape[1] * block_size,
-                scale,
-                causal,
-                sliding_window,
+                options,
                 seqused_k=kv_lens.contiguous(),
                 block_table=block_table.contiguous(),
             )
@@ -141,7 +139,7 @@ class TorchAttention:
                 past = torch.arange(tokens, device=query.device) >= query_start_loc[-1]
                 return attended.masked_fill(past[:, None, None], 0.0)
         elif decodes and (captured or not flash):
-            return decode(query, key_cache, value_cache, block_table, kv_lens, scale, sliding_window)
+            return decode(query, key_cache, value_cache, block_table, kv_lens, sinks, options)
         elif captured:
             raise CaptureError(
                 "torch's attention for a prefill gathers the sequences' keys, whose number no replay can change",
@@ -158,14 +156,11 @@ class TorchAttention:
                 ends,
                 int(query_start_loc_host.diff().max()),
                 int(kv_lens_host.max()),
-                scale,
-                causal,
-                sliding_window,
+                options,
             )
         else:
-            return one_by_one(
-                query, key_cache, value_cache, block_table, starts, kv_lens_host.tolist(), scale, causal, sliding_window
-            )
+            lengths = kv_lens_host.tolist()
+            return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
         return attended if queried == tokens else functional.pad(attended, (0, 0, 0, 0, 0, tokens - queried))
 
 
@@ -177,11 +172,10 @@ def _flash(
     ends: Tensor,
     longest_query: int,
     longest: int,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    options: AttentionOptions,
     **paged: Tensor,
 ) -> Tensor:
+    window = options.window
     attended: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         keys,
@@ -191,12 +185,12 @@ def _flash(
         longest_query,
         longest,
         0.0,
-        causal and window is None,
+        options.causal and window is None,
         False,
-        scale=scale,
+        scale=options.scale,
         window_size_left=-1 if window is None else window - 1,
         # A causal mask implies 0. Passing it would keep flash attention from grouping a decode's heads.
-        window_size_right=0 if causal and window is not None else -1,
+        window_size_right=0 if options.causal and window is not None else -1,
         **paged,
     )[0]
     return attended
@@ -213,75 +207,6 @@ def gathered(
     position = torch.arange(total, device=kv_lens.device) - (kv_lens.cumsum(0) - kv_lens)[row]
     slots = block_table[row, position // block_size].long() * block_size + position % block_size
     return key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
-
-
-def decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Attend with one query per sequence over all slots of its blocks, with a mask.
-
-    Lengths are read on the device only. The query heads that share a key head become rows of one product, so that keys
-    are not repeated.
-    """
-    sequences, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (key_cache, value_cache))
-    slot = torch.arange(keys.shape[1], device=query.device)
-    seen = slot < kv_lens[:, None]
-    if window is not None:
-        seen &= slot >= kv_lens[:, None] - window
-    # Unwritten slots may hold NaN, which a mask of the scores does not remove.
-    keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
-    attended = functional.scaled_dot_product_attention(
-        query.reshape(sequences, kv_heads, heads // kv_heads, head_dim),
-        keys,
-        values,
-        attn_mask=seen[:, None, None, :],
-        scale=scale,
-    )
-    return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
-
-
-def one_by_one(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    starts: list[int],
-    lengths: list[int],
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Attend with any number of queries per sequence, in one call for each sequence."""
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    for row, length in enumerate(lengths):
-        start, end = starts[row], starts[row + 1]
-        if length == 0 or start == end:
-            continue
-        blocks = block_table[row, : math.ceil(length / key_cache.shape[1])].long()
-        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (key_cache, value_cache))
-        at = torch.arange(length - (end - start), length, device=query.device)[:, None]
-        slot = torch.arange(length, device=query.device)
-        mask = slot <= at if causal else torch.ones(1, length, dtype=torch.bool, device=query.device)
-        if window is not None:
-            mask = mask & (slot > at - window)
-        attended = functional.scaled_dot_product_attention(
-            query[start:end].transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=True,
-        )
-        output[start:end] = attended[0].transpose(0, 1)
-    return output
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -19,10 +20,12 @@ class HostCall:
     Attributes:
         operation: the operation's name.
         recorded: the number of updatable launches that torch_npu recorded for the call; normally 1.
+        updates: whether the kernel's launches need updates. If not, it reads lengths on the device.
     """
 
     operation: str
     recorded: int
+    updates: bool
 
 
 class CaptureWatch(TorchDispatchMode):
@@ -60,6 +63,7 @@ class CaptureWatch(TorchDispatchMode):
         """Return a kernel that records each call with host values and the launches torch_npu recorded for it."""
         if not operation.host:
             return kernel
+        chosen: Callable[..., Kernel] = getattr(kernel, "chosen", lambda *args: kernel)
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             if self._mode is None or self._host_values is None:
@@ -69,7 +73,8 @@ class CaptureWatch(TorchDispatchMode):
             for name in operation.host:
                 self._host_values.record(name, arguments[name], operation.name)
             result = kernel(*args, **kwargs)
-            self._calls.append(HostCall(operation.name, len(records) - before))
+            updates = getattr(chosen(*arguments.values()), "updates", True)
+            self._calls.append(HostCall(operation.name, len(records) - before, updates))
             return result
 
         return recording

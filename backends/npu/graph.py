@@ -100,7 +100,7 @@ class NpuGraph(Graph):
         self._updates = [self._distinct.index(each) for each in keys]
         self._checks = [each for keys in self._distinct for each in keys.values() if isinstance(each, PackedLengths)]
         self.may_refuse = bool(self._checks)
-        if any("actual_seq_lengths" not in each for each in self._distinct):
+        if any("actual_seq_lengths" not in each for each in self._distinct) or not all(each.updates for each in calls):
             # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
@@ -134,7 +134,7 @@ class NpuGraph(Graph):
         )
 
     def _check_counts(self, calls: list[HostCall], records: list[Any]) -> None:
-        unseen = [call.operation for call in calls if call.recorded == 0]
+        unseen = [call.operation for call in calls if call.updates and call.recorded == 0]
         if unseen:
             raise CaptureError(
                 f"torch_npu did not record {len(unseen)} of {len(calls)} calls with host values "

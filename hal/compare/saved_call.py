@@ -70,6 +70,8 @@ def save(evidence: Evidence, backends: tuple[str, str], dtype: torch.dtype, fold
 def _described(name: str, first: Any, second: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if isinstance(first, torch.dtype):
         return {"name": name, "dtype": str(first).removeprefix("torch.")}
+    if attrs.has(type(first)):
+        return {"name": name, "options": attrs.asdict(first)}
     if not isinstance(first, Tensor):
         return {"name": name, "value": first}
     alike = first.dtype == second.dtype and first.stride() == second.stride() and torch.equal(first, second)
@@ -128,6 +130,8 @@ class SavedCall:
         name = described["name"]
         if "dtype" in described:
             return getattr(torch, described["dtype"])
+        if "options" in described:
+            return self.operation.node_form.options(**described["options"])  # type: ignore[misc]
         if "layouts" not in described:
             return described["value"]
         side = side if side in described["layouts"] else "first"

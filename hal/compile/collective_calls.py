@@ -82,7 +82,7 @@ def collective_calls(step: TracedStep, model: CausalLM) -> list[CollectiveCall]:
     found = []
     for node, operation in called(step.graph.graph):
         if operation.collective:
-            arguments = operation.arguments(node.args, node.kwargs)
+            arguments = operation.node_arguments(node.args, node.kwargs)
             tensors = [each for each in map(value, arguments.values()) if isinstance(each, Tensor)]
             if operation.name in ROUTED:
                 elements = _count(value(arguments["experts"])) * tensors[0].shape[-1]

@@ -33,7 +33,7 @@ def collectives_of_one(graph: fx.GraphModule) -> int:
         operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
         if operation is None or not operation.collective:
             continue
-        arguments = operation.arguments(node.args, node.kwargs)
+        arguments = operation.node_arguments(node.args, node.kwargs)
         if group(arguments[GROUP]).size == 1:
             left += _inline(graph.graph, node, operation, list(arguments.values()))
             count += 1

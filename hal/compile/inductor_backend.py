@@ -80,10 +80,12 @@ class _Bodies(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
-        return super().call_function(target if operation is None else self._meaning(operation), args, kwargs)
+        if operation is None:
+            return super().call_function(target, args, kwargs)
+        return self._meaning(operation)(*operation.node_form.pack(args, kwargs))
 
     def _meaning(self, operation: Operation) -> Kernel:
-        return operation.overload if operation.name in self._opaque else operation.rebound(self._meaning)
+        return operation.node if operation.name in self._opaque else operation.rebound(self._meaning)
 
 
 def _compile(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, otherwise: str) -> Callable[..., Any]:

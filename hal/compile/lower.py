@@ -21,6 +21,7 @@ from hal import ops
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.fx.symbolic_sizes import same_size, value
 from hal.drivers.backend import Backend
+from hal.ops.declaration.node_form import is_options
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 aten = torch.ops.aten
@@ -83,9 +84,10 @@ def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Cal
         graph.erase_node(node)
     for node in list(graph.nodes):
         _split(graph, node)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(node)
+            node.args = tuple(_attribute(node, root, each) if is_options(type(each)) else each for each in node.args)
     return _function(graph, root)
 
 
@@ -101,6 +103,7 @@ def _lower_node(node: fx.Node) -> None:
     operation = ops.operation_of_node(target)
     if operation is not None:
         node.target = operation.function
+        node.args, node.kwargs = tuple(operation.node_form.pack(node.args, node.kwargs)), {}
     elif target in RESHAPES:
         source, sizes = node.args
         # A kernel may return other strides than its node's, for which a view that joins dimensions would fail.
@@ -115,6 +118,15 @@ def _lower_node(node: fx.Node) -> None:
         _call(node, "to", node.args[0], node.kwargs["dtype"], False, True)
     elif target.namespace == "aten" and _plain_name(target) in METHODS and not node.kwargs and _has_self(target):
         _call(node, _plain_name(target), *node.args)
+
+
+def _attribute(node: fx.Node, root: SimpleNamespace, options: Any) -> fx.Node:
+    """Return a node before ``node`` for options, which become an attribute."""
+    known = (name for name, each in vars(root).items() if each is options)
+    name = next(known, None) or f"options_{len(vars(root))}"
+    setattr(root, name, options)
+    with node.graph.inserting_before(node):
+        return node.graph.create_node("get_attr", name)
 
 
 def _call(node: fx.Node, method: str, *args: Any) -> None:
@@ -207,7 +219,7 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
         kernel = None if operation is None else backend.kernels.get(operation.name)
         if operation is None or operation.name in keep or not isinstance(kernel, PreparingKernel):
             continue
-        arguments = list(operation.arguments(node.args, node.kwargs).values())
+        arguments = list(operation.node_arguments(node.args, node.kwargs).values())
         for place, prepare in kernel.places:
             if arguments[place] is None:
                 continue

@@ -266,7 +266,7 @@ def _trace(
         return step(copy_model(model, replaced), flat[: len(inputs)], rest)  # type: ignore[arg-type]
 
     def kept(operation: Operation) -> Kernel:
-        return operation.overload if operation.name in whole else operation.rebound(kept)
+        return operation.node if operation.name in whole else operation.rebound(kept)
 
     try:
         with ops.intercepted(lambda each, _: kept(each)):

@@ -105,7 +105,7 @@ class _Attention:
         spec = StateSpec.key_value(1, KV_HEADS, head_dim, dtype, num_blocks=1 + 2 * BLOCKS, block_size=size)
         key, value = (draw.normal(2 * BLOCKS * size, KV_HEADS, head_dim) for _ in range(2))
         slots = torch.arange(size, (1 + 2 * BLOCKS) * size, dtype=torch.int32)
-        self.query, self.scale = draw.normal(2, HEADS, head_dim), head_dim**-0.5
+        self.query, self.options = draw.normal(2, HEADS, head_dim), ops.AttentionOptions(head_dim**-0.5)
         self.table = torch.arange(1, 1 + 2 * BLOCKS, dtype=torch.int32).view(2, BLOCKS)
         self.starts = torch.tensor([0, 1, 2], dtype=torch.int32)
         self.lengths = torch.tensor([size + 1, 1], dtype=torch.int32)
@@ -129,7 +129,7 @@ class _Attention:
         caches = state["key"], state["value"]
         with torch.inference_mode():
             return ops.paged_attention(
-                query, *caches, table, starts, lengths, self.starts, self.now, self.scale, True, None
+                query, *caches, table, starts, lengths, self.starts, self.now, None, self.options
             )
 
     def update(self, lengths: Tensor) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ class _Attention:
     def _call(self, function: Callable[..., Any], cache: StateMemory, device: str) -> Any:
         caches = cache.layers[0]["key"], cache.layers[0]["value"]
         lengths = self.starts, self.now, self.starts, self.now
-        return function(self.query, *caches, self.table, *lengths, self.scale, True, None)
+        return function(self.query, *caches, self.table, *lengths, None, self.options)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

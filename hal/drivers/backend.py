@@ -43,6 +43,7 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
+from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.parallel import collectives, expert_exchange
 from hal.parallel.mesh import Mesh, connect
 
@@ -66,8 +67,9 @@ class Backend(BackendResources):
     Args:
         name: the driver's name.
         device: the device that the backend runs on.
-        kernels: callables by operation name, with the operation's arguments. An operation without a kernel runs its
-            reference implementation.
+        kernels: callables by operation name, with the operation's arguments, or a
+            :class:`~hal.ops.kernels.partial_kernel.PartialKernel`. An operation without a kernel runs its reference
+            implementation.
         graphs: whether :meth:`graph` supports capture. If so, hal's capturing compilers support the backend.
         compilers: the driver's compilers. Omit registered compilers, including hal's.
         aliases: compiler names by the additional name that a configuration may use for them.
@@ -245,7 +247,10 @@ class Backend(BackendResources):
 
     def resolve(self, operation: Operation) -> Kernel:
         """Return the kernel that runs ``operation`` on this backend, or the reference fallback."""
-        return self.kernels.get(operation.name) or self._fallback(operation, operation.body)
+        kernel = self.kernels.get(operation.name)
+        if isinstance(kernel, PartialKernel):
+            return kernel.bound(self._fallback(operation, operation.body, kernel.supports))
+        return kernel or self._fallback(operation, operation.body)
 
     def configure(self, config: Config) -> None:
         """Apply a configuration.

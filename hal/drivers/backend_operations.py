@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hal import ops
@@ -29,18 +29,27 @@ class ReferenceFallbacks:
         self._name, self._strict = name, strict
         self._logged: set[str] = set()
 
-    def __call__(self, operation: Operation, body: Kernel) -> Kernel:
-        """Return a function that runs ``body`` for ``operation``."""
+    def __call__(self, operation: Operation, body: Kernel, supports: Collection[str] | None = None) -> Kernel:
+        """Return a function that runs ``body`` for ``operation``.
+
+        Args:
+            operation: the operation.
+            body: its reference implementation.
+            supports: the options that its kernel supports; None if it has no kernel.
+        """
+        call = operation.name
+        if supports is not None:
+            call += f" with other options than {', '.join(sorted(supports)) or 'the defaults'}"
 
         def missing(*args: Any, **kwargs: Any) -> Any:
             if self._strict():
                 raise MissingKernel(
-                    f"the backend {self._name} has no kernel for {operation.name}, and the configuration is strict",
+                    f"the backend {self._name} has no kernel for {call}, and the configuration is strict",
                     "choose a driver that has the kernel (`hal ops` lists them), or set strict to false",
                 )
-            if operation.name not in self._logged:
-                self._logged.add(operation.name)
-                log.info("%s has no kernel for %s; its reference implementation runs", self._name, operation.name)
+            if call not in self._logged:
+                self._logged.add(call)
+                log.info("%s has no kernel for %s; its reference implementation runs", self._name, call)
             operation.replace(missing, body)
             return body(*args, **kwargs)
 

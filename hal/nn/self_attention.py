@@ -14,6 +14,7 @@ from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.share import Share
+from hal.ops import AttentionOptions
 from hal.step.batch import Batch
 
 Norm = Callable[..., nn.Module]
@@ -62,7 +63,8 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
         elif norm is not None:
             self.q_norm, self.k_norm = norm(width, share=by_head), norm(kv_width, share=by_head)
-        self.attention = Attention(kv_heads, self.head_dim, sliding_window=window, scale=scale)
+        options = AttentionOptions(self.head_dim**-0.5 if scale is None else scale, window=window)
+        self.attention = Attention(kv_heads, self.head_dim, options)
         self.o_proj = Linear(
             width, config.hidden_size, bias=output_bias, shard="in_features", share=Share(self.head_dim)
         )

@@ -4,7 +4,7 @@ Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on th
 """
 
 from hal.ops.activation import clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
-from hal.ops.attention import paged_attention
+from hal.ops.attention import AttentionOptions, paged_attention
 from hal.ops.cache import store_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
 from hal.ops.declaration.dtypes import FLOATING
@@ -43,6 +43,7 @@ from hal.ops.sampling import greedy_sample, sample
 
 __all__ = [
     "FLOATING",
+    "AttentionOptions",
     "Draw",
     "Operation",
     "Sample",

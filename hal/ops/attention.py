@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
+from hal.errors import OperationError
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
+
+
+@attrs.frozen
+class AttentionOptions:
+    """The options of attention, which a layer, the operation and its kernels pass on as one object.
+
+    A score is ``query @ key * scale``; with a softcap, it becomes ``softcap * tanh(score / softcap)``. The mask of
+    ``causal`` and ``window`` comes last.
+
+    Attributes:
+        scale: the factor of the scores.
+        window: the number of tokens, 1 or more, that a query attends to, ending with its own; None for all.
+        softcap: the bound of the scores, more than 0; None for none. Source: Gemma Team, *Gemma 2*, 2024.
+        causal: whether a query attends only to tokens up to its own.
+
+    Raises:
+        OperationError: the window or the softcap excludes every score.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise OperationError(
+                f"attention has the window {self.window}, which excludes the query's own token",
+                "set window to 1 or more, or to None for no window",
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise OperationError(
+                f"attention has the softcap {self.softcap}, which no score can have",
+                "set softcap to more than 0, or to None for none",
+            )
 
 
 def _attention_sample(
@@ -21,11 +59,11 @@ def _attention_sample(
     kv_heads: int = 2,
     head_dim: int = 64,
     block_size: int = 16,
-    causal: bool = True,
-    window: int | None = None,
     scale: float | None = None,
+    sinks: bool = False,
     blocks: Sequence[int] | None = None,
     num_blocks: int | None = None,
+    **options: Any,
 ) -> Sample:
     widest = max(-(-length // block_size) for length in kv_lens) + 1
     num_blocks = num_blocks or widest * len(kv_lens) + 1
@@ -44,9 +82,8 @@ def _attention_sample(
         lens.to(draw.device),
         starts,
         lens,
-        head_dim**-0.5 if scale is None else scale,
-        causal,
-        window,
+        draw.normal(heads) if sinks else None,
+        AttentionOptions(head_dim**-0.5 if scale is None else scale, **options),
     )
 
 
@@ -61,6 +98,12 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     yield _attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
     yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
     yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
+    yield _attention_sample(draw, [4, 1], [4, 33], softcap=2.0)
+    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], sinks=True)
+    yield _attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, head_dim=128, sinks=True)
+    yield _attention_sample(draw, [1, 1], [30, 40], sinks=True, window=16)
+    yield _attention_sample(draw, [6, 2], [30, 2], sinks=True, window=7, softcap=1.5, scale=0.5)
+    yield _attention_sample(draw, [4, 6], [4, 9], sinks=True, softcap=30.0, causal=False, block_size=32)
     for new in ([5, 1], [1, 1]):  # A sequence is longer than the cache: blocks before its window are others'.
         table = [3, 3, 3, 1, 2, 0, 3, 0, 0, 0, 0, 0]
         yield _attention_sample(draw, new, [70, 20], window=16, blocks=table, num_blocks=4)
@@ -77,6 +120,7 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
         "kv_lens": "sequences",
         "query_start_loc_host": "sequences+1",
         "kv_lens_host": "sequences",
+        "sinks": "num_heads",
         "return": "tokens num_heads head_dim",
     },
     dtypes={
@@ -88,6 +132,7 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
         "kv_lens": torch.int32,
         "query_start_loc_host": torch.int32,
         "kv_lens_host": torch.int32,
+        "sinks": "query",
         "return": "query",
     },
     rowwise="tokens",
@@ -103,9 +148,8 @@ def paged_attention(
     kv_lens: Tensor,
     query_start_loc_host: Tensor,
     kv_lens_host: Tensor,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attend from each sequence's new tokens to all its tokens in the paged cache, for prefill and decode.
 
@@ -124,14 +168,14 @@ def paged_attention(
         kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
         query_start_loc_host: a CPU copy of ``query_start_loc``.
         kv_lens_host: a CPU copy of ``kv_lens``.
-        scale: factor of the scores.
-        causal: whether a query attends only to tokens up to its own.
-        sliding_window: the number of tokens, 1 or more, that a query attends to, ending with its own; None for all.
+        sinks: ``[num_heads]``, of query's dtype; a score for each head that joins the softmax and has no value, so that
+            the weights add up to less than 1. None for none.
+        options: scale, mask and softcap of the scores.
 
     Returns:
         ``[tokens, num_heads, head_dim]``, of query's dtype.
 
-    Source: Kwon et al., *PagedAttention*, 2023; Ainslie et al., *GQA*, 2023.
+    Source: Kwon et al., *PagedAttention*, 2023; Ainslie et al., *GQA*, 2023; OpenAI, *gpt-oss*, 2025, for sinks.
     """
     tokens, num_heads, head_dim = query.shape
     sequences, max_blocks = block_table.shape
@@ -146,10 +190,10 @@ def paged_attention(
 
     slot = torch.arange(capacity, device=query.device)
     visible = slot < length[:, None]
-    if causal:
+    if options.causal:
         visible = visible & (slot <= position[:, None])
-    if sliding_window is not None:
-        visible = visible & (slot > position[:, None] - sliding_window)
+    if options.window is not None:
+        visible = visible & (slot > position[:, None] - options.window)
     same = owner[:, None, None] == torch.arange(sequences, device=query.device)[:, None]
     mask = (same & visible[:, None, :]).view(1, 1, tokens, sequences * capacity)
 
@@ -159,7 +203,15 @@ def paged_attention(
     values = value_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
 
     grouped = query.float().view(tokens, kv_heads, num_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-    scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * scale
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
+    scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    weights = weights.masked_fill(~mask, 0.0)
     result = weights @ values.permute(1, 0, 2).unsqueeze(1)
     return result.permute(2, 0, 1, 3).reshape(tokens, num_heads, head_dim).to(query.dtype)

@@ -65,6 +65,8 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
         (*each, following) for each, following in zip(weights, [*(w[0] for w in weights[1:]), final], strict=True)
     ]
 
+    options = hal.ops.AttentionOptions(scale)
+
     def step(batch: hal.step.Batch) -> Tensor:
         slots, table_of_blocks, starts = batch.slot_mapping, batch.block_table, batch.query_start_loc
         lens, starts_host, lens_host = batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
@@ -80,7 +82,7 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
             value = projected.narrow(1, both, keys).view(-1, kv_heads, head_dim)
             store_kv_cache(key, value, key_cache, value_cache, slots)
             attended = paged_attention(
-                query, key_cache, value_cache, table_of_blocks, starts, lens, starts_host, lens_host, scale, True, None
+                query, key_cache, value_cache, table_of_blocks, starts, lens, starts_host, lens_host, None, options
             )
             normed, hidden = add_rms_norm(linear(attended.view(-1, queries), out, None), hidden, post, eps)
             normed, hidden = add_rms_norm(

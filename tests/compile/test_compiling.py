@@ -301,7 +301,14 @@ class Attending(Toy):
         ops.store_kv_cache(heads, heads, *caches, batch.slot_mapping)
         lengths = batch.query_start_loc_host, batch.kv_lens_host
         attended = ops.paged_attention(
-            heads, *caches, batch.block_table, batch.query_start_loc, batch.kv_lens, *lengths, 0.25, True, None
+            heads,
+            *caches,
+            batch.block_table,
+            batch.query_start_loc,
+            batch.kv_lens,
+            *lengths,
+            None,
+            ops.AttentionOptions(0.25),
         )
         hidden = hidden + attended.flatten(1)
         if self.doubles_above is not None and batch.num_tokens > self.doubles_above:

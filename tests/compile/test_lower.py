@@ -27,7 +27,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     for each in inputs:
         dims = [DimDynamic.DUCK if size == 5 and dim == 0 else DimDynamic.STATIC for dim, size in enumerate(each.shape)]
         fakes.append(mode.from_tensor(each, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims)))
-    with torch.no_grad(), ops.intercepted(lambda operation, _: operation.overload), mode:
+    with torch.no_grad(), ops.intercepted(lambda operation, _: operation.node), mode:
         graph = make_fx(function, _allow_non_fake_inputs=True)(*fakes)
     normalize(graph.graph)
     return graph

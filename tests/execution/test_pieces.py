@@ -245,9 +245,8 @@ def _twice(model: Toy, hidden: Tensor, batch: Batch) -> Tensor:
         batch.kv_lens,
         batch.query_start_loc_host,
         batch.kv_lens_host,
-        1.0,
-        True,
         None,
+        ops.AttentionOptions(1.0),
     )
     return hidden + attended.sum()
 

@@ -51,9 +51,8 @@ class Attend:
             self.device_lens,
             self.starts,
             lens,
-            SCALE,
-            True,
-            self.window,
+            None,
+            ops.AttentionOptions(SCALE, window=self.window),
         )
         return attended
 

@@ -80,10 +80,10 @@ class FaultyBackend(CpuBackend):
         """Reads one token too many."""
 
         def paged_attention(query: Tensor, *rest: Any) -> Tensor:
-            caches_and_table, (starts, lens), host, options = rest[:3], rest[3:5], rest[5:7], rest[7:]
-            more = lens + 1, host[1] + 1
+            caches_and_table, (starts, lens), host, (sinks, options) = rest[:3], rest[3:5], rest[5:7], rest[7:]
+            more, options = (lens + 1, host[1] + 1), attrs.evolve(options, causal=False)
             return REFERENCE["paged_attention"](
-                query, *caches_and_table, starts, more[0], host[0], more[1], options[0], False, options[2]
+                query, *caches_and_table, starts, more[0], host[0], more[1], sinks, options
             )
 
         return {"paged_attention": paged_attention}

@@ -24,7 +24,7 @@ from hal.ops.kernels.kernel_table import Kernel
 
 def node_of(operation: Operation) -> Kernel:
     """Return what a call is in a trace: a fused operation's body, since models do not call fused operations."""
-    return operation.rebound(node_of) if operation.fused else operation.overload
+    return operation.rebound(node_of) if operation.fused else operation.node
 
 
 @attrs.frozen

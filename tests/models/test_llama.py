@@ -236,7 +236,7 @@ SMALL: dict[str, Any] = {
 def windows(**changes: Any) -> list[int | None]:
     with torch.device("meta"):
         model = MistralForCausalLM.from_config(SMALL | changes)
-    return [layer.self_attn.attention.sliding_window for layer in model.model.layers]
+    return [layer.self_attn.attention.options.window for layer in model.model.layers]
 
 
 def test_windows_of_mistral() -> None:

@@ -12,6 +12,7 @@ import hal
 from hal.config import read_model_config
 from hal.errors import ConfigError, OperationError
 from hal.nn import Attention
+from hal.ops import AttentionOptions
 
 SMALL: dict[str, Any] = {
     "vocab_size": 16,
@@ -41,12 +42,12 @@ def windows(**changes: Any) -> list[int | None]:
     return [config.window(layer) for layer in range(config.num_hidden_layers)]
 
 
-@pytest.mark.parametrize(("given", "scale"), [({}, 0.25), ({"scale": None}, 0.25), ({"scale": 3.0}, 3.0)])
-def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> None:
+@pytest.mark.parametrize(("given", "scale"), [(None, 0.25), (AttentionOptions(3.0), 3.0)])
+def test_attention_scales_the_scores(given: AttentionOptions | None, scale: float) -> None:
     batch = hal.step.Batch.build([[1, 2, 3]], [[1]], block_size=4)
     query, key, value = torch.randn(3, 3, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
     cache = {name: torch.zeros(2, 4, 2, 16) for name in ("key", "value")}
-    found = Attention(2, 16, **given)(query, key, value, batch, cache)
+    found = Attention(2, 16, given)(query, key, value, batch, cache)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     weights = scores.masked_fill(~torch.ones(3, 3).tril().bool(), -torch.inf).softmax(-1)
     torch.testing.assert_close(found, torch.einsum("hqk,khd->qhd", weights, value).flatten(1))
@@ -54,8 +55,14 @@ def test_attention_scales_the_scores(given: dict[str, Any], scale: float) -> Non
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_attention_refuses_a_window_without_the_token_itself(window: int) -> None:
-    with pytest.raises(OperationError, match=f"sliding_window = {window}, .*\n.* 1 or more, or to None"):
-        Attention(2, 16, sliding_window=window)
+    with pytest.raises(OperationError, match=f"the window {window}, .*\n.* 1 or more, or to None"):
+        AttentionOptions(0.25, window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("nan")])
+def test_attention_refuses_a_softcap_that_no_score_can_have(softcap: float) -> None:
+    with pytest.raises(OperationError, match=r"the softcap .*\n.* more than 0, or to None"):
+        AttentionOptions(0.25, softcap=softcap)
 
 
 def test_windows_of_layers() -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 from helpers.thorough import OPERATION, thorough
@@ -27,6 +28,13 @@ OPERATIONS = list(ops.catalogue().values())
 
 def each_operation() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.name)
+
+
+def node_arguments(operation: Operation, arguments: list[Any]) -> tuple[Any, ...]:
+    """Return the arguments of the operation's node, which takes the fields of options one by one."""
+    if operation.node_form.options is None:
+        return tuple(arguments)
+    return (*arguments[:-1], *attrs.astuple(arguments[-1]))
 
 
 def copied(sample: Sample) -> list[Any]:
@@ -50,14 +58,16 @@ def test_opcheck(operation: Operation) -> None:
     for index, sample in enumerate(operation.samples(Draw())):
         # Compiling takes most of the time, and depends only on the samples' sizes.
         compiled = [] if index else ["test_aot_dispatch_dynamic"]
-        torch.library.opcheck(operation.overload, tuple(copied(sample)), test_utils=[*checks, *compiled])
+        torch.library.opcheck(
+            operation.overload, node_arguments(operation, copied(sample)), test_utils=[*checks, *compiled]
+        )
 
 
 @each_operation()
 def test_the_node_gives_what_the_call_gives(cpu: hal.Backend, operation: Operation) -> None:
     sample = next(iter(operation.samples(Draw())))
     by_node, by_call = copied(sample), copied(sample)
-    torch.testing.assert_close(operation.overload(*by_node), operation.function(*by_call), rtol=0, atol=0)
+    torch.testing.assert_close(operation.node(*by_node), operation.function(*by_call), rtol=0, atol=0)
     for node, call in zip(by_node, by_call, strict=True):
         assert not isinstance(node, Tensor) or torch.equal(node, call)
 
@@ -228,7 +238,7 @@ class TestInterception:
 
     def test_calls_may_run_the_node(self, cpu: hal.Backend) -> None:
         expected = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
-        with ops.intercepted(lambda operation, _: operation.overload):
+        with ops.intercepted(lambda operation, _: operation.node):
             found = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -238,7 +248,7 @@ class TestInterception:
         expected = ops.rms_norm(*self.ARGUMENTS)
         with (
             ops.intercepted(self.counting(seen, "outer")),
-            ops.intercepted(lambda operation, _: operation.overload),
+            ops.intercepted(lambda operation, _: operation.node),
             ops.intercepted(self.counting(seen, "inner")),
         ):
             torch.testing.assert_close(ops.rms_norm(*self.ARGUMENTS), expected, rtol=0, atol=0)
@@ -460,7 +470,7 @@ class TestAttention:
     @pytest.mark.parametrize("seed", range(3))
     def test_reference_against_one_query_at_a_time(self, seed: int) -> None:
         for sample in ops.operation("paged_attention").samples(Draw(seed=seed)):
-            query, keys, values, table, starts, lens, _, _, scale, causal, window = sample
+            query, keys, values, table, starts, lens, _, _, sinks, options = sample
             found = ops.operation("paged_attention").reference(*sample)
             heads, kv_heads, block = query.shape[1], keys.shape[2], keys.shape[1]
             for row in range(lens.shape[0]):
@@ -471,14 +481,19 @@ class TestAttention:
                     seen = [
                         slot
                         for slot in range(length)
-                        if (not causal or slot <= position) and (window is None or slot > position - window)
+                        if (not options.causal or slot <= position)
+                        and (options.window is None or slot > position - options.window)
                     ]
                     for head in range(heads) if seen else ():
                         rows = [
                             (int(table[row, slot // block]), slot % block, head * kv_heads // heads) for slot in seen
                         ]
-                        scores = torch.stack([query[token, head] @ keys[at] * scale for at in rows]).softmax(0)
-                        expected[head] = sum(score * values[at] for score, at in zip(scores, rows, strict=True))
+                        scores = torch.stack([query[token, head] @ keys[at] * options.scale for at in rows])
+                        if options.softcap is not None:
+                            scores = (scores / options.softcap).tanh() * options.softcap
+                        total = scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
+                        weights = scores.exp() / total
+                        expected[head] = sum(weight * values[at] for weight, at in zip(weights, rows, strict=True))
                     torch.testing.assert_close(found[token], expected, rtol=1e-5, atol=1e-5)
 
     def test_garbage_in_unused_slots_is_not_seen(self, cpu: hal.Backend) -> None:

@@ -99,7 +99,7 @@ def rewritten(backend: hal.Backend, function: Callable[..., Any], *given: Any) -
     """Return how often the graph of a function calls each operation after the backend's fusions, and their report."""
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
-    with ops.intercepted(lambda operation, _: operation.overload):
+    with ops.intercepted(lambda operation, _: operation.node):
         graph = trace_function(function, fakes, mode)
     manager = PassManager(graph, mode)
     for each in fusions(backend):
@@ -212,7 +212,7 @@ class TestOfOneRank:
         from hal.compile.optimize import PREPARATIONS
 
         mode = FakeTensorMode()
-        by_nodes = partial(ops.intercepted, lambda operation, _: operation.overload)
+        by_nodes = partial(ops.intercepted, lambda operation, _: operation.node)
         with by_nodes():
             graph = trace_function(function, [mode.from_tensor(each) for each in given], mode)
         manager = PassManager(graph, mode)

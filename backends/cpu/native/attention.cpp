@@ -94,12 +94,13 @@ inline void by_heads(int64_t heads, Body body) {
     if (heads & 1) body(head, std::integral_constant<int, 1>{});
 }
 
-inline void softmax(float* line, int64_t count, float scale) {
-    float largest = -std::numeric_limits<float>::infinity(), total = 0;
-    for (int64_t i = 0; i < count; i++) line[i] *= scale;
+inline void softmax(const Shape& shape, int64_t head, float* line, int64_t count) {
+    float largest = shape.sinks ? shape.sinks[head] : -std::numeric_limits<float>::infinity(), total = 0;
+    adjust(shape, line, count);
     for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // this order keeps a NaN
     for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - largest);
     for (int64_t i = 0; i < count; i++) total += line[i];
+    if (shape.sinks) total += exponential(shape.sinks[head] - largest);
     for (int64_t i = 0; i < count; i++) line[i] /= total;
 }
 
@@ -157,7 +158,7 @@ void attend(const Shape& shape, const Span& span, const T* query, const T* keys,
             });
         }
     for (int64_t head = 0; head < (last - first) * group; head++)
-        softmax(scratch.scores.data() + head * stride, count, shape.scale);
+        softmax(shape, first * group + head, scratch.scores.data() + head * stride, count);
     for (int64_t index = 0; index < count; index += kTile)
         for (int64_t kv_head = 0; kv_head < last - first; kv_head++) {
             const Tile<T> tile = tile_of(values, index, first + kv_head);
@@ -209,12 +210,16 @@ void attend_few(const Shape& shape, const T* query, const T* keys, const T* valu
 
 // Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache.
 extern "C" int64_t paged_attention(const void* query, const void* keys, const void* values, const int32_t* block_table,
-                                   const int32_t* starts, const int32_t* lengths, void* output, int dtype,
+                                   const int32_t* starts, const int32_t* lengths, const void* sinks, void* output,
+                                   int dtype,
                                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_blocks, int64_t block_size, int64_t max_blocks, int64_t query_stride,
-                                   int64_t query_head_stride, float scale, int causal, int64_t window, int64_t work) {
-    Shape shape{sequences,         tokens, heads,  kv_heads, head_dim, block_size, max_blocks, query_stride,
-                query_head_stride, scale,  causal, window,   work};
+                                   int64_t query_head_stride, float scale, float softcap, int causal, int64_t window,
+                                   int64_t work) {
+    Shape shape{sequences, tokens,     heads,        kv_heads,          head_dim,
+                block_size, max_blocks, query_stride, query_head_stride, scale,
+                softcap,   causal,     window,       work,              nullptr};
+    std::vector<float> wide;
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         const int64_t used = (lengths[sequence] + block_size - 1) / block_size;
         const int32_t* blocks = block_table + sequence * max_blocks;
@@ -224,6 +229,11 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
     }
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
+        if (sinks) {
+            const T* given = static_cast<const T*>(sinks);
+            wide.assign(given, given + heads);
+            shape.sinks = wide.data();
+        }
         auto run = [&](auto attend) {
             attend(shape, static_cast<const T*>(query), static_cast<const T*>(keys), static_cast<const T*>(values),
                    block_table, starts, lengths, static_cast<T*>(output));

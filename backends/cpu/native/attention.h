@@ -4,13 +4,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "elements.h"
+
 struct Shape {
     int64_t sequences, tokens, heads, kv_heads, head_dim, block_size, max_blocks;
     int64_t query_stride, query_head_stride;  // in elements
-    float scale;
+    float scale, softcap;  // no softcap if 0
     int causal;
-    int64_t window;  // larger than any position for none
-    int64_t work;    // a sequence with more queries times tokens may have many queries
+    int64_t window;      // larger than any position for none
+    int64_t work;        // a sequence with more queries times tokens may have many queries
+    const float* sinks;  // a score of each head without a value, or null
 
     // Whether a sequence has so many queries that packing its keys and values pays.
     bool many(const int32_t* starts, const int32_t* lengths, int64_t sequence) const {
@@ -27,6 +30,14 @@ inline Span visible(const Shape& shape, int64_t position, int64_t length) {
     const int64_t end = shape.causal ? std::min(position + 1, length) : length;
     const int64_t begin = std::max<int64_t>(0, position - shape.window + 1);
     return {begin, std::max(begin, end)};
+}
+
+// Scales and caps scores.
+inline void adjust(const Shape& shape, float* scores, int64_t count) {
+    for (int64_t i = 0; i < count; i++) scores[i] *= shape.scale;
+    if (shape.softcap == 0) return;
+    const float share = 1 / shape.softcap;
+    for (int64_t i = 0; i < count; i++) scores[i] = shape.softcap * hyperbolic_tangent(scores[i] * share);
 }
 
 // Writes the rows of the sequences with many queries.

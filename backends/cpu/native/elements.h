@@ -46,6 +46,18 @@ inline float exponential(float argument) {
     return argument < -87.0f ? 0.0f : y;
 }
 
+// tanh, to 4 units in the last place. Compilers vectorise this form, too. The polynomial is that of Cephes' tanhf.
+inline float hyperbolic_tangent(float x) {
+    const float size = std::fabs(x), square = x * x;
+    float y = -5.70498872745e-3f;
+    y = y * square + 2.06390887954e-2f;
+    y = y * square - 5.37397155531e-2f;
+    y = y * square + 1.33314422036e-1f;
+    y = y * square - 3.33332819422e-1f;
+    const float near = y * square * x + x, far = std::copysign(1.0f - 2.0f / (exponential(2.0f * size) + 1.0f), x);
+    return size < 0.625f ? near : far;
+}
+
 // The bindings' codes of dtypes.
 enum Dtype : int { kFloat32, kBFloat16, kFloat16 };
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+from hal.ops import AttentionOptions
 from hal.ops.kernels.kernel_table import Kernel
 
 from .arguments import DTYPES, bound, empty, integers, packed, require, rows
@@ -59,7 +60,7 @@ def native_kernels() -> dict[str, Kernel]:
 class _Library:
     def __init__(self, library: ctypes.CDLL) -> None:
         function = partial(bound, library)
-        pointers = [c_void_p] * 7
+        pointers = [c_void_p] * 8
         self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, c_int, *[c_int64] * 5, c_float)
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, c_int, *[c_int64] * 2, c_float)
         self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, *[c_int64] * 8)
@@ -68,7 +69,7 @@ class _Library:
         self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
         self._attention = function(
-            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_int, c_int64, c_int64
+            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_float, c_int, c_int64, c_int64
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -218,9 +219,8 @@ class _Library:
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -241,6 +241,10 @@ class _Library:
         lens = integers(kv_lens_host, "kv_lens_host")
         fits = starts.shape == (sequences + 1,) and lens.shape == (sequences,)
         require(fits, "paged_attention", query, indices=(table, starts, lens))
+        if sinks is not None:
+            fits = sinks.shape == (heads,) and sinks.dtype is query.dtype
+            require(fits, "paged_attention", query, sinks)
+            sinks = sinks.contiguous()
         query, (_, outer, inner) = rows(query)
         y = empty(query.shape, query) if out is None else out
         work = FEW if tokens > sequences else UNLIMITED
@@ -251,6 +255,7 @@ class _Library:
             table.data_ptr(),
             starts.data_ptr(),
             lens.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
             y.data_ptr(),
             DTYPES[query.dtype],
             sequences,
@@ -263,9 +268,10 @@ class _Library:
             max_blocks,
             outer,
             inner,
-            scale,
-            causal,
-            UNLIMITED if sliding_window is None else sliding_window,
+            options.scale,
+            options.softcap or 0.0,
+            options.causal,
+            UNLIMITED if options.window is None else options.window,
             work,
         )
         if wrong:

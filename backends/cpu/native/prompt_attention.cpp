@@ -24,10 +24,11 @@ constexpr int64_t kKeys = 512;      // in a tile; with its values, it stays in a
 constexpr int64_t kTaskRows = 384;  // of queries; more rows pack tiles less often, fewer divide the work better
 
 // Replaces a row's scores from `first` to `last`, whole vectors, with weights: 0 outside the span. `largest` is that of
-// the scaled scores of earlier tiles; this tile's are added. Returns the sum of the weights.
+// the adjusted scores of earlier tiles; this tile's are added. Returns the sum of the weights.
 template <class T>
-float softmax(float* scores, int64_t first, int64_t last, Span span, float scale, float& largest, Operand<T>* weights) {
-    for (int64_t i = first; i < last; i++) scores[i] *= scale;
+float softmax(const Shape& shape, float* scores, int64_t first, int64_t last, Span span, float& largest,
+              Operand<T>* weights) {
+    adjust(shape, scores + first, last - first);
     std::fill(scores + first, scores + span.begin, kLowest);
     std::fill(scores + span.end, scores + last, kLowest);
     Lanes top = Lanes{} + largest;
@@ -86,6 +87,8 @@ class Prompt {
             std::fill(to, queries_.data() + (row + 1) * width_, Operand<T>(0.0f));
         }
         sums_.assign(padded * columns_, 0.0f), totals_.assign(padded, 0.0f), largest_.assign(padded, kLowest);
+        if (!shape_.sinks) return;
+        for (int64_t row = 0; row < rows_; row++) totals_[row] = 1.0f, largest_[row] = shape_.sinks[head + row % group_];
     }
 
     void pack_tile(const int32_t* blocks, int64_t kv_head, int64_t first, int64_t count) {
@@ -112,7 +115,7 @@ class Prompt {
             const float before = largest_[row + r];
             const Span span{std::clamp(spans_[row + r].begin - tile, first, last),
                             std::clamp(spans_[row + r].end - tile, first, last)};
-            const float total = softmax<T>(scores_ + r * kKeys, first, last, span, shape_.scale, largest_[row + r],
+            const float total = softmax<T>(shape_, scores_ + r * kKeys, first, last, span, largest_[row + r],
                                            weights() + r * kKeys);
             if (largest_[row + r] != before) rescale(row + r, exponential(before - largest_[row + r]));
             totals_[row + r] += total;

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops import AttentionOptions
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -65,18 +66,11 @@ class FlashInferAttention:
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
-        arguments = {
-            "query": query,
-            "key_cache": key_cache,
-            "scale": scale,
-            "causal": causal,
-            "sliding_window": sliding_window,
-        }
+        arguments = {"query": query, "key_cache": key_cache, "sinks": sinks, "options": options}
         shape, queried = Shape.of(arguments), int(query_start_loc_host[-1])
         if not shape.supported or not queried:
             return self._otherwise(  # type: ignore[no-any-return]
@@ -88,9 +82,8 @@ class FlashInferAttention:
                 kv_lens,
                 query_start_loc_host,
                 kv_lens_host,
-                scale,
-                causal,
-                sliding_window,
+                sinks,
+                options,
             )
         layer = key_cache.data_ptr()
         plan = self._plans.get(shape)
@@ -113,7 +106,7 @@ class FlashInferAttention:
             wrapper.plan(ends, indices, last, *sizes, **shape.settings())
         else:
             wrapper = self._wrapper("prefill", shape)
-            wrapper.plan(starts, ends, indices, last, *sizes, causal=shape.causal, **shape.settings())
+            wrapper.plan(starts, ends, indices, last, *sizes, causal=shape.options.causal, **shape.settings())
         self._done.record(torch.cuda.current_stream(table.device))
         run: Callable[..., Tensor] = wrapper.run
         return run

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops import AttentionOptions
+
 from ..attention import HALVES
 
 HEAD_DIMS = (64, 128, 256)
@@ -31,9 +33,8 @@ class Shape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    scale: float
-    causal: bool
-    window: int | None
+    sinks: bool
+    options: AttentionOptions
 
     @classmethod
     def of(cls, arguments: Arguments) -> Shape:
@@ -45,23 +46,24 @@ class Shape:
             query.shape[2],
             block_size,
             query.dtype,
-            arguments["scale"],
-            arguments["causal"],
-            arguments["sliding_window"],
+            arguments["sinks"] is not None,
+            arguments["options"],
         )
 
     @property
     def supported(self) -> bool:
         """Whether FlashInfer has a kernel for the shape."""
-        # FlashInfer supports windows only for causal attention.
-        return self.head_dim in HEAD_DIMS and self.dtype in HALVES and (self.causal or self.window is None)
+        # FlashInfer supports windows only for causal attention, and sinks only in kernels of other classes.
+        masks = self.options.causal or self.options.window is None
+        return self.head_dim in HEAD_DIMS and self.dtype in HALVES and masks and not self.sinks
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of FlashInfer's plan methods, for decode and prefill."""
-        window_left = -1 if self.window is None else self.window - 1
+        options = self.options
         return {
-            "sm_scale": self.scale,
-            "window_left": window_left,
+            "sm_scale": options.scale,
+            "window_left": -1 if options.window is None else options.window - 1,
+            "logits_soft_cap": options.softcap,
             "q_data_type": self.dtype,
             "kv_data_type": self.dtype,
         }

@@ -19,9 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hal.ops import AttentionOptions
+
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys in a split, for a sequence that fills its blocks."""
@@ -62,7 +65,9 @@ def _attend(
     query_token,
     query_head,
     table_sequence,
+    sinks,
     scale,
+    softcap,
     window,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
@@ -109,6 +114,10 @@ def _attend(
 
     best = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
+    if sinks is not None:  # joins the softmax once, in the first split
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        best = tl.where(split == 0, sink, best)
+        total = tl.where(split == 0, 1.0, total)
     summed = tl.zeros([rows, width], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_sequence
     inner = kv_head * head_dim + column
@@ -121,6 +130,8 @@ def _attend(
         there = filled[:, None] & (column < head_dim)[None, :]
         k = tl.load(key_cache + cached, mask=there, other=0.0)
         scores = dot(q, tl.trans(k)) * scale
+        if softcap is not None:  # softcap * tanh(scores / softcap), in units of log2(e)
+            scores = (softcap - 2 * softcap / (tl.exp(2 / softcap * scores) + 1)) * LOG2_E
         seen = real[:, None] & filled[None, :]
         if causal:
             seen = seen & (slot[None, :] <= position[:, None])
@@ -244,9 +255,8 @@ def paged_attention(
     kv_lens: Tensor,
     query_start_loc_host: Tensor,
     kv_lens_host: Tensor,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host."""
     tokens, num_heads, _ = query.shape
@@ -256,7 +266,7 @@ def paged_attention(
         tokens, sequences, num_heads // key_cache.shape[2], triton.next_power_of_2(query.shape[2]), query.itemsize
     )
     programs = blocks(tokens, sequences, chosen.queries) * key_cache.shape[2]
-    visible = capacity if sliding_window is None else min(capacity, sliding_window + chosen.queries)
+    visible = capacity if options.window is None else min(capacity, options.window + chosen.queries)
     parts = splits(programs, visible, _processors(query.device))
     return attend(
         query,
@@ -265,9 +275,8 @@ def paged_attention(
         block_table,
         query_start_loc,
         kv_lens,
-        scale,
-        causal,
-        sliding_window,
+        sinks,
+        options,
         chosen,
         parts,
     )
@@ -285,17 +294,17 @@ def attend(
     block_table: Tensor,
     query_start_loc: Tensor,
     kv_lens: Tensor,
-    scale: float,
-    causal: bool,
-    sliding_window: int | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
     chosen: Tiles,
     parts: int,
 ) -> Tensor:
     """Run :func:`paged_attention` with given tiles and splits, which affect only the speed."""
     tokens, num_heads, head_dim = query.shape
     sequences, num_kv_heads = block_table.shape[0], key_cache.shape[2]
-    _require(query, key_cache, value_cache, block_table, query_start_loc, kv_lens)
+    _require(query, key_cache, value_cache, block_table, query_start_loc, kv_lens, sinks)
     query, block_table = unit_stride(query), unit_stride(block_table)
+    sinks = None if sinks is None else sinks.contiguous()
     width = max(16, triton.next_power_of_2(head_dim))
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     sums = bests = totals = None
@@ -320,13 +329,15 @@ def attend(
         query.stride(0),
         query.stride(1),
         block_table.stride(0),
-        scale * math.log2(math.e),
-        sliding_window,
+        sinks,
+        options.scale * (LOG2_E.value if options.softcap is None else 1.0),
+        options.softcap,
+        options.window,
         num_heads,
         num_kv_heads,
         head_dim,
         key_cache.shape[1],
-        causal,
+        options.causal,
         chosen.queries,
         chosen.rows,
         chosen.keys,
@@ -342,7 +353,13 @@ def attend(
 
 
 def _require(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, kv_lens: Tensor
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     fits = query.dim() == 3 and key_cache.dim() == 4 and key_cache.shape[3] == query.shape[2]
     fits = fits and query.shape[1] % key_cache.shape[2] == 0 and value_cache.shape == key_cache.shape
@@ -351,4 +368,6 @@ def _require(
     sequences = block_table.shape[0]
     fits = fits and query_start_loc.shape == (sequences + 1,) and kv_lens.shape == (sequences,)
     fits = fits and all(each.dtype in INTEGERS for each in (block_table, query_start_loc, kv_lens))
-    require(fits, "paged_attention", query, key_cache, value_cache, block_table, query_start_loc, kv_lens)
+    fits = fits and (sinks is None or (sinks.shape == query.shape[1:2] and sinks.dtype is query.dtype))
+    given = query, key_cache, value_cache, block_table, query_start_loc, kv_lens
+    require(fits, "paged_attention", *given, *(() if sinks is None else (sinks,)))

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from hal import ops
 from hal.errors import CaptureError, OperationError
+from hal.ops import AttentionOptions
+from hal.ops.kernels.composed_attention import decode, one_by_one
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -39,6 +41,9 @@ MAX_DECODE_KEYS = 262144
 ATB_HEAD_DIM, ATB_WIDE, ATB_BLOCK = 576, 256, 128
 """ATB's maximum head dimension. Head dimensions above ATB_WIDE require blocks of at most ATB_BLOCK tokens."""
 
+OPTIONS = ("causal", "window")
+"""The options of attention that CANN's kernels support."""
+
 SEVERAL = "need several launches of attention, and a replay can update only one"
 SHARED = (
     f"sequences that share blocks and have more blocks in total than the cache {SEVERAL}",
@@ -47,6 +52,10 @@ SHARED = (
 LONGER = (
     "sequences that are longer than the cache run without fused attention, and a replay would not update their lengths",
     "make the cache larger, or capture shorter sequences",
+)
+COMPOSED = (
+    "attention with these options is composed of smaller operations, and for a prefill, their shapes are the lengths",
+    "capture decode steps only",
 )
 UNEVEN = (
     f"sequences with different numbers of queries {SEVERAL}",
@@ -92,9 +101,8 @@ class FusedAttention:
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, heads, head_dim = query.shape
@@ -107,15 +115,15 @@ class FusedAttention:
             num_heads=heads,
             num_key_value_heads=kv_heads,
             block_size=block_size,
-            scale=scale,
+            scale=options.scale,
         )
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
         decodes = one_query_each(tokens, starts)
         # Only with a window. Lengths are symbolic while a graph is traced; replays check the actual ones.
-        longer = bool(sliding_window) and type(lens[0]) is int and max(lens) > block_size * len(key_cache)
+        longer = bool(options.window) and type(lens[0]) is int and max(lens) > block_size * len(key_cache)
         packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED and not longer
-        if packs and not (decodes and sliding_window is None):
+        if packs and not (decodes and options.window is None):
             runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
             if len(runs) > 1:
                 _refuse_in_capture(*SHARED)
@@ -131,7 +139,7 @@ class FusedAttention:
                     block_table=block_table[rows],
                     actual_seq_lengths=[end - first for end in ends],
                     actual_seq_lengths_kv=lens[rows],
-                    **self._mask_arguments(causal, sliding_window),
+                    **self._mask_arguments(options),
                 )[0]
                 parts.append(attended)
             return _concatenate(parts, tokens)
@@ -149,9 +157,8 @@ class FusedAttention:
                 kv_lens,
                 query_start_loc_host,
                 kv_lens_host,
-                scale,
-                causal,
-                sliding_window,
+                sinks,
+                options,
             )
         if len(counts) > 1:
             _refuse_in_capture(*UNEVEN)
@@ -164,9 +171,9 @@ class FusedAttention:
                 _refuse_in_capture(*SHARED)
             for rows in groups:
                 part = query[starts[rows.start] : starts[rows.stop]]
-                mask = self._mask_arguments(causal, sliding_window)
+                mask = self._mask_arguments(options)
                 if queries == 1:
-                    mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], sliding_window)
+                    mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], options.window)
                 attended = attend(
                     part.view(-1, queries, heads * head_dim),
                     *caches,
@@ -178,12 +185,12 @@ class FusedAttention:
                 parts.append(attended.view(part.shape))
         return _concatenate(parts, tokens)
 
-    def _mask_arguments(self, causal: bool, window: int | None) -> dict[str, Any]:
+    def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
         """Return the mask arguments for sequences with more than one query."""
-        if window is not None:
-            after = 0 if causal else UNLIMITED
-            return {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": after}
-        return {"atten_mask": self._mask, "sparse_mode": CAUSAL} if causal else {}
+        if options.window is not None:
+            before, after = options.window - 1, 0 if options.causal else UNLIMITED
+            return {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": before, "next_tokens": after}
+        return {"atten_mask": self._mask, "sparse_mode": CAUSAL} if options.causal else {}
 
     def _decode_mask_arguments(
         self, block_table: Tensor, block_size: int, kv_lens: Tensor, window: int | None
@@ -205,6 +212,36 @@ class FusedAttention:
                 f"give the block table at most {MAX_DECODE_KEYS // block_size} columns",
             )
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
+
+
+class ComposedAttention:
+    """``paged_attention`` for options that CANN's attention lacks, in smaller operations.
+
+    A decode reads lengths on the device, so graphs capture it without updates.
+    """
+
+    updates = False
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        sinks: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """See :func:`hal.ops.paged_attention`."""
+        starts = query_start_loc_host.tolist()
+        if one_query_each(query.shape[0], starts):
+            return decode(query, key_cache, value_cache, block_table, kv_lens, sinks, options)
+        _refuse_in_capture(*COMPOSED)
+        lengths = kv_lens_host.tolist()
+        return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
 
 
 def _runs(starts: list[int]) -> list[tuple[int, slice]]:
@@ -253,9 +290,8 @@ class AtbAttention(FusedAttention):
         kv_lens: Tensor,
         query_start_loc_host: Tensor,
         kv_lens_host: Tensor,
-        scale: float,
-        causal: bool,
-        sliding_window: int | None,
+        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, heads, head_dim = query.shape
@@ -263,7 +299,7 @@ class AtbAttention(FusedAttention):
         if (
             not tokens
             or not _atb_takes(head_dim, block_size)
-            or sliding_window is not None
+            or options.window is not None
             or not one_query_each(tokens, query_start_loc_host.tolist())
         ):
             return super().__call__(
@@ -275,13 +311,12 @@ class AtbAttention(FusedAttention):
                 kv_lens,
                 query_start_loc_host,
                 kv_lens_host,
-                scale,
-                causal,
-                sliding_window,
+                sinks,
+                options,
             )
         query = query.contiguous()
         attended = torch.empty_like(query)
         torch_npu._npu_paged_attention(
-            query, key_cache, value_cache, kv_heads, heads, scale, block_table, kv_lens_host.clone(), attended
+            query, key_cache, value_cache, kv_heads, heads, options.scale, block_table, kv_lens_host.clone(), attended
         )
         return attended

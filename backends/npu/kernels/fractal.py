@@ -14,10 +14,11 @@ from torch import Tensor
 
 from hal.errors import OperationError
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 from ..soc import BLOCK_SIZES
-from .attention import FusedAttention
+from .attention import OPTIONS, FusedAttention
 
 TILE = 16
 """16-bit elements in a tile's row of 32 bytes."""
@@ -40,7 +41,12 @@ def tiles_by_head(cache: Tensor) -> Tensor:
 def kernels(device: torch.device) -> dict[str, Kernel]:
     """Return the kernels that read or write a cache in FRACTAL_NZ, by operation."""
     return {
-        "paged_attention": FusedAttention(device, tiles_by_head, _refuse_blocks),
+        "paged_attention": PartialKernel(
+            "paged_attention",
+            FusedAttention(device, tiles_by_head, _refuse_blocks),
+            supports=OPTIONS,
+            otherwise=_refuse_options,
+        ),
         "split_qkv_rmsnorm_rope_cache": PreparingKernel(split_qkv_rmsnorm_rope_cache, {"slot_mapping": Tensor.long}),
         "store_kv_cache": store_kv_cache,
     }
@@ -50,6 +56,15 @@ def _refuse_blocks(query: Tensor, key_cache: Tensor, *rest: Any) -> Tensor:
     raise OperationError(
         f"the cache in FRACTAL_NZ has blocks of {key_cache.shape[1]} tokens, which prefill does not support",
         f"allocate the cache with a block size of {', '.join(map(str, BLOCK_SIZES))}",
+    )
+
+
+def _refuse_options(*arguments: Any) -> Tensor:
+    sinks, options = arguments[-2:]
+    raise OperationError(
+        f"attention has {options}{'' if sinks is None else ' and sinks'}, and CANN's attention over a cache in "
+        f"FRACTAL_NZ supports only {' and '.join(OPTIONS)}",
+        "remove the driver option nz_cache",
     )
 
 

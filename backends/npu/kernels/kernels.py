@@ -10,9 +10,10 @@ from torch.nn import functional
 from hal.errors import ConfigError
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.ops.logits import WORD, check_words
 
-from .attention import AtbAttention, FusedAttention
+from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
 
 FRACTAL_NZ = 29
 IN_PLACE_HEAD_DIMS = (64, 128)
@@ -33,7 +34,12 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "layer_norm": torch_kernels.layer_norm,
         "linear": functional.linear,
         "mask_logits": MaskLogits(device),
-        "paged_attention": (AtbAttention if attention == "atb" else FusedAttention)(device),
+        "paged_attention": PartialKernel(
+            "paged_attention",
+            (AtbAttention if attention == "atb" else FusedAttention)(device),
+            supports=OPTIONS,
+            otherwise=ComposedAttention(),
+        ),
         "penalize": torch_kernels.penalize,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,

@@ -125,7 +125,7 @@ def prefill_operations(
     projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
     inner = projections if model.tied else projections - table  # the output projection has the table's size
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
-    pairs = sum(_pairs(cached, tokens, each.sliding_window) * each.head_dim for each in attentions)
+    pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
     assigned = assigned_elements(model, routings)
     chosen = {"experts": 2 * assigned} if expert_weights(model) else {}
     return Work(

@@ -72,7 +72,7 @@ def _call(name: str, *arguments: Any) -> Tensor:
     unmet = operation.constraints.unmet(arguments)
     if unmet is not None:
         raise NotAnOperation(unmet)
-    result: Tensor = operation.overload(*arguments)
+    result: Tensor = operation.node(*arguments)
     return result
 
 

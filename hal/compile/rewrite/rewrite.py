@@ -223,7 +223,7 @@ def of_operation(operation: Operation) -> Rewrite:
     """
 
     def smaller(inner: Operation) -> Callable[..., Any]:
-        return inner.rebound(smaller) if inner.fused else inner.overload
+        return inner.rebound(smaller) if inner.fused else inner.node
 
     return Rewrite(
         operation.name,

@@ -110,9 +110,8 @@ class PagedAttention:
             rows.lens,
             rows.starts_host,
             rows.lens_host,
-            kwargs["scaling"],
-            True,
             None,
+            ops.AttentionOptions(kwargs["scaling"]),
         )
         return attended[None], None
 

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import attrs
 import torch
 from torch import Tensor
 
 from hal.errors import OperationError, nearest
 from hal.ops.declaration.constraints import Constraints
+from hal.ops.declaration.node_form import is_options
 from hal.ops.declaration.parse_constraints import constraints_of
 
 ARGUMENTS = (Tensor, int, float, bool, str, torch.dtype)
 """The types of arguments, each of which may be optional."""
 TAKES = "Tensor, int, float, bool, str, torch.dtype, or one of them or None"
+OPTIONS = (int, float, bool, str)
+"""The types of the fields of options, each of which may be optional."""
 RETURNS = "Tensor, a tuple of Tensors, or None"
 
 
@@ -32,6 +36,7 @@ def check_declaration(
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
     collective: bool,
+    fused: bool,
 ) -> None:
     """Raise OperationError for a declaration that torch.library, compilers or tests would reject later, or ignore."""
     name, signature = body.__name__, inspect.signature(body)
@@ -42,6 +47,7 @@ def check_declaration(
                 "declare arguments that calls can pass by position and by name, without `*` and `/`",
             )
     _check_annotations(name, body, signature)
+    _check_options(name, get_type_hints(body), list(signature.parameters), fused)
     listed = {"mutates": mutates, "host": host, "state": state, "buffers": buffers, "weights": weights}
     for what, arguments in listed.items():
         if isinstance(arguments, str):
@@ -161,7 +167,7 @@ def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.S
     for argument in signature.parameters:
         if argument not in kinds:
             raise OperationError(f"{name} does not annotate its argument {argument!r}", f"annotate it as {TAKES}")
-        if not _is_taken(kinds[argument]):
+        if not is_options(kinds[argument]) and not _is_taken(kinds[argument]):
             raise OperationError(
                 f"{name} annotates its argument {argument!r} as {_shown(kinds[argument])}", f"annotate it as {TAKES}"
             )
@@ -171,11 +177,41 @@ def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.S
         raise OperationError(f"{name} returns {_shown(kinds['return'])}", f"return {RETURNS}")
 
 
-def _is_taken(kind: Any) -> bool:
+def _check_options(name: str, kinds: Mapping[str, Any], arguments: list[str], fused: bool) -> None:
+    """Raise OperationError unless a graph node can take the fields of options in their place."""
+    for argument in arguments:
+        kind = kinds[argument]
+        if not is_options(kind):
+            continue
+        if fused or argument != arguments[-1]:
+            raise OperationError(
+                f"{name} takes options, {argument}: {_shown(kind)}, "
+                + ("and is a fused operation" if fused else f"before its argument {arguments[-1]!r}"),
+                "take numbers" if fused else "make the options its last argument",
+            )
+        if kind.__hash__ is None:
+            raise OperationError(
+                f"{name} takes options of the class {_shown(kind)}, which can change", "declare it with @attrs.frozen"
+            )
+        fields, others = get_type_hints(kind), set(arguments[:-1])
+        for field in attrs.fields(kind):
+            if not field.init or field.kw_only or not _is_taken(fields[field.name], OPTIONS):
+                raise OperationError(
+                    f"{name} takes options of the class {_shown(kind)}, whose field {field.name} is not a value that "
+                    "its constructor takes by position",
+                    "annotate it as int, float, bool, str, or one of them or None",
+                )
+            if field.name in others:
+                raise OperationError(
+                    f"{name} has an argument {field.name!r}, and so have its options", "rename one of them"
+                )
+
+
+def _is_taken(kind: Any, kinds: tuple[Any, ...] = ARGUMENTS) -> bool:
     if get_origin(kind) in (Union, UnionType):
         some = [each for each in get_args(kind) if each is not NoneType]
-        return len(some) == 1 and some[0] in ARGUMENTS
-    return kind in ARGUMENTS
+        return len(some) == 1 and some[0] in kinds
+    return kind in kinds
 
 
 def _is_returned(kind: Any) -> bool:

@@ -22,6 +22,7 @@ from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
 from hal.ops.declaration.declaration_checks import NOT_DECLARED, check_declaration, check_rowwise, read_constraints
 from hal.ops.declaration.generated_function import generate_function
+from hal.ops.declaration.node_form import NodeForm
 from hal.ops.declaration.rebind import rebind
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.kernels import kernel_table
@@ -68,6 +69,10 @@ class Operation:
         off_by_one: the largest share of quantized (int8) results that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
         over_shards: the results of a collective on every rank, from the arguments of every rank; else None.
+        overload: the graph node's target, which takes the fields of options as separate arguments; see
+            :mod:`hal.ops.declaration.node_form`.
+        node: calls the graph node with the operation's arguments. The overload itself, if the operation has no options.
+        node_form: converts the arguments of a node.
         collective: whether the ranks of a group call it together. Its argument ``group`` names the group.
     """
 
@@ -100,6 +105,7 @@ class Operation:
             tolerance=tolerance,
             off_by_one=off_by_one,
             collective=over_shards is not None,
+            fused=fused,
         )
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
@@ -120,9 +126,13 @@ class Operation:
         self.samples = samples
         self.over_shards, self.collective = over_shards, over_shards is not None
         self.signature = inspect.signature(body)
+        self.node_form = NodeForm(body)
         self.number = kernel_table.next_number()
         self.function = generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)
         self.overload = torch_library.register(self)
+        self.node: Kernel = self.overload
+        if self.node_form.options is not None:
+            self.node = self.node_form.caller(self.overload, self.name)
 
     def __repr__(self) -> str:
         return f"<operation {self.qualified_name}>"
@@ -145,7 +155,7 @@ class Operation:
     @cached_property
     def pattern(self) -> Kernel:
         """The body with every operation in it replaced by its graph node."""
-        return self.rebound(lambda operation: operation.overload)
+        return self.rebound(lambda operation: operation.node)
 
     def rebound(self, meaning: Resolver) -> Kernel:
         """Return the body with every operation in it replaced by ``meaning`` of that operation."""
@@ -190,6 +200,10 @@ class Operation:
         bound.apply_defaults()
         return bound.arguments
 
+    def node_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the operation's arguments of a graph node by name, including defaults."""
+        return self.arguments(self.node_form.pack(args, kwargs), {})
+
 
 def op(
     *,
@@ -212,7 +226,8 @@ def op(
 
     The body must be functional torch code for any device, without data-dependent Python, so that it can be traced. Its
     arguments are annotated as ``Tensor``, ``int``, ``float``, ``bool``, ``str``, ``torch.dtype``, or one of these or
-    None. It returns ``Tensor``, a tuple of them, or ``None``.
+    None. The last one may be the operation's options, a frozen attrs class of numbers and strings. It returns
+    ``Tensor``, a tuple of them, or ``None``.
 
     Args:
         samples: yields argument tuples that cover the operation.
@@ -240,10 +255,11 @@ def op(
 
     Raises:
         OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
-            missing or unsupported; axes or dtypes of a tensor are missing or malformed; ``rowwise`` is missing, or not
-            an axis of an argument and all results; ``state``, ``mutates``, ``buffers``, ``host`` or ``weights``
-            contains a name that is not an argument; a mutated argument is neither state nor a buffer; a collective has
-            no argument ``group``; or ``tolerance`` or ``off_by_one`` is invalid.
+            missing or unsupported; options are not last or not frozen, or the operation is fused; axes or dtypes of a
+            tensor are missing or malformed; ``rowwise`` is missing, or not an axis of an argument and all results;
+            ``state``, ``mutates``, ``buffers``, ``host`` or ``weights`` contains a name that is not an argument; a
+            mutated argument is neither state nor a buffer; a collective has no argument ``group``; or ``tolerance`` or
+            ``off_by_one`` is invalid.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:

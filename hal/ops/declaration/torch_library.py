@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch._ops import OpOverload
 
 from hal.errors import OperationError
 from hal.ops.declaration.fakes import cached_fake
+from hal.ops.declaration.node_form import NodeForm
 from hal.ops.kernels.kernel_table import Kernel
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -23,10 +23,9 @@ class Registrable(Protocol):
 
     name: str
     namespace: str
-    body: Callable[..., Any]
     function: Callable[..., Any]
     mutates: tuple[str, ...]
-    signature: inspect.Signature
+    node_form: NodeForm
 
     @property
     def qualified_name(self) -> str: ...
@@ -43,7 +42,7 @@ def register(operation: Registrable) -> OpOverload:
     library = _libraries.get(operation.namespace)
     if library is None:
         library = _libraries[operation.namespace] = torch.library.Library(operation.namespace, "FRAGMENT")
-    schema = torch.library.infer_schema(operation.body, mutates_args=operation.mutates)
+    schema = torch.library.infer_schema(operation.node_form.prototype(), mutates_args=operation.mutates)
     library.define(operation.name + schema)
     run = _implementation(operation, lambda: operation.kernel_of_node)
     library.impl(operation.name, run, "CompositeExplicitAutograd")
@@ -56,14 +55,17 @@ def register(operation: Registrable) -> OpOverload:
 
 
 def _implementation(operation: Registrable, kernel: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    pack = operation.node_form.pack
+
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        given = pack(args, kwargs)
+        tensors = [value for value in given if isinstance(value, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise OperationError(
                 f"{operation.name} was called with a tensor that requires grad; hal supports inference only",
                 "call it under torch.inference_mode() or torch.no_grad(), or detach the tensor",
             )
-        return without_aliases(kernel()(*args, **kwargs), tensors)
+        return without_aliases(kernel()(*given), tensors)
 
     return implementation
 
@@ -90,13 +92,4 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
 
 def _substitute_in_dynamo(operation: Registrable, overload: OpOverload) -> None:
     # Dynamo traces this function, with the same signature, in place of the public one, and so records the node.
-    names = ", ".join(operation.signature.parameters)
-    header = str(
-        operation.signature.replace(
-            parameters=[p.replace(annotation=p.empty) for p in operation.signature.parameters.values()],
-            return_annotation=operation.signature.empty,
-        )
-    )
-    namespace: dict[str, Any] = {"_overload": overload}
-    exec(f"def {operation.name}{header}:\n    return _overload({names})\n", namespace)
-    torch.compiler.substitute_in_graph(operation.function)(namespace[operation.name])
+    torch.compiler.substitute_in_graph(operation.function)(operation.node_form.caller(overload, operation.name))

@@ -84,7 +84,7 @@ class Table:
         below = self.under.calls[number]
         wrapped = self.meaning(operation, below)
         # A call that reaches the node runs the backend's kernel, without further wrappers.
-        by_node = wrapped is operation.overload or self.under.nodes[number] is not below
+        by_node = wrapped is operation.node or self.under.nodes[number] is not below
         self._set(number, wrapped, self.root.calls[number] if by_node else wrapped)
 
     def _set(self, number: int, call: Kernel, node: Kernel) -> None:
@@ -178,8 +178,8 @@ def intercepted(wrap: Wrap) -> Iterator[None]:
     inside the block is intercepted on its backend: ``wrap`` gets the kernels of that backend. ``wrap`` is called again
     whenever a kernel under it changes, so it must have no side effects.
 
-    ``wrap`` may return ``operation.overload``, the operation's graph node. The node runs the backend's kernel, without
-    this context's interceptions: outer ones do not see the call, and inner ones have seen it.
+    ``wrap`` may return ``operation.node``, which calls the operation's graph node. The node runs the backend's kernel,
+    without this context's interceptions: outer ones do not see the call, and inner ones have seen it.
     """
     interception = _Interception(wrap)
     _current.set(Table(interception, current()).calls)

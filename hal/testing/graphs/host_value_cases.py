@@ -28,7 +28,7 @@ class Attend:
         dtype, dims = limits.dtypes[0], limits.head_dims
         head_dim = 64 if not dims or 64 in dims else dims[0]
         draw = Draw(dtype, backend.device.torch, seed)
-        self.scale = head_dim**-0.5
+        self.options = ops.AttentionOptions(head_dim**-0.5)
         self.query = draw.normal(ROWS, HEADS, head_dim)
         if backend.state_layout == "canonical":
             shape = (ROWS * BLOCKS_EACH, size, KV_HEADS, head_dim)
@@ -60,9 +60,8 @@ class Attend:
             self.device_lens,
             self.starts,
             lens,
-            self.scale,
-            True,
             None,
+            self.options,
         )
 
     def twice(self, lens: Tensor | None = None) -> Tensor:

@@ -84,7 +84,8 @@ class Paged:
         query = Draw(self.dtype, seed=sum(kv_lens)).normal(sum(query_lens), self.heads, self.head_dim)
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
         lens = torch.tensor(kv_lens, dtype=torch.int32)
-        rest: tuple[Any, ...] = starts, lens, self.head_dim**-0.5, causal, window
+        options = ops.AttentionOptions(self.head_dim**-0.5, window=window, causal=causal)
+        rest: tuple[Any, ...] = starts, lens, None, options
         with torch.inference_mode():
             found = ops.paged_attention(
                 query.to(device), *self.caches, self.table, starts.to(device), lens.to(device), *rest

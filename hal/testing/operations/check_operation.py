@@ -75,7 +75,7 @@ def check_node(backend: Backend, call: Call) -> None:
     operation = call.operation
     with torch.inference_mode():
         compared = ComparedCall(backend, call, 0)
-        compared.run(operation.overload)
+        compared.run(operation.node)
         backend.device.synchronize()
         problems = list(compared.problems())
         inputs = storages(compared.given)

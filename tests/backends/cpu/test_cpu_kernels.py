@@ -27,7 +27,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.errors import DriverUnavailable, GraphError, OperationError
-from hal.ops import Draw
+from hal.ops import AttentionOptions, Draw
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,7 +69,17 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
         caches = [draw.normal(len(lengths) * columns + 3, 16, kv_heads, 32) for _ in range(2)]
         starts, lens = (torch.tensor(each, dtype=torch.int32) for each in (range(len(lengths) + 1), lengths))
         query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
-        arguments = (query, *caches, table.int(), starts, lens, starts, lens, 0.2, True, window)
+        arguments = (
+            query,
+            *caches,
+            table.int(),
+            starts,
+            lens,
+            starts,
+            lens,
+            None,
+            AttentionOptions(0.2, window=window),
+        )
         expected = ops.operation("paged_attention").reference(*arguments)
         for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
             assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
@@ -97,8 +107,9 @@ def test_attention_of_mixed_steps(
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         lens = torch.tensor(lengths, dtype=torch.int32)
         query = draw.normal(sum(counts), num_heads + 2, head_dim)[:, 1:-1]
-        for causal, window in ((True, None), (True, 6), (False, None)):
-            arguments = (query, *caches, table, starts, lens, starts, lens, 0.3, causal, window)
+        for options in ({}, {"window": 6}, {"causal": False}, {"softcap": 2.0}):
+            sinks = draw.normal(num_heads) if "causal" in options or "softcap" in options else None
+            arguments = (query, *caches, table, starts, lens, starts, lens, sinks, AttentionOptions(0.3, **options))
             expected = ops.operation("paged_attention").reference(*arguments)
             found = torch.full(expected.shape, torch.nan, dtype=dtype)
             native.kernels["paged_attention"](*arguments, out=found)
@@ -124,8 +135,10 @@ def test_attention_of_long_prompts(
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     lens = torch.tensor(lengths, dtype=torch.int32)
     query = draw.normal(sum(counts), num_heads, head_dim)
-    for causal, window in ((True, None), (True, 600), (False, None), (False, 3)):
-        arguments = (query, *caches, table, starts, lens, starts, lens, 0.1, causal, window)
+    for given in ({}, {"window": 600}, {"causal": False}, {"causal": False, "window": 3}, {"softcap": 0.5}):
+        options = AttentionOptions(0.1, **given)
+        sinks = draw.normal(num_heads) if options.window or options.softcap else None
+        arguments = (query, *caches, table, starts, lens, starts, lens, sinks, options)
         expected = ops.operation("paged_attention").reference(*arguments)
         assert_agree(ops.operation("paged_attention"), dtype, native.kernels["paged_attention"](*arguments), expected)
 
@@ -139,7 +152,7 @@ def test_scores_of_any_sign_and_size(native: hal.Backend) -> None:
     table, starts = torch.arange(44, dtype=torch.int32)[None], torch.tensor([0, 600], dtype=torch.int32)
     lens = torch.tensor([1408], dtype=torch.int32)
     for scale, window in ((0.3, None), (0.3, 40), (-0.2, None), (0.0, None)):
-        arguments = (query, *caches, table, starts, lens, starts, lens, scale, True, window)
+        arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(scale, window=window))
         found = native.kernels["paged_attention"](*arguments)
         expected = ops.operation("paged_attention").reference(*arguments)
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
@@ -154,7 +167,7 @@ def test_a_broken_key_of_a_prompt_comes_out(broken: float, queries: int, native:
     caches[0][6 + 6, 15] = broken  # the last key of the second sequence
     table, lens = torch.arange(14, dtype=torch.int32)[1:13].view(2, 6), torch.tensor([50, 96], dtype=torch.int32)
     starts = torch.tensor([0, 1, queries + 1], dtype=torch.int32)
-    arguments = (query, *caches, table, starts, lens, starts, lens, 0.3, True, None)
+    arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(0.3))
     found, expected = (
         native.kernels["paged_attention"](*arguments),
         ops.operation("paged_attention").reference(*arguments),
@@ -204,7 +217,7 @@ def test_what_is_not_finite_comes_out(broken: float, native: hal.Backend) -> Non
     values[1, 3] = broken
     values[1, 7] = broken  # Beyond the length: must not be read.
     for value in (values, values.nan_to_num(1.0, 1.0, 1.0)):
-        arguments = (torch.randn(1, 1, 16), keys, value, table, starts, lens, starts, lens, 1.0, True, None)
+        arguments = (torch.randn(1, 1, 16), keys, value, table, starts, lens, starts, lens, None, AttentionOptions(1.0))
         found = native.kernels["paged_attention"](*arguments)
         assert bool(found.isfinite().all()) == (value is not values)
 
@@ -218,12 +231,16 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
     for block, length in ((2, 3), (-1, 3), (1, 5), (1, -1), (1, -4)):
         table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
-            native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
+            native.kernels["paged_attention"](
+                row, cache, cache, table, starts, lens, starts, lens, None, AttentionOptions(1.0)
+            )
     starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # A prefill, which torch computes.
     for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2), ([0, 1], -1)):
         table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
-            native.kernels["paged_attention"](row, cache, cache, table, starts, lens, starts, lens, 1.0, True, None)
+            native.kernels["paged_attention"](
+                row, cache, cache, table, starts, lens, starts, lens, None, AttentionOptions(1.0)
+            )
     with pytest.raises(OperationError, match="rms_norm was given float32"):
         native.kernels["rms_norm"](torch.ones(2, 8), torch.ones(4), 1e-6)
     with pytest.raises(OperationError, match="rms_norm was given float32"):
@@ -283,9 +300,9 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
         "rotary_embedding": [(ones(3, 2, 8), ones(2, 2, 8), ones(3, 8), ones(3, 8))],
         "store_kv_cache": [(row, row, cache, cache, ones(2).int()), (row, row, cache, ones(2, 4, 2, 8), lens)],
         "paged_attention": [
-            (*attention, starts, lens[:2], 1.0, True, None),
-            (*attention, starts[:3], lens, 1.0, True, None),
-            (*attention, starts, (lens.long() + 2**32), 1.0, True, None),
+            (*attention, starts, lens[:2], None, AttentionOptions(1.0)),
+            (*attention, starts[:3], lens, None, AttentionOptions(1.0)),
+            (*attention, starts, (lens.long() + 2**32), None, AttentionOptions(1.0)),
         ],
     }
     columns = list(next(iter(ops.operation("sample").samples(Draw()))))
@@ -303,7 +320,7 @@ def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
     query, caches = torch.randn(2, 32, 4).transpose(1, 2), [torch.randn(3, 8, 2, 32) for _ in range(2)]
     table, starts = torch.tensor([[1], [2]]), torch.arange(3)  # int64 too
     lens = torch.tensor([5, 8])
-    arguments = (query, *caches, table, starts, lens, starts, lens, 0.2, True, None)
+    arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(0.2))
     expected = ops.operation("paged_attention").reference(*arguments)
     torch.testing.assert_close(native.kernels["paged_attention"](*arguments), expected)
 

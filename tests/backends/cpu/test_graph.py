@@ -233,7 +233,7 @@ class TestHostValues:
         """Traced code calls operations through the dispatcher. The CPU records such calls."""
         arguments = list(ATTENTION.samples(Draw()))[3]
         graph = cpu.graph()
-        output = graph.capture(lambda: torch.ops.hal.paged_attention(*arguments))
+        output = graph.capture(lambda: ATTENTION.node(*arguments))
         lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
         graph.replay(query_start_loc_host=arguments[6], kv_lens_host=lens)
         expected = ATTENTION.reference(*arguments[:5], lens, arguments[6], lens, *arguments[8:])

@@ -13,7 +13,7 @@ from helpers.kernel_checks import check_kernel, draw_on
 import hal
 from hal import ops
 from hal.errors import ConfigError, DeviceOutOfMemory
-from hal.ops import Draw, Operation, Sample
+from hal.ops import AttentionOptions, Draw, Operation, Sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
@@ -80,9 +80,8 @@ def attention_sample(draw: Draw, queries: list[int], lengths: list[int], **shape
         kv_lens.to(draw.device),
         starts,
         kv_lens,
-        head_dim**-0.5,
-        True,
-        window,
+        shape.get("sinks"),
+        AttentionOptions(head_dim**-0.5, window=window, softcap=shape.get("softcap")),
     )
 
 

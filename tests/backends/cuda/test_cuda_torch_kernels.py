@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.attention import TorchAttention, decode, gathered, one_by_one
+from hal.backends.cuda.attention import TorchAttention, gathered
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.torch_functions import KERNELS, int8_product
 from helpers.attending import with_blind_queries
@@ -15,7 +15,8 @@ from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 from hal import ops
-from hal.ops import Draw
+from hal.ops import AttentionOptions, Draw
+from hal.ops.kernels.composed_attention import decode, one_by_one
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,32 +59,44 @@ def test_sequences_are_gathered_one_after_the_other(seed: int) -> None:
         assert torch.equal(found, torch.cat(rows))
 
 
-def attention_case(draw: Draw, lengths: list[int], window: int | None) -> tuple[Any, ...]:
+def attention_case(draw: Draw, lengths: list[int], *, with_sinks: bool = False, **options: Any) -> tuple[Any, ...]:
     """Return arguments of a decode, in blocks of 8."""
     rows, columns = len(lengths), -(-max(lengths) // 8) + 1
     kv_lens, starts = torch.tensor(lengths, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     caches = draw.normal(rows * columns, 8, 2, 16), draw.normal(rows * columns, 8, 2, 16)
     table = draw.permutation(rows * columns).view(rows, columns)
-    return (draw.normal(rows, 6, 16), *caches, table, starts, kv_lens, starts, kv_lens, 0.3, True, window)
+    return (
+        draw.normal(rows, 6, 16),
+        *caches,
+        table,
+        starts,
+        kv_lens,
+        starts,
+        kv_lens,
+        draw.normal(6) if with_sinks else None,
+        AttentionOptions(0.3, **options),
+    )
 
 
 @pytest.mark.parametrize("lengths", [[1], [8, 9, 7], [0, 16, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 8, 100])
-def test_decodes_two_ways(lengths: list[int], window: int | None) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_decodes_two_ways(lengths: list[int], window: int | None, softcap: float | None, with_sinks: bool) -> None:
     """Test the masked form, used in captures, and the per-sequence form.
 
     Both ignore unfilled slots, even if they hold NaN.
     """
-    case = attention_case(Draw(seed=7), lengths, window)
-    query, keys, values, table, starts, kv_lens, _, _, scale, causal, _ = case
+    case = attention_case(Draw(seed=7), lengths, with_sinks=with_sinks, window=window, softcap=softcap)
+    query, keys, values, table, starts, kv_lens, _, _, *options = case
     expected = ops.operation("paged_attention").reference(*case)
     for row, length in enumerate(lengths):
         slots = torch.arange(table.shape[1] * 8)
         unused = table[row, slots // 8].long() * 8 + slots % 8
         for cache in (keys, values):
             cache.view(-1, 2, 16)[unused[length:]] = float("nan")
-    found = decode(query, keys, values, table, kv_lens, scale, window)
-    again = one_by_one(query, keys, values, table, starts.tolist(), lengths, scale, causal, window)
+    found = decode(query, keys, values, table, kv_lens, *options)
+    again = one_by_one(query, keys, values, table, starts.tolist(), lengths, *options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
 
@@ -127,17 +140,21 @@ def test_where_a_plan_finds_its_blocks(lengths: list[int], block_size: int) -> N
 
 
 def test_what_flashinfer_takes() -> None:
-    def shape(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, **given: Any) -> Shape:
+    def shape(
+        head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, sinks: Tensor | None = None, **options: Any
+    ) -> Shape:
         cache: Tensor = torch.empty(2, 16, 2, head_dim, dtype=dtype)
         query = torch.empty(3, 8, head_dim, dtype=dtype)
-        arguments = {"query": query, "key_cache": cache, "scale": 0.1, "causal": True, "sliding_window": None, **given}
-        return Shape.of(arguments)
+        options = AttentionOptions(0.1, **options)
+        return Shape.of({"query": query, "key_cache": cache, "sinks": sinks, "options": options})
 
     assert shape().supported
-    assert shape(sliding_window=4).supported
-    assert shape(sliding_window=4).settings()["window_left"] == 3
+    assert shape(window=4).supported
+    assert shape(window=4).settings()["window_left"] == 3
+    assert shape(softcap=30.0).supported
+    assert shape(softcap=30.0).settings()["logits_soft_cap"] == 30.0
     assert shape(causal=False).supported
-    for refused in (shape(80), shape(dtype=torch.float32), shape(causal=False, sliding_window=4)):
+    for refused in (shape(80), shape(dtype=torch.float32), shape(causal=False, window=4), shape(sinks=torch.ones(8))):
         assert not refused.supported
     assert (shape().heads, shape().kv_heads, shape().block_size, shape().tensor_cores) == (8, 2, 16, True)
 

@@ -62,7 +62,7 @@ def call(queries: list[int], lengths: Tensor | None = None) -> Tensor:
     cache, table = torch.zeros(4, 8, 1, 8), torch.zeros(len(queries), 2, dtype=torch.int32)
     query = torch.zeros(int(starts[-1]), 2, 8)
     attended: Tensor = ops.paged_attention(
-        query, cache, cache, table, starts, lengths, starts, lengths, 1.0, True, None
+        query, cache, cache, table, starts, lengths, starts, lengths, None, ops.AttentionOptions(1.0)
     )
     return attended
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import OperationError
-from hal.ops import Draw, Sample
+from hal.ops import AttentionOptions, Draw, Sample
 
 BLOCK = 8
 
@@ -35,6 +35,8 @@ def drawn(
     block_size: int = BLOCK,
     window: int | None = None,
     causal: bool = True,
+    softcap: float | None = None,
+    sinks: bool = False,
     padding: int = 0,
     spare: int = 1,
     integers: torch.dtype = torch.int32,
@@ -64,9 +66,8 @@ def drawn(
         lens,
         starts,
         lens,
-        head_dim**-0.5,
-        causal,
-        window,
+        draw.normal(num_heads) if sinks else None,
+        AttentionOptions(head_dim**-0.5, window=window, causal=causal, softcap=softcap),
     )
 
 
@@ -221,8 +222,8 @@ def test_large_scores() -> None:
     for row in sample[3].long():
         for block, page in enumerate(row):
             sample[1][page] *= float(block)
-    agree(torch.float16, (*sample[:8], 5.0, *sample[9:]), cut(Tiles(1, 16, 16, 4, 2), 1))
-    agree(torch.float16, (*sample[:8], 5.0, *sample[9:]), cut(Tiles(1, 16, 16, 4, 2), 3))
+    agree(torch.float16, (*sample[:9], AttentionOptions(5.0)), cut(Tiles(1, 16, 16, 4, 2), 1))
+    agree(torch.float16, (*sample[:9], AttentionOptions(5.0)), cut(Tiles(1, 16, 16, 4, 2), 3))
 
 
 def test_the_cut_depends_on_shapes_alone_and_covers_all_lengths() -> None:

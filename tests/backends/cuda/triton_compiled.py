@@ -14,6 +14,8 @@ from hal.backends.cuda.triton import KERNELS
 from helpers.triton_checking import EXPERTS
 from helpers.triton_compiling import Compiling, empty
 
+from hal.ops import AttentionOptions
+
 pytest_plugins = ("helpers.triton_compiling",)
 
 TOKENS, SEQUENCES = 48, 3
@@ -24,7 +26,8 @@ def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, windo
     cache = empty(2, 64, 8, head_dim, dtype=dtype)
     table = torch.zeros(sequences, 128, dtype=torch.int32)
     query = empty(tokens, 32, head_dim, dtype=dtype)
-    KERNELS["paged_attention"](query, cache, cache, table, *integers, *integers, 0.1, True, window)
+    options = AttentionOptions(0.1, window=window)
+    KERNELS["paged_attention"](query, cache, cache, table, *integers, *integers, None, options)
 
 
 def rows() -> dict[str, tuple[Any, ...]]:

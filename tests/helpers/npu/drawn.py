@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hal.ops import Draw, Sample
+from hal.ops import AttentionOptions, Draw, Sample
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 192, 256)
 KINDS = ("decode", "padded decode", "prefill", "prefix", "mixed", "alike", "left over", "uneven")
@@ -26,6 +26,8 @@ def attention_arguments(
     block_size: int = 128,
     causal: bool = True,
     window: int | None = None,
+    softcap: float | None = None,
+    with_sinks: bool = False,
     left_over: int = 0,
     unused: float = math.nan,
 ) -> Sample:
@@ -56,9 +58,8 @@ def attention_arguments(
         lens.to(device),
         starts,
         lens,
-        head_dim**-0.5,
-        causal,
-        window,
+        draw.normal(heads) if with_sinks else None,
+        AttentionOptions(head_dim**-0.5, window=window, causal=causal, softcap=softcap),
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
+from hal import ops
 from hal.errors import CaptureError, DeviceError, GraphError, HostValueError
 
 Opened = Callable[..., hal.Backend]
@@ -127,11 +128,11 @@ class TestCounts:
     def test_attention_behind_the_dispatcher_is_refused(self, attend: Attend) -> None:
         graph = attend.backend.graph()
         with pytest.raises(CaptureError, match=r"did not record 2 of 2 calls with host values \(paged_attention\)"):
-            graph.capture(lambda: attend.twice(attention=torch.ops.hal.paged_attention))
+            graph.capture(lambda: attend.twice(attention=ops.operation("paged_attention").node))
 
         def half() -> Tensor:
             first = attend.call(attend.query, attend.lens)
-            return attend.call(first, attend.lens, torch.ops.hal.paged_attention)
+            return attend.call(first, attend.lens, ops.operation("paged_attention").node)
 
         with pytest.raises(CaptureError, match="1 of 2 calls"):
             graph.capture(half)

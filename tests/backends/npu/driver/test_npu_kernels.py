@@ -161,13 +161,13 @@ class TestAttention:
     def test_a_table_and_queries_that_are_strided(self, npu: Opened) -> None:
         backend = npu()
         for new in ([1, 1, 1], [5, 2, 30]):
-            query, *caches, table, starts, lens, _, _, scale, causal, window = attention_arguments(
+            query, *caches, table, starts, lens, _, _, sinks, options = attention_arguments(
                 Draw(torch.float16, "npu"), new, [200, 129, 40]
             )
             wide, turned = table.repeat(1, 2)[:, : table.shape[1]], query.transpose(0, 1).contiguous().transpose(0, 1)
             assert not wide.is_contiguous()
             assert not turned.is_contiguous()
-            rest = starts.cpu(), lens.cpu(), scale, causal, window
+            rest = starts.cpu(), lens.cpu(), sinks, options
             sample = (turned, *caches, wide, starts, lens, *rest)
             check_kernel(ATTENTION, torch.float16, backend.ops.paged_attention, sample)
 
@@ -262,13 +262,13 @@ class TestSharedBlocks:
 
     def sample(self, dtype: torch.dtype, new: list[int], lens: list[int], **given: Any) -> Sample:
         """Return sequences that share their first two blocks, in a cache with only as many blocks as they use."""
-        query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
+        query, *caches, table, starts, kv_lens, starts_host, lens_host, *options = attention_arguments(
             Draw(dtype, "npu", 7), new, lens, unused=0.0, **given
         )
         rows, blocks = len(lens), 2 + len(lens)
         table = torch.tensor([[0, 1, 2 + row] for row in range(rows)], dtype=torch.int32, device="npu")
         caches = [cache[:blocks].contiguous() for cache in caches]
-        return query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, *options
 
     @pytest.mark.parametrize(
         ("dtype", "new", "given", "launches"),
@@ -326,12 +326,12 @@ class TestLongerThanTheCache:
 
     def sample(self, dtype: torch.dtype, new: list[int]) -> Sample:
         """Return a sequence of five blocks, of which it has the last, and one of one, in a cache of three."""
-        query, *caches, _, starts, kv_lens, starts_host, lens_host, scale, causal, window = attention_arguments(
+        query, *caches, _, starts, kv_lens, starts_host, lens_host, *options = attention_arguments(
             Draw(dtype, "npu", 7), new, [600, 40], unused=0.0, window=50
         )
         table = torch.tensor([[0, 0, 0, 0, 1], [2, 0, 0, 0, 0]], dtype=torch.int32, device="npu")
         caches = [cache[:3].contiguous() for cache in caches]
-        return query, *caches, table, starts, kv_lens, starts_host, lens_host, scale, causal, window
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, *options
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("new", "launches"), [([1, 1], 1), ([3, 3], 0), ([7, 1], 0)], ids=str)
@@ -350,13 +350,13 @@ class TestLongerThanTheCache:
             backend.graph().capture(lambda: ops.paged_attention(*sample))
 
     def test_no_replay_of_a_single_one(self, npu: Opened) -> None:
-        *sample, window = self.sample(torch.bfloat16, [3, 3])
-        query, keys, values, table, starts, kv_lens, starts_host, lens_host, *numbers = sample
+        sample = self.sample(torch.bfloat16, [3, 3])
+        query, keys, values, table, starts, kv_lens, starts_host, lens_host, *options = sample
         short = kv_lens[:1].clamp(max=100), starts_host[:2], lens_host[:1].clamp(max=100)
         graph = npu().graph()
         graph.capture(
             lambda: ops.paged_attention(
-                query[:3], keys, values, table[:1], starts[:2], short[0], short[1], short[2], *numbers, window
+                query[:3], keys, values, table[:1], starts[:2], short[0], short[1], short[2], *options
             )
         )
         with pytest.raises(HostValueError, match=r"captured over 3 blocks, and the 1 sequences have more"):

@@ -1,0 +1,92 @@
+"""The arguments of an operation's graph node, whose schema has no type for options.
+
+The last argument of an operation may be its options, an object of a frozen attrs class. Models, operations and kernels
+pass on this object. A graph node takes the object's fields instead, in their order, so that graphs hold plain numbers.
+Both forms are derived from the class, which alone declares an option.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import attrs
+
+
+def is_options(kind: Any) -> bool:
+    """Return whether an argument's annotation is a class of options."""
+    return isinstance(kind, type) and attrs.has(kind)
+
+
+class NodeForm:
+    """The form that an operation's arguments have in its graph node.
+
+    Args:
+        body: the operation's body, whose declaration has been checked.
+
+    Attributes:
+        options: the class of the operation's options; None if it has none.
+        signature: the node's signature, with resolved annotations.
+        optional: its arguments that may be None or have a default, with that value.
+    """
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        kinds, declared = get_type_hints(body), inspect.signature(body)
+        self._declared = declared
+        parameters = [each.replace(annotation=kinds[name]) for name, each in declared.parameters.items()]
+        self.options: type[Any] | None = None
+        if parameters and is_options(parameters[-1].annotation):
+            self.options = parameters.pop().annotation
+            parameters += inspect.signature(attrs.resolve_types(self.options)).parameters.values()
+        self._before = len(declared.parameters) - (self.options is not None)
+        returned = None if kinds["return"] is NoneType else kinds["return"]
+        self.signature = declared.replace(parameters=parameters, return_annotation=returned)
+        self.optional = {
+            each.name: None if each.default is each.empty else each.default
+            for each in parameters
+            if each.default is not each.empty or NoneType in get_args(each.annotation)
+        }
+
+    def prototype(self) -> Callable[..., Any]:
+        """Return a function of the node's signature, for torch to infer the schema from."""
+
+        def prototype() -> None:
+            raise AssertionError("only the signature is read")
+
+        prototype.__signature__ = self.signature  # type: ignore[attr-defined]
+        return prototype
+
+    def caller(self, overload: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Generate a function ``name`` that takes the operation's arguments and calls its node."""
+        parameters = self._declared.parameters.values()
+        header = self._declared.replace(
+            parameters=[each.replace(annotation=each.empty) for each in parameters],
+            return_annotation=inspect.Signature.empty,
+        )
+        given = list(self._declared.parameters)
+        if self.options is not None:
+            last = given.pop()
+            given += [f"{last}.{field.name}" for field in attrs.fields(self.options)]
+        namespace: dict[str, Any] = {"_overload": overload}
+        exec(f"def {name}{header}:\n    return _overload({', '.join(given)})\n", namespace)
+        return namespace[name]  # type: ignore[no-any-return]
+
+    def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the operation's arguments of a call of its node."""
+        if kwargs:
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        if self.options is None:
+            return args
+        options: Any = self.options
+        return (*args[: self._before], _packed(options, *args[self._before :]))
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _packed(options: Any, *fields: Any) -> Any:
+    """Return an object of a class of options, the same one for equal fields."""
+    return options(*fields)

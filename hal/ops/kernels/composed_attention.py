@@ -1,0 +1,106 @@
+"""Attention over the paged cache in torch's operations, with all options, for drivers whose kernels lack some of them.
+
+Both functions gather keys and values from the cache. :func:`decode` reads lengths on the device only, so a captured
+graph serves all lengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.attention import AttentionOptions
+
+
+def decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend with one query per sequence over all slots of its blocks, with a mask.
+
+    The query heads that share a key head become rows of one product, so that keys are not repeated. The arguments are
+    those of :func:`hal.ops.paged_attention`.
+    """
+    sequences, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (key_cache, value_cache))
+    slot = torch.arange(keys.shape[1], device=query.device)
+    seen = slot < kv_lens[:, None]
+    if options.window is not None:
+        seen &= slot >= kv_lens[:, None] - options.window
+    # Unwritten slots may hold NaN, which a mask of the scores does not remove.
+    keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
+    rows = query.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
+    attended = _attend(rows, keys, values, seen[:, None, None, :], sinks, options)
+    return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
+
+
+def one_by_one(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    sinks: Tensor | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend with any number of queries per sequence, in one call for each sequence.
+
+    Args:
+        query: as of :func:`hal.ops.paged_attention`, like the arguments that are not described here.
+        key_cache: see there.
+        value_cache: see there.
+        block_table: see there.
+        starts: ``query_start_loc_host`` as a list.
+        lengths: ``kv_lens_host`` as a list.
+        sinks: see there.
+        options: see there.
+    """
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    kv_heads = key_cache.shape[2]
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if length == 0 or start == end:
+            continue
+        blocks = block_table[row, : math.ceil(length / key_cache.shape[1])].long()
+        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (key_cache, value_cache))
+        at = torch.arange(length - (end - start), length, device=query.device)[:, None]
+        slot = torch.arange(length, device=query.device)
+        mask = slot <= at if options.causal else torch.ones(1, length, dtype=torch.bool, device=query.device)
+        if options.window is not None:
+            mask = mask & (slot > at - options.window)
+        # Heads that share a key head become rows of one product: [kv_heads, heads of a key head * queries, head_dim].
+        rows = query[start:end].transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
+        seen = mask.expand(end - start, length).repeat(query.shape[1] // kv_heads, 1)
+        attended = _attend(rows[None], keys[None], values[None], seen[None, None], sinks, options)
+        output[start:end] = attended.view(query.shape[1], end - start, -1).transpose(0, 1)
+    return output
+
+
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Attend with the rows ``[batch, kv_heads, rows, head_dim]``: heads of a key head, each with all its queries."""
+    if sinks is None and options.softcap is None:
+        return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=options.scale)
+    scores = rows.float() @ keys.float().transpose(-1, -2) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        batch, kv_heads, count, length = scores.shape
+        by_head = sinks.float().view(1, kv_heads, -1, 1, 1)
+        sink = by_head.expand(batch, -1, -1, count * kv_heads // sinks.shape[0], 1).reshape(batch, kv_heads, count, 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :length]
+    return (weights @ values.float()).to(rows.dtype)
