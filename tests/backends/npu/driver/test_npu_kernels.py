@@ -262,13 +262,13 @@ class TestSharedBlocks:
 
     def sample(self, dtype: torch.dtype, new: list[int], lens: list[int], **given: Any) -> Sample:
         """Return sequences that share their first two blocks, in a cache with only as many blocks as they use."""
-        query, *caches, table, starts, kv_lens, starts_host, lens_host, *options = attention_arguments(
+        query, *caches, table, starts, kv_lens, starts_host, lens_host, sinks, options = attention_arguments(
             Draw(dtype, "npu", 7), new, lens, unused=0.0, **given
         )
         rows, blocks = len(lens), 2 + len(lens)
         table = torch.tensor([[0, 1, 2 + row] for row in range(rows)], dtype=torch.int32, device="npu")
         caches = [cache[:blocks].contiguous() for cache in caches]
-        return query, *caches, table, starts, kv_lens, starts_host, lens_host, *options
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, sinks, options
 
     @pytest.mark.parametrize(
         ("dtype", "new", "given", "launches"),
@@ -326,12 +326,12 @@ class TestLongerThanTheCache:
 
     def sample(self, dtype: torch.dtype, new: list[int]) -> Sample:
         """Return a sequence of five blocks, of which it has the last, and one of one, in a cache of three."""
-        query, *caches, _, starts, kv_lens, starts_host, lens_host, *options = attention_arguments(
+        query, *caches, _, starts, kv_lens, starts_host, lens_host, sinks, options = attention_arguments(
             Draw(dtype, "npu", 7), new, [600, 40], unused=0.0, window=50
         )
         table = torch.tensor([[0, 0, 0, 0, 1], [2, 0, 0, 0, 0]], dtype=torch.int32, device="npu")
         caches = [cache[:3].contiguous() for cache in caches]
-        return query, *caches, table, starts, kv_lens, starts_host, lens_host, *options
+        return query, *caches, table, starts, kv_lens, starts_host, lens_host, sinks, options
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("new", "launches"), [([1, 1], 1), ([3, 3], 0), ([7, 1], 0)], ids=str)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool, window: int = -1) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool, window: int = -1, cap: float = 0.0
+) -> Tensor:
     """Compute attention for one sequence.
 
     Args:
@@ -16,6 +18,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: b
         scale: the factor of the products.
         causal: whether a token attends only to itself and earlier tokens.
         window: maximum number of earlier tokens that a token attends to; unlimited if negative.
+        cap: the bound of the scores; 0 for none.
 
     Returns:
         [tokens, heads, head_dim], in float32; zeros where the length is 0.
@@ -31,6 +34,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: b
     if window >= 0:
         seen &= slot >= own - window
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    if cap > 0:
+        scores = cap * torch.tanh(scores / cap)
     # NaN in a query or in the keys it attends to propagates; a token that attends to nothing gets zeros.
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).masked_fill(~seen, 0)
     if value.isfinite().all():

@@ -61,6 +61,7 @@ def _attention(
     *,
     causal: bool,
     window: int,
+    cap: float,
     scale: float,
 ) -> None:
     """Launch batched attention over pages on the current stream.
@@ -74,6 +75,7 @@ def _attention(
             and the output.
         causal: see :func:`attend`.
         window: see :func:`attend`.
+        cap: see :func:`attend`.
         scale: see :func:`attend`.
     """
     workspace = on_cpu(workspace)
@@ -90,7 +92,8 @@ def _attention(
             length = (used.numel() - 1) * key.shape[1] + int(last[row]) if used.numel() else 0
             tokens = slice(int(begin[row]), int(begin[row + 1]))
             keys, values = pages(key, used, length), pages(value, used, length)
-            output[tokens] = attend(query[tokens], keys, values, scale, causal=causal, window=window).to(output.dtype)
+            options: Any = {"causal": causal, "window": window, "cap": cap}
+            output[tokens] = attend(query[tokens], keys, values, scale, **options).to(output.dtype)
 
     launch(f"flashinfer {name}", kernel)
 
@@ -116,12 +119,12 @@ def _decode(*_: Any) -> SimpleNamespace:
         window: int,
         _launch: Any,
         _slopes: Any,
-        _cap: Any,
+        cap: float,
         scale: float,
         *_: Any,
     ) -> None:
         tensors = (query, key, value, ends, blocks, last, output)
-        _attention("decode", workspace, info, None, tensors, causal=False, window=window, scale=scale)
+        _attention("decode", workspace, info, None, tensors, causal=False, window=window, cap=cap, scale=scale)
 
     return SimpleNamespace(plan=plan, run=run, workspace_size=None)
 
@@ -164,12 +167,12 @@ def _prefill(*_: Any) -> SimpleNamespace:
         _prefix: Any,
         _token: Any,
         _longest: Any,
-        _cap: Any,
+        cap: float,
         scale: float,
         *_: Any,
     ) -> None:
         tensors = (query, key, value, ends, blocks, last, output)
-        _attention("prefill", workspace, info, starts, tensors, causal=mask == 1, window=window, scale=scale)
+        _attention("prefill", workspace, info, starts, tensors, causal=mask == 1, window=window, cap=cap, scale=scale)
 
     return SimpleNamespace(plan=plan, paged_run=run, ragged_run=None, workspace_size=None)
 
