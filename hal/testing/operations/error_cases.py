@@ -106,7 +106,7 @@ def _requires_grad(target: Target, operation: Operation) -> None:
         return
     sample[place] = sample[place].clone().requires_grad_(True)
     try:
-        operation.overload(*sample)
+        operation.node(*sample)
     except OperationError:
         return
     raise AssertionError(f"the graph node of {operation.name} accepted a tensor that requires grad")
