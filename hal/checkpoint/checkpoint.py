@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from hal.checkpoint import hub
 from hal.checkpoint.other_formats import no_folder, no_safetensors
 from hal.checkpoint.safetensors_files import (
     DTYPES,
@@ -49,17 +50,21 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
-        """Open the folder ``path``.
+    def open(cls, path: str | Path, *, revision: str | None = None) -> Checkpoint:
+        """Open a folder, or a model of the Hugging Face Hub, which is downloaded; see :mod:`hal.checkpoint.hub`.
+
+        Args:
+            path: the folder; or, where there is none of that path, a name such as ``Qwen/Qwen3-0.6B``.
+            revision: the branch, tag or commit of a model of the hub; None for its main branch.
 
         Raises:
-            CheckpointError: the folder does not exist or is no checkpoint, or a file in it is damaged or unsafe.
+            CheckpointError: the folder does not exist or is no checkpoint, a file in it is damaged or unsafe, or the
+                model cannot be downloaded.
         """
-        # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
-        folder = Path(os.path.expanduser(path))
+        folder = hub.folder_of(path, revision)
         if not os.path.isdir(folder):
             raise no_folder(folder)
-        if not is_there(folder / "config.json") and not any(folder.glob("*.safetensors")):
+        if not is_there(folder / "config.json"):
             raise no_safetensors(folder)
         config = read_json(folder / "config.json")
         tensors: dict[str, TensorInfo] = {}

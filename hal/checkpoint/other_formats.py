@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hal.errors import CheckpointError
@@ -18,7 +19,7 @@ FORMATS = {
 }
 """What a file is, to the patterns of such files, and how to get a checkpoint in safetensors."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ADAPTER = "adapter_config.json"
 
 
 def no_folder(path: Path) -> CheckpointError:
@@ -33,27 +34,34 @@ def no_folder(path: Path) -> CheckpointError:
                 return CheckpointError(f"{path} is {name}, and {SAFETENSORS}", remedy)
         if any(path.match(pattern) for pattern in PICKLES):
             return _pickle(path, path.parent)
-    elif HUB_NAME.fullmatch(str(path)):
-        name = path.name
-        return CheckpointError(
-            problem,
-            f"give the path of a checkpoint's folder; a model of the Hugging Face Hub is downloaded with "
-            f"`hf download {path} --local-dir {name}`, and its path is then {name}",
-        )
-    return CheckpointError(problem, "give the path of a checkpoint's folder")
+    return CheckpointError(
+        problem, "give the path of a checkpoint's folder, or the name of a model of the hub, such as Qwen/Qwen3-0.6B"
+    )
 
 
 def no_safetensors(folder: Path) -> CheckpointError:
     """Return the error for a folder without a safetensors file, or without a config.json."""
+    return no_safetensors_among(sorted(each.name for each in folder.iterdir()), str(folder))
+
+
+def no_safetensors_among(files: Sequence[str], where: str) -> CheckpointError:
+    """Return the error for a folder or repository, by its name, that is no checkpoint in safetensors."""
+    if ADAPTER in files:
+        return CheckpointError(
+            f"{where} is an adapter (LoRA) and no model: it holds changes to the weights of another",
+            f"give the model that {ADAPTER} names as base_model_name_or_path; or merge the adapter into it, with "
+            "merge_and_unload() of the package peft, and give the folder that you save",
+        )
     for pattern in PICKLES:
-        for file in sorted(folder.glob(pattern)):
-            return _pickle(file, folder)
+        for file in fnmatch.filter(files, pattern):
+            return _pickle(Path(file), Path(where))
     for name, (patterns, remedy) in FORMATS.items():
         for pattern in patterns:
-            for file in sorted(folder.glob(pattern)):
-                return CheckpointError(f"{folder} holds its weights in {name} ({file.name}), and {SAFETENSORS}", remedy)
+            for file in fnmatch.filter(files, pattern):
+                return CheckpointError(f"{where} holds its weights in {name} ({file}), and {SAFETENSORS}", remedy)
+    missing = "config.json" if any(each.endswith(".safetensors") for each in files) else "safetensors file"
     return CheckpointError(
-        f"{folder} is no checkpoint: it has no safetensors file", "give the folder that contains the weights"
+        f"{where} is no checkpoint: it has no {missing}", "give the folder that contains the weights and config.json"
     )
 
 

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.checkpoint import hub
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
@@ -31,14 +32,17 @@ class RandomCheckpoint(Checkpoint):
     """
 
     @classmethod
-    def open(cls, path: str | Path) -> RandomCheckpoint:
-        """Return a checkpoint with random weights for the config.json of the folder ``path``, which needs no weights.
+    def open(cls, path: str | Path, *, revision: str | None = None) -> RandomCheckpoint:
+        """Return a checkpoint with random weights for the config.json of a folder or model of the hub.
+
+        Args:
+            path, revision: as in :meth:`hal.Checkpoint.open`. Of a model of the hub, only config.json is downloaded.
 
         Raises:
             CheckpointError: config.json is missing or damaged, or as :meth:`of`.
             ConfigError: the config is invalid for the model.
         """
-        folder = Path(path).expanduser()
+        folder = hub.folder_of(path, revision, weights=False)
         return cls.of(str(folder), read_json(folder / "config.json"))
 
     @classmethod

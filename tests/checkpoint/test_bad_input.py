@@ -325,7 +325,6 @@ def check_command(arguments: list[str], *messages: str) -> None:
 @pytest.mark.parametrize(
     ("path", "problem", "remedy"),
     [
-        ("Qwen/Qwen3-0.6B", "found nothing", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
         ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder"),
         ("model.gguf", "model.gguf is a GGUF file, and hal reads safetensors only", "made from, in safetensors"),
         ("pytorch_model.bin", "as a pickle (pytorch_model.bin)", "or, on an isolated machine"),
