@@ -51,7 +51,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, revision: str | None = None) -> Checkpoint:
-        """Open a folder, or a model of the Hugging Face Hub, which is downloaded; see :mod:`hal.checkpoint.hub`.
+        """Open a folder, or a model of the Hugging Face Hub, which is downloaded; see
+        :func:`hal.checkpoint.hub.download`.
 
         Args:
             path: the folder; or, where there is none of that path, a name such as ``Qwen/Qwen3-0.6B``.

@@ -89,7 +89,7 @@ def command(
     as_json: bool,
     **sampling: Any,
 ) -> None:
-    """Continue prompts with the model in the folder CHECKPOINT.
+    """Continue prompts with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
 
     Prompts run together and do not affect each other. Their texts go to stdout in order, each followed by a newline,
     and if there are several, preceded by a line with the prompt. Everything else goes to stderr.
