@@ -31,8 +31,8 @@ from hal.checkpoint.safetensors_files import (
 from hal.checkpoint.tokenizer_files import read_tokenizer
 from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, nearest
-from hal.quantization.description import Quantization
-from hal.quantization.read_quantization import KEYS, read_quantization
+from hal.quantization.checkpoint_format import CheckpointFormat, Quantization
+from hal.quantization.format_registry import config_keys, read_quantization
 
 
 @attrs.frozen
@@ -112,8 +112,8 @@ class Checkpoint:
         return max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
 
     @property
-    def quantization(self) -> Quantization | None:
-        """The quantization of the weights, from config.json or a file beside it; None if they are unquantized.
+    def quantization(self) -> tuple[CheckpointFormat, Quantization] | None:
+        """The format and the quantization of the weights, from config.json or a file beside it; None if unquantized.
 
         Raises:
             ConfigError: hal does not support it.
@@ -124,7 +124,8 @@ class Checkpoint:
     @property
     def model_config(self) -> dict[str, Any]:
         """The content of config.json without the quantization keys, which only the loader reads."""
-        return {key: value for key, value in self.config.items() if key not in KEYS}
+        keys = config_keys()
+        return {key: value for key, value in self.config.items() if key not in keys}
 
     @property
     def stop_token_ids(self) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.driver_layers import put_layers
 from hal.checkpoint.model_registry import check_model_class, find_model, make_model
-from hal.checkpoint.quantized_layers import QuantizedLayers
+from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, quantize_layers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
 from hal.checkpoint.validate import check_fit, check_tied
-from hal.checkpoint.weight_bindings import Binding, bindings_of
-from hal.checkpoint.weight_filling import Filling, weight_buffers
+from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of, set_tensor
+from hal.checkpoint.weight_buffers import WeightBuffers
+from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import ExpertsMode, ParallelConfig
 from hal.device.group import SOLO, Group
@@ -28,11 +29,11 @@ from hal.parallel.mesh import Mesh
 
 log = logging.getLogger("hal.checkpoint")
 
-LARGE = 128
+LARGE_WEIGHT_FRACTION = 128
 """A weight is large if it has more than one part in so many of the bytes of all."""
-MOST = 32 << 20
-"""Larger ones are prepared apart from others, whatever their part."""
-TRIMS = 16
+LARGEST_BUFFER_BYTES = 32 << 20
+"""Larger weights are prepared in memory of their own, whatever their part of all."""
+CACHE_TRIMS = 16
 """How often a load gives freed memory back, which would count at the peak."""
 
 Progress = Callable[[int, int], None]
@@ -78,27 +79,24 @@ def load_model(
             f"it supports {', '.join(map(str, dims))}; choose another backend",
         )
     mode, mesh = backend.config.parallel.experts, backend.mesh
-    distributed = mode != "split" and mesh.size > 1
-    if distributed:
+    if mode != "split" and mesh.size > 1:
         distribute_experts(model, mode, mesh)
-    bindings = bindings_of(model)
-    check_fit(checkpoint, model, bindings, quantized)
+    check_divisible(quantized, mesh.tensor.size)
+    bindings = _stored_bindings(model, quantized, checkpoint)
+    check_fit(checkpoint, model, bindings)
     check_tied(checkpoint, model, dtype)
-    side_tensors = quantized.names()
-    if distributed:
-        quantized.distribute(mesh.expert)
-    if (tensor := mesh.tensor).size > 1:
-        quantized.split(tensor)
-        split_model(model, tensor)
-    prepared = _fill(checkpoint, model, bindings, quantized, dtype, backend, progress)
-    if prepared or own_layers:
+    tied = set(model.tied.values())
+    layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
+    if mesh.tensor.size > 1:
+        split_model(model, mesh.tensor)
+    if _fill(checkpoint, layers, backend, progress) or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(
             f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",
             "make it a parameter, or compute it in forward",
         )
-    model.loaded = LoadedWeights(tuple(bindings), quantized, frozenset(side_tensors), dtype)
+    model.loaded = LoadedWeights(tuple(layers), dtype)
     return model.eval()
 
 
@@ -116,9 +114,9 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
     model, checkpoint, quantized = _build(checkpoint, model_class)
-    check_fit(checkpoint, model, bindings_of(model), quantized)
+    check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
-        quantized.split(tensor)
+        check_divisible(quantized, tensor.size)
         shrink(model, Mesh(tensor=tensor))
     return model
 
@@ -136,15 +134,16 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig) -> None:
     try:
         if parallel.experts != "split":
             distribute_experts(model, parallel.experts, mesh)
-            quantized.distribute(mesh.expert)
-        quantized.split(mesh.tensor)
+        check_divisible(quantized, mesh.tensor.size)
         shrink(model, mesh)
     finally:
         mesh.close()
 
 
-def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[CausalLM, Checkpoint, QuantizedLayers]:
-    """Return the model without values, the checkpoint with the model's names, and the quantized layers."""
+def _build(
+    checkpoint: Checkpoint, model_class: type[CausalLM] | None
+) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
+    """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     layers = checkpoint.config.get("num_hidden_layers")
     if type(layers) is int and layers > len(checkpoint.tensors):  # Checked before that many layers are built.
         raise CheckpointError(
@@ -156,7 +155,12 @@ def _build(checkpoint: Checkpoint, model_class: type[CausalLM] | None) -> tuple[
         model_class = find_model(checkpoint.architecture)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     checkpoint = named_by_model(checkpoint, model)
-    return model, checkpoint, QuantizedLayers(model, checkpoint)
+    return model, checkpoint, quantize_layers(model, checkpoint)
+
+
+def _stored_bindings(model: CausalLM, quantized: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> list[Binding]:
+    """Return the bindings of all tensors that the checkpoint stores."""
+    return bindings_of(model, {path: each.stored(path, checkpoint.tensors) for path, each in quantized.items()})
 
 
 def distribute_experts(model: CausalLM, mode: ExpertsMode, mesh: Mesh) -> None:
@@ -217,7 +221,7 @@ def shrink(model: CausalLM, mesh: Mesh) -> None:
     if mesh.tensor.size > 1:
         split_model(model, mesh.tensor)
     for binding, shape in shapes:
-        binding.set(torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
+        set_tensor(binding.module, binding.name, torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -230,54 +234,63 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def _fill(
-    checkpoint: Checkpoint,
-    model: CausalLM,
-    bindings: Sequence[Binding],
-    quantized: QuantizedLayers,
-    dtype: torch.dtype,
-    backend: Backend,
-    progress: Progress | None,
-) -> bool:
+def _fill(checkpoint: Checkpoint, layers: Sequence[LayerFilling], backend: Backend, progress: Progress | None) -> bool:
     """Read all weights. Return whether the backend changed the format of any."""
-    tied = set(model.tied.values())
-    filling = [Filling(binding, dtype, backend, tied) for binding in bindings if binding.weight.sources]
-    large = sum(each.nbytes for each in filling) // LARGE
-    _order(filling, large)
-    pieces = [(each, piece) for each in filling for piece in each.pieces]
-    side_tensors = sorted(quantized.names() & set(checkpoint.tensors))
-    wanted = [TensorSlice(piece.source, piece.taken) for _, piece in pieces]
-    wanted += [TensorSlice(name, tuple((0, size) for size in checkpoint.tensors[name].shape)) for name in side_tensors]
-    done, total = 0, sum(_nbytes(each, checkpoint) for each in wanted)
-    changed, buffers = False, weight_buffers(filling, backend, min(large, MOST))
+    filling = [each for layer in layers for each in layer.fillings]
+    large = sum(each.nbytes for each in filling) // LARGE_WEIGHT_FRACTION
+    sizes: dict[torch.dtype, list[int]] = {}
+    for each in filling:
+        if each.prepared:
+            sizes.setdefault(each.dtype, []).append(each.shape.numel())
+    buffers = WeightBuffers(backend, sizes, min(large, LARGEST_BUFFER_BYTES))
+
+    def allocate(each: Filling) -> Tensor:
+        if each.prepared:
+            return buffers.take(each.shape, each.dtype)
+        return torch.empty(each.shape, dtype=each.dtype, device=backend.device.torch if each.on_device else "cpu")
+
+    ordered = _ordered(layers, large)
+    pieces = [(layer, each, piece) for layer in ordered for each in layer.fillings for piece in each.pieces]
+    wanted = [_slice(piece, checkpoint) for _, _, piece in pieces]
+    done, total, changed = 0, sum(_nbytes(each, checkpoint) for each in wanted), False
     for place, start, values in checkpoint.read_slices(wanted):
-        if place < len(pieces):
-            each, piece = pieces[place]
-            quantized.observe(piece.source, values)
-            changed |= each.put(piece, start, values, buffers)
-        else:
-            quantized.keep(side_tensors[place - len(pieces)], values)
+        layer, each, piece = pieces[place]
+        each.put(piece, start, values, allocate)
+        if each.complete and layer.complete:
+            changed |= layer.load(backend, buffers)
         before, done = done, done + values.nbytes
-        if done * TRIMS // max(total, 1) > before * TRIMS // max(total, 1):
+        if done * CACHE_TRIMS // max(total, 1) > before * CACHE_TRIMS // max(total, 1):
             backend.device.empty_cache()
         if progress is not None:
             progress(done, total)
-    return quantized.finish(backend, dtype) or changed
+    return changed
 
 
-def _order(filling: list[Filling], large: int) -> None:
+def _ordered(layers: Sequence[LayerFilling], large: int) -> list[LayerFilling]:
     """Order weights so that memory which is needed beside them is needed before most of them are loaded.
 
     A weight exists twice while a driver prepares it. With the first of each shape, the driver may measure how to.
 
     Args:
-        filling: in the model's order.
+        layers: in the model's order.
         large: in bytes. Larger weights come before others.
     """
-    first = {(each.shape, each.dtype): each for each in reversed(filling)}
-    filling.sort(
-        key=lambda each: (first[each.shape, each.dtype] is not each, -each.nbytes if each.nbytes > large else 0)
-    )
+
+    def kind(layer: LayerFilling) -> object:
+        return layer.fillings[-1].shape, layer.fillings[-1].dtype
+
+    first = {kind(each): each for each in reversed(layers)}
+
+    def key(layer: LayerFilling) -> tuple[bool, int]:
+        nbytes = layer.fillings[-1].nbytes
+        return first[kind(layer)] is not layer, -nbytes if nbytes > large else 0
+
+    return sorted(layers, key=key)
+
+
+def _slice(piece: Piece, checkpoint: Checkpoint) -> TensorSlice:
+    more = len(checkpoint.tensors[piece.source].shape) - len(piece.taken)  # a column's dimension of size 1
+    return TensorSlice(piece.source, (*piece.taken, *[(0, 1)] * more))
 
 
 def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:

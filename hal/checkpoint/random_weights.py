@@ -20,7 +20,7 @@ from hal.checkpoint.weight_bindings import bindings_of
 from hal.config.untrusted_files import read_json
 from hal.errors import CheckpointError
 from hal.nn import CausalLM
-from hal.quantization.read_quantization import KEYS
+from hal.quantization.format_registry import config_keys
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class RandomCheckpoint(Checkpoint):
             CheckpointError: no model is registered for it, or it is of quantized weights.
             ConfigError: the config is invalid for the model.
         """
-        if key := next((each for each in KEYS if each in config), None):
+        if key := next((each for each in config_keys() if each in config), None):
             raise CheckpointError(
                 f"{name} has {key} in config.json, and random weights are not quantized",
                 "remove the key, or load the checkpoint's own weights",

@@ -8,7 +8,7 @@ from typing import TypeVar
 import attrs
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.weight_bindings import bindings_of
+from hal.checkpoint.weight_bindings import sources_of
 from hal.errors import CheckpointError
 from hal.nn import CausalLM, GroupedLinear
 
@@ -22,7 +22,7 @@ def named_by_model(checkpoint: Checkpoint, model: CausalLM) -> Checkpoint:
         checkpoint: the checkpoint.
         model: on the meta device, without quantized layers; changed in place where the checkpoint has fused experts.
     """
-    sources = {piece.source for binding in bindings_of(model) for piece in binding.pieces()}
+    sources = sources_of(model)
     grouped = {path: each for path, each in model.named_modules() if isinstance(each, GroupedLinear)}
     stored = renamed({name: name for name in checkpoint.tensors}, model, sources | grouped.keys())
     for path, layer in grouped.items():

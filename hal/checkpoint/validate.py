@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.quantized_layers import QuantizedLayers
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds
 from hal.errors import CheckpointError, ModelError, nearest
 from hal.nn import CausalLM
 
 
-def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Binding], quantized: QuantizedLayers) -> None:
+def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Binding]) -> None:
     """Raise CheckpointError unless the checkpoint's tensors have the names, shapes and dtypes of the model's.
 
     Raises:
@@ -27,7 +26,9 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
             nearest(wrong[0], bound),
         )
     tensors = checkpoint.tensors
-    problems = [f"{name} is missing" for name in bound if name not in tensors]
+    problems = [
+        f"{name} is missing" for name, (_, each) in bound.items() if name not in tensors and not each.weight.optional
+    ]
     problems += dict.fromkeys(
         problem
         for binding in bindings
@@ -35,8 +36,7 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         if piece.source in tensors
         for problem in tensor_problems(tensors[piece.source], piece, binding)
     )
-    problems += quantized.problems(tensors)
-    known = {*bound, *model.tied, *quantized.names()}
+    known = {*bound, *model.tied}
     extra = [name for name in tensors if name not in known]
     problems += [f"{name} is not in the model" for name in extra if not name.endswith(model.ignored)]
     problems += [
@@ -67,11 +67,14 @@ def check_tied(checkpoint: Checkpoint, model: CausalLM, dtype: torch.dtype) -> N
 
 def tensor_problems(info: TensorInfo, piece: Piece, binding: Binding) -> Iterator[str]:
     """Yield why a checkpoint's tensor cannot fill a piece of a layer's tensor."""
-    if info.shape != piece.source_shape:
-        yield f"{piece.source} is {list(info.shape)}, not {list(piece.source_shape)}"
-    if rounds(held := binding.held):
-        if not info.is_floating_point:
-            yield f"{piece.source} is {info.dtype}, expected a floating-point dtype"
-    elif DTYPES[info.dtype] != held:
-        wanted = str(held).removeprefix("torch.")
-        yield f"{piece.source} is {info.dtype}, expected {wanted}"
+    column = (*piece.source_shape, 1) if binding.weight.column else None
+    if info.shape not in (piece.source_shape, column):
+        expected = " or ".join(str(list(each)) for each in (column, piece.source_shape) if each is not None)
+        yield f"{piece.source} is {list(info.shape)}, not {expected}"
+    held = binding.held
+    if stored := binding.weight.stored or (() if rounds(held) else (held,)):
+        if DTYPES[info.dtype] not in stored:
+            expected = " or ".join(str(each).removeprefix("torch.") for each in stored)
+            yield f"{piece.source} is {info.dtype}, expected {expected}"
+    elif not info.is_floating_point:
+        yield f"{piece.source} is {info.dtype}, expected a floating-point dtype"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -66,14 +67,19 @@ def rounds(dtype: torch.dtype) -> bool:
 
 @attrs.frozen(eq=False)
 class Binding:
-    """A parameter or buffer of a layer, and its declaration.
+    """A tensor that a layer needs, and its declaration.
 
     Attributes:
         path: the layer's path in the model.
         module: the layer.
         name: the tensor's name in the layer.
         weight: the declaration.
-        tensor: the tensor as built, on the meta device.
+        tensor: a tensor of its shape and dtype on the meta device, such as the parameter as built.
+        sizes: the size of each axis.
+        pieces_of_whole: the pieces that a single rank reads.
+
+    Raises:
+        ModelError: the declaration does not fit the tensor.
     """
 
     path: str
@@ -81,6 +87,23 @@ class Binding:
     name: str
     weight: Weight
     tensor: Tensor
+    sizes: Mapping[str, int] = attrs.field(init=False)
+    pieces_of_whole: tuple[Piece, ...] = attrs.field(init=False)
+
+    @sizes.default
+    def _sizes(self) -> Mapping[str, int]:
+        weight, shape = self.weight, tuple(self.tensor.shape)
+        if len(weight.names) != len(shape) or (weight.sizes is not None and weight.shape(weight.sizes) != shape):
+            sizes = "" if weight.sizes is None else f" of {', '.join(map(str, weight.sizes))} elements"
+            raise ModelError(
+                f"{self.full_name} is declared with the axes {weight.axes!r}{sizes} and has the shape {[*shape]}",
+                "declare one axis per dimension",
+            )
+        return dict(zip(weight.names, weight.sizes or shape, strict=True))
+
+    @pieces_of_whole.default
+    def _pieces_of_whole(self) -> tuple[Piece, ...]:
+        return self._pieces(0, 1)
 
     @property
     def full_name(self) -> str:
@@ -96,6 +119,11 @@ class Binding:
         """The declared dtype. A tensor in the dtype of computation may have any dtype that rounds to it."""
         return self.weight.dtype or self.tensor.dtype
 
+    @property
+    def sources(self) -> list[str]:
+        """The names of its checkpoint tensors."""
+        return [source_name(self.path, each) for each in self.weight.sources]
+
     def pieces(self, rank: int = 0, ranks: int = 1) -> tuple[Piece, ...]:
         """Return the pieces that one of several ranks reads.
 
@@ -106,20 +134,17 @@ class Binding:
                 the parts keep their order.
 
         Raises:
-            ModelError: the declaration does not fit the tensor.
-            ConfigError: the ranks cannot share the tensor equally.
+            ConfigError: the ranks cannot share the tensor equally, or a cut between them is inside a group.
         """
-        weight, axes = self.weight, tuple(self.weight.axes.split())
+        whole = ranks == 1 or self.weight.shard is None
+        return self.pieces_of_whole if whole else self._pieces(rank, ranks)
+
+    def _pieces(self, rank: int, ranks: int) -> tuple[Piece, ...]:
+        weight, sizes = self.weight, self.sizes
         if not weight.sources:  # A quantization scheme computes it.
             return ()
-        if len(axes) != self.tensor.dim():
-            raise ModelError(
-                f"{self.full_name} is declared with the axes {weight.axes!r} and has the shape {[*self.tensor.shape]}",
-                "declare one axis per dimension",
-            )
-        sizes = dict(zip(axes, self.tensor.shape, strict=True))
         try:
-            regions = list(weight.assemble.regions({axis: (0, size) for axis, size in sizes.items()}, axes))
+            regions = list(weight.assemble.regions({axis: (0, size) for axis, size in sizes.items()}, weight.names))
         except ModelError as error:
             raise ModelError(f"{self.full_name}: {error.problem}", error.remedy) from None
         if len(regions) != len(weight.sources):
@@ -127,19 +152,20 @@ class Binding:
                 f"{self.full_name} is assembled from {len(regions)} tensors, but has {len(weight.sources)} sources",
                 "declare one source per tensor, in order",
             )
-        kept = self._kept(sizes, rank, ranks)
+        self._check_groups(regions, ranks)
+        kept = self._kept(rank, ranks)
         return tuple(
             piece
-            for source, region in zip(weight.sources, regions, strict=True)
-            for piece in _pieces(source_name(self.path, source), region, axes, weight.shard, kept)
+            for source, region in zip(self.sources, regions, strict=True)
+            for piece in _pieces(source, region, weight, kept)
         )
 
-    def _kept(self, sizes: Mapping[str, int], rank: int, ranks: int) -> list[tuple[Interval, int]]:
+    def _kept(self, rank: int, ranks: int) -> list[tuple[Interval, int]]:
         """Return the intervals of the axis ``shard`` that a rank keeps, with their positions in the rank's tensor."""
         axis, kept, start, place = self.weight.shard, list[tuple[Interval, int]](), 0, 0
         if axis is None:
             return kept
-        for cut in self.weight.assemble.cuts(axis, sizes[axis]):
+        for cut in self.weight.assemble.cuts(axis, self.sizes[axis]):
             try:
                 size, (first, last) = self.weight.share.size(cut, ranks), self.weight.share.interval(cut, rank, ranks)
             except ConfigError as error:
@@ -148,10 +174,27 @@ class Binding:
             start, place = start + cut, place + size
         return kept
 
-    def set(self, tensor: Tensor) -> None:
-        """Make ``tensor`` the layer's, as a parameter if the built one is."""
-        is_parameter = self.name in dict(self.module.named_parameters(recurse=False))
-        setattr(self.module, self.name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    def _check_groups(self, regions: Iterable[Region], ranks: int) -> None:
+        """Raise ConfigError unless in each rank's tensor, element ``i`` of an axis belongs to group ``i // size``."""
+        for axis in (each for each in self.weight.names if self.weight.unit(each) > 1):
+            unit = self.weight.unit(axis)
+            starts = [region.target[axis][0] for region in regions]
+            starts += [region.starts[region.axes.index(axis)] for region in regions if axis in region.axes]
+            if inside := [each for each in starts if each % unit]:
+                raise ConfigError(
+                    f"{self.full_name}: a part starts at element {inside[0]} of {axis}, inside a group of {unit}",
+                    "quantize the layer with groups that divide each of the parts that are merged",
+                )
+            for rank in range(ranks) if axis == self.weight.shard else ():
+                for (first, last), place in self._kept(rank, ranks):
+                    alone = axis in self.weight.group_sizes and first // unit == (last - 1) // unit
+                    if first < last and (place % unit or (first % unit and not alone)):
+                        raise ConfigError(
+                            f"{self.full_name}: a cut between {ranks} ranks at element {first} of {axis} is inside a "
+                            f"group of {unit}",
+                            "set --tensor-parallel, or parallel.tensor, so that each rank's part of the axis is a "
+                            f"multiple of {unit}",
+                        )
 
     def ranks(self, mesh: Mesh) -> Group:
         """Return the ranks of a mesh that share the tensor. A layer that does not know of ranks has the whole one."""
@@ -168,12 +211,18 @@ class Binding:
         Raises:
             ConfigError: the ranks cannot share the tensor.
         """
-        weight, shape = self.weight, list(self.tensor.shape)
-        if weight.shard is None or ranks == 1:
-            return self.tensor.shape
-        dim = weight.axes.split().index(weight.shard)
-        shape[dim] = sum(weight.share.size(cut, ranks) for cut in weight.assemble.cuts(weight.shard, shape[dim]))
-        return torch.Size(shape)
+        weight, sizes = self.weight, dict(self.sizes)
+        if weight.shard is not None and ranks > 1:
+            cuts = weight.assemble.cuts(weight.shard, sizes[weight.shard])
+            sizes[weight.shard] = sum(weight.share.size(cut, ranks) for cut in cuts)
+        return torch.Size(weight.shape(tuple(sizes.values())))
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Make ``tensor`` the one of this name of a layer, as a parameter if the former one is."""
+    if tensor is not None and name in dict(module.named_parameters(recurse=False)):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    setattr(module, name, tensor)
 
 
 def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, mesh: Mesh) -> int:
@@ -187,22 +236,22 @@ def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, mesh: Mesh
     return sum(each.rank_shape(mesh).numel() * each.dtype(computing).itemsize for each in bindings)
 
 
-def bindings_of(model: nn.Module) -> list[Binding]:
+def bindings_of(model: nn.Module, stored: Mapping[str, Mapping[str, Weight]] = MappingProxyType({})) -> list[Binding]:
     """Return the bindings of all tensors that a checkpoint or a scheme fills, in the model's order.
+
+    Args:
+        model: without values.
+        stored: the tensors to read for quantized layers in place of their own, by path.
 
     Raises:
         ModelError: a declaration is invalid, or does not fit its layer.
     """
     found = []
     for path, module in model.named_modules():
-        declared = _declared(path, module)
         sizes: dict[str, int] = {}
-        named: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        named |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in declared}
-        for name, tensor in named.items():
-            binding = Binding(path, module, name, declared.get(name) or default_weight(name, tensor.shape), tensor)
-            binding.pieces()  # Validates the declaration before anything is read.
-            for axis, size in zip(binding.weight.axes.split(), tensor.shape, strict=True):
+        for name, weight, tensor in _tensors(path, module, stored.get(path)):
+            binding = Binding(path, module, name, weight, tensor)
+            for axis, size in binding.sizes.items():
                 if sizes.setdefault(axis, size) != size:
                     raise ModelError(
                         f"the axis {axis} of {binding.full_name} has {size} elements, but {sizes[axis]} elsewhere in "
@@ -211,6 +260,38 @@ def bindings_of(model: nn.Module) -> list[Binding]:
                     )
             found.append(binding)
     return found
+
+
+def sources_of(model: nn.Module) -> set[str]:
+    """Return the names of the checkpoint tensors that a model reads.
+
+    Raises:
+        ModelError: a declaration is invalid.
+    """
+    return {
+        source_name(path, source)
+        for path, module in model.named_modules()
+        for _, weight, _ in _tensors(path, module)
+        for source in weight.sources
+    }
+
+
+def _tensors(
+    path: str, module: nn.Module, stored: Mapping[str, Weight] | None = None
+) -> Iterator[tuple[str, Weight, Tensor]]:
+    """Yield the names, declarations and tensors of a layer, or those that are stored in place of its own."""
+    declared = _declared(path, module)
+    held: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+    held |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name in declared}
+    if stored is None:
+        for name, tensor in held.items():
+            yield name, declared.get(name) or default_weight(name, tensor.shape), tensor
+        return
+    for name, weight in stored.items():
+        if weight.sizes is None:
+            yield name, weight, held[name]
+        else:
+            yield name, weight, torch.empty(weight.shape(weight.sizes), dtype=weight.dtype, device="meta")
 
 
 def _declared(path: str, module: nn.Module) -> Mapping[str, Weight]:
@@ -240,9 +321,8 @@ def _check_consumer(what: str, consumer: Consumer) -> None:
         )
 
 
-def _pieces(
-    source: str, region: Region, axes: tuple[str, ...], shard: str | None, kept: list[tuple[Interval, int]]
-) -> Iterator[Piece]:
+def _pieces(source: str, region: Region, weight: Weight, kept: list[tuple[Interval, int]]) -> Iterator[Piece]:
+    axes, shard = weight.names, weight.shard
     order = tuple(region.axes.index(axis) if axis in region.axes else None for axis in axes)
     starts = dict(zip(region.axes, region.starts, strict=True))
     targets: list[tuple[Mapping[str, Interval], int]] = [(region.target, 0)]
@@ -252,10 +332,17 @@ def _pieces(
             first, last = max(start, region.target[shard][0]), min(stop, region.target[shard][1])
             if first < last or (start, stop) == region.target[shard]:  # The latter covers parts without elements.
                 targets.append(({**region.target, shard: (first, last)}, place - start))
+    shape = tuple(-(-size // weight.unit(axis)) for axis, size in zip(region.axes, region.shape, strict=True))
     for target, shift in targets:
         taken = []
         for axis in region.axes:
             begin = starts[axis] + target[axis][0] - region.target[axis][0]
-            taken.append((begin, begin + target[axis][1] - target[axis][0]))
+            taken.append(_elements(weight, axis, begin, begin + target[axis][1] - target[axis][0]))
         placed = {**target, shard: (target[shard][0] + shift, target[shard][1] + shift)} if shard else target
-        yield Piece(source, region.shape, tuple(taken), tuple(placed[axis] for axis in axes), order)
+        yield Piece(source, shape, tuple(taken), tuple(_elements(weight, axis, *placed[axis]) for axis in axes), order)
+
+
+def _elements(weight: Weight, axis: str, start: int, stop: int) -> Interval:
+    """Return the elements of a tensor that an interval of an axis belongs to."""
+    unit = weight.unit(axis)
+    return start // unit, -(-stop // unit)

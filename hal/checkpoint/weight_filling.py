@@ -1,124 +1,239 @@
-"""The tensors of a model's layers while they are filled, piece by piece, and prepared."""
+"""The tensors of a model's layers while they are assembled, piece by piece, then finished and prepared."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hal.checkpoint.weight_bindings import Binding, Piece
+from hal.checkpoint.quantized_layers import QuantizedLayer
+from hal.checkpoint.weight_bindings import Binding, Piece, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers
-from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
+from hal.errors import CheckpointError
 from hal.nn import WeightUse
+from hal.parallel.mesh import Mesh
+from hal.quantization.representation import Tensors
 
 log = logging.getLogger("hal.checkpoint")
 
 
 class Filling:
-    """A tensor of a layer that is filled piece by piece."""
+    """A tensor that is assembled piece by piece.
 
-    def __init__(self, binding: Binding, computing: torch.dtype, backend: Backend, tied: AbstractSet[str]) -> None:
-        # A layer that does not know of ranks computes with the whole weight.
-        ranks: Group = getattr(backend.mesh, binding.weight.group) if hasattr(binding.module, "split") else SOLO
-        self.pieces = binding.pieces(ranks.rank, ranks.size)
-        self.shape = binding.local_shape(ranks.size)
-        self.module = binding.module
-        self._binding = binding
-        self._zero = binding.weight.first_rank_only and ranks.rank > 0
-        self._computing, self._backend = computing, backend
-        self.dtype = binding.dtype(computing)
+    Args:
+        binding: the tensor.
+        computing: the dtype of computation.
+        mesh: the ranks. The tensor is this rank's part.
+        present: the names of the checkpoint's tensors.
+        on_device: whether it is assembled on the backend's device.
+    """
+
+    def __init__(
+        self, binding: Binding, computing: torch.dtype, mesh: Mesh, present: Collection[str], *, on_device: bool
+    ) -> None:
+        ranks = binding.ranks(mesh)
+        pieces, optional = binding.pieces(ranks.rank, ranks.size), binding.weight.optional
+        self.pieces = tuple(each for each in pieces if not optional or each.source in present)
+        self.name, self.consumer = binding.name, binding.weight.consumer
+        self.shape, self.dtype = binding.local_shape(ranks.size), binding.dtype(computing)
         self.nbytes = self.shape.numel() * self.dtype.itemsize
-        self._tied_use = binding.weight.tied_use if any(piece.source in tied for piece in self.pieces) else None
-        self._left = sum(piece.numel for piece in self.pieces)
-        self._tensor: Tensor | None = None
+        self.on_device, self.tensor = on_device, Tensor()
+        self._zeros = len(self.pieces) < len(pieces)
+        self._offset = binding.weight.offset
+        self._first_rank_only = binding.weight.first_rank_only and ranks.rank > 0
+        self._elements = self._left = sum(piece.numel for piece in self.pieces)
+        self._started = False
 
-    def put(self, piece: Piece, start: int, values: Tensor, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
-        """Copy rows of a piece. Return whether this completes the tensor and the backend changes its format."""
-        if self._tensor is None:
-            if self._binding.weight.consumer is None:
-                self._tensor = self._allocated()
-            else:
-                self._tensor = buffers[self.dtype].take(self.shape)
-        return self._copy(piece, start, values) and self._keep(buffers)
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces have been copied."""
+        return self._started and not self._left
 
-    def _allocated(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self._backend.device.torch)
+    @property
+    def prepared(self) -> bool:
+        """Whether the backend may convert it to another format."""
+        return self.on_device and self.consumer is not None
 
-    def _copy(self, piece: Piece, start: int, values: Tensor) -> bool:
-        """Copy rows of a piece into memory that is allocated. Return whether this completes the tensor."""
-        assert self._tensor is not None
-        piece.put(self._tensor, start, values)
+    def put(self, piece: Piece, start: int, values: Tensor, allocate: Callable[[Filling], Tensor]) -> None:
+        """Copy rows of a piece. The first call allocates the tensor."""
+        if not self._started:
+            self.tensor, self._started, self._left = allocate(self), True, self._elements
+            if self._zeros:
+                self.tensor.zero_()
+        piece.put(self.tensor, start, values.reshape(values.shape[: len(piece.taken)]))
         self._left -= values.numel()
-        if self._left:
-            return False
-        if offset := self._binding.weight.offset:
-            self._tensor += offset
-        if self._zero:
-            self._tensor.zero_()
-        return True
+        if not self._left and self._offset:
+            self.tensor += self._offset
+        if not self._left and self._first_rank_only:
+            self.tensor.zero_()
 
-    def _keep(self, buffers: Mapping[torch.dtype, WeightBuffers]) -> bool:
-        """Make the tensor the layer's. Return whether the backend changes its format."""
-        weight, self._tensor = self._tensor, None
-        assert weight is not None
-        consumer = self._binding.weight.consumer
-        if consumer is None:
-            self._binding.set(weight)
-            return self._prepare_tied()
-        use = WeightUse(consumer.operation, consumer.argument, self._computing)
-        prepared = self._backend.prepare_weight(weight, use)
-        self._binding.set(buffers[self.dtype].replace(weight, prepared))
-        return self._prepare_tied() or prepared is not weight
+    def release(self) -> None:
+        """Forget the tensor."""
+        self.tensor, self._started = Tensor(), False
 
-    def _prepare_tied(self) -> bool:
+
+class LayerFilling:
+    """What a layer gets at once: one tensor, or all those of a quantized layer.
+
+    Args:
+        bindings: the tensors to read.
+        computing: the dtype of computation.
+        mesh: the ranks.
+        present: the names of the checkpoint's tensors.
+        tied: the sources of tied tensors.
+        quantized: the quantized layer, or None.
+
+    Attributes:
+        fillings: the tensors to read, the largest last, so that the layer is complete soon after it is allocated.
+        sources: the names of their checkpoint tensors.
+        bindings: the declarations.
+        quantized: the quantized layer, or None.
+    """
+
+    def __init__(
+        self,
+        bindings: Sequence[Binding],
+        computing: torch.dtype,
+        mesh: Mesh,
+        present: Collection[str],
+        tied: Collection[str],
+        quantized: QuantizedLayer | None = None,
+    ) -> None:
+        self.module, self.path, self.bindings = bindings[0].module, bindings[0].path, tuple(bindings)
+        self._declared = {each.name: each.weight for each in bindings} if quantized is None else quantized.declared
+        made = [
+            # A scheme computes with other tensors on the CPU.
+            Filling(each, computing, mesh, present, on_device=each.name in self._declared)
+            for each in bindings
+        ]
+        self.fillings = sorted((each for each in made if each.pieces), key=lambda each: each.nbytes)
+        self.sources = frozenset(piece.source for each in self.fillings for piece in each.pieces)
+        self._computing, self._mesh, self.quantized = computing, mesh, quantized
+        self._tied_use = None if self.sources.isdisjoint(tied) else bindings[0].weight.tied_use
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tensors are assembled."""
+        return all(each.complete for each in self.fillings)
+
+    def load(self, backend: Backend, buffers: WeightBuffers) -> bool:
+        """Make the complete tensors the layer's. Return whether the backend changes the format of any."""
+        changed = False
+        for name, value in self._finished().items():
+            if value is not None:
+                moved, use = value.to(backend.device.torch), self._use(name)
+                prepared = moved if use is None else backend.prepare_weight(moved, use)
+                changed |= prepared is not moved
+                value = buffers.kept(prepared)
+            set_tensor(self.module, name, value)
+        for each in self.fillings:
+            buffers.give_back(each.tensor)
+        self.release()
+        return self._prepare_tied(backend) or changed
+
+    def put(self, name: str, values: Tensor, backend: Backend) -> None:
+        """Copy what new values of a checkpoint tensor give the layer: into its own memory, or to be finished first."""
+
+        def allocate(filling: Filling) -> Tensor:
+            if self.quantized is None and not filling.prepared:
+                held: Tensor = getattr(self.module, filling.name)
+                return held
+            device = backend.device.torch if filling.on_device else "cpu"
+            return torch.empty(filling.shape, dtype=filling.dtype, device=device)
+
+        for filling in self.fillings:
+            for piece in filling.pieces:
+                if piece.source == name:
+                    filling.put(piece, 0, values[tuple(slice(*each) for each in piece.taken)], allocate)
+
+    def finish(self) -> Tensors:
+        """Return the layer's new tensors, and forget what was put.
+
+        Raises:
+            CheckpointError: a number is invalid, or the layer has a tensor more or less than it was loaded with.
+        """
+        try:
+            finished = self._finished()
+        finally:
+            self.release()
+        for name, value in finished.items():
+            if (value is None) != (getattr(self.module, name) is None):
+                new, old = ("none", "one") if value is None else ("one", "none")
+                raise CheckpointError(
+                    f"the new tensors give {self.path} {new} in place of its {name}, and it was loaded with {old}",
+                    "load the new weights with hal.load_model, for another runner",
+                )
+        return finished
+
+    def release(self) -> None:
+        """Forget what was put."""
+        for filling in self.fillings:
+            filling.release()
+
+    def replace(self, backend: Backend) -> None:
+        """Write the complete tensors into the layer's memory."""
+        for name, value in self.finish().items():
+            held, use = getattr(self.module, name), self._use(name)
+            if value is None or value is held:
+                continue
+            moved = value.to(backend.device.torch)
+            if use is None:
+                held.copy_(moved)
+            else:
+                backend.replace_weight(held, moved, use)
+        tied = self._tied_use
+        if tied is not None and (prepared := getattr(self.module, tied.attribute)) is not None:
+            use = WeightUse(tied.consumer.operation, tied.consumer.argument, self._computing, shared=True)
+            backend.replace_weight(prepared, getattr(self.module, self.fillings[0].name), use)
+
+    def _finished(self) -> Tensors:
+        tensors = {each.name: each.tensor for each in self.fillings}
+        return tensors if self.quantized is None else self.quantized.finish(tensors, self._mesh)
+
+    def _use(self, name: str) -> WeightUse | None:
+        consumer = self._declared[name].consumer
+        return None if consumer is None else WeightUse(consumer.operation, consumer.argument, self._computing)
+
+    def _prepare_tied(self, backend: Backend) -> bool:
         """Prepare a tied weight for its second use, as a copy. Return whether the backend changed its format."""
-        binding, use = self._binding, self._tied_use
+        use = self._tied_use
         if use is None:
             return False
-        tensor = getattr(binding.module, binding.name).data
+        tensor = getattr(self.module, self.fillings[0].name).data
         told = WeightUse(use.consumer.operation, use.consumer.argument, self._computing, shared=True)
-        prepared = self._backend.prepare_weight(tensor, told)
+        prepared = backend.prepare_weight(tensor, told)
         if prepared is tensor:
             return False
-        setattr(binding.module, use.attribute, prepared)
+        setattr(self.module, use.attribute, prepared)
         log.info(
             "%s is held twice, as it is and prepared for %s: %d MiB more",
-            binding.full_name,
+            self.bindings[0].full_name,
             use.consumer.operation,
             prepared.numel() * prepared.element_size() >> 20,
         )
         return True
 
 
-class Refilling(Filling):
-    """A tensor of a layer that is filled again, in the memory that it has."""
+def layer_fillings(
+    bindings: Sequence[Binding],
+    quantized: Mapping[str, QuantizedLayer],
+    computing: torch.dtype,
+    mesh: Mesh,
+    present: Collection[str],
+    tied: Collection[str],
+) -> list[LayerFilling]:
+    """Return what is filled at once, in the model's order; for the arguments, see :class:`LayerFilling`.
 
-    def put_again(self, piece: Piece, values: Tensor) -> None:
-        """Copy a piece. The last one completes the tensor, and writes it into the layer's."""
-        binding, consumer = self._binding, self._binding.weight.consumer
-        held = getattr(binding.module, binding.name)
-        if self._tensor is None:
-            self._tensor = held if consumer is None else self._allocated()
-        if not self._copy(piece, 0, values):
-            return
-        weight, self._tensor = self._tensor, None
-        if consumer is not None:
-            self._backend.replace_weight(
-                held, weight, WeightUse(consumer.operation, consumer.argument, self._computing)
-            )
-        tied = self._tied_use
-        if tied is not None and (prepared := getattr(binding.module, tied.attribute)) is not None:
-            use = WeightUse(tied.consumer.operation, tied.consumer.argument, self._computing, shared=True)
-            self._backend.replace_weight(prepared, held, use)
-
-
-def weight_buffers(filling: Sequence[Filling], backend: Backend, most: int) -> Mapping[torch.dtype, WeightBuffers]:
-    """Return the buffers for weights of each dtype, of at most ``most`` bytes."""
-    sizes: dict[torch.dtype, list[int]] = {}
-    for each in filling:
-        sizes.setdefault(each.dtype, []).append(each.shape.numel())
-    return {dtype: WeightBuffers(dtype, backend, found, most) for dtype, found in sizes.items()}
+    Args:
+        quantized: the quantized layers by path.
+    """
+    together: dict[object, list[Binding]] = {}
+    for each in bindings:
+        if each.weight.sources:
+            together.setdefault(each.path if each.path in quantized else each, []).append(each)
+    return [
+        LayerFilling(each, computing, mesh, present, tied, quantized.get(each[0].path)) for each in together.values()
+    ]

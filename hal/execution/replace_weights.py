@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from hal.checkpoint.weight_replacement import replace_tensors
 from hal.execution.runner import Runner
 
 
-def replace_weights(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
+def replace_weights(runner: Runner, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
     """Write new values into the weights of a runner's model, in place.
 
-    Captured graphs, compiled code and other runners of the model use them in the next step. All tensors are checked
-    first: an error leaves the model unchanged. Cached prefixes are dropped. Keys and values of running sequences stay
-    as the former weights computed them.
+    Captured graphs, compiled code and other runners of the model use them in the next step. All tensors of a mapping
+    are checked first: an error leaves the model unchanged. Cached prefixes are dropped. Keys and values of running
+    sequences stay as the former weights computed them.
 
     No runner of the model may run a step meanwhile. If ranks share the model, each passes the same whole tensors, and
     keeps its part.
@@ -25,7 +25,9 @@ def replace_weights(runner: Runner, tensors: Mapping[str, Tensor]) -> None:
         runner: its model was loaded with :func:`hal.load_model`.
         tensors: whole tensors by their names in the checkpoint, on any device, in a dtype that the checkpoint could
             have. Tensors that are merged into one, such as the query, key and value projections of a layer, are passed
-            together, and so are all tensors of a quantized layer. Other tensors may be left out.
+            together, and so are all tensors of a quantized layer. Other tensors may be left out. An iterable of names
+            and tensors is read once, and each tensor is copied before the next is taken: an error leaves the model
+            partly replaced.
 
     Raises:
         CheckpointError: a name is unknown, a shape or dtype does not fit, or a part of a merged tensor is missing.

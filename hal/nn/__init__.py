@@ -30,7 +30,6 @@ from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM
 from hal.nn.norm import LayerNorm, RMSNorm
-from hal.nn.quantized_experts import QuantizedGroupedLinear
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rotary import RopeParameters, RotaryEmbedding
 from hal.nn.self_attention import SelfAttention
@@ -70,7 +69,6 @@ __all__ = [
     "Merged",
     "MergedLinear",
     "Projection",
-    "QuantizedGroupedLinear",
     "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,16 @@ from hal.config.settings import ExpertsMode
 from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
-from hal.nn.linear import IN, OUT, Linear
+from hal.nn.linear import EXPERTS, IN, OUT, Linear, Projection
 from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
-from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Stacked
 from hal.nn.weights.weight import Consumer, Weight
 from hal.parallel.mesh import Mesh
 
-EXPERTS = "num_experts"
 MAX_EXPERTS = 1 << 16
 """Each expert's tensors have names, which a damaged config must not multiply without limit."""
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(Projection):
     """:func:`hal.ops.grouped_linear`: one projection per expert, without bias.
 
     In the checkpoint, an expert is a module beside this layer, which has a number and the parts:
@@ -46,20 +44,16 @@ class GroupedLinear(nn.Module):
     def __init__(
         self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = None
     ) -> None:
-        super().__init__()
-        self.num_experts, self.parts, self.shard = num_experts, dict(parts), shard
+        out_features = sum(parts.values())
+        super().__init__(in_features, out_features, parts=parts, shard=shard, num_experts=num_experts)
         self.fused: str | None = None
-        weight = torch.empty(num_experts, sum(parts.values()), in_features)
+        weight = torch.empty(num_experts, out_features, in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def split(self, tensor: Group) -> None:
-        """Compute this rank's part of every expert from now on; :class:`~hal.nn.Experts` adds the ranks' results."""
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
-        consumer = Consumer("grouped_linear", "weight")
-        return {"weight": grouped_weight(self.num_experts, self.parts, self.shard, consumer, self.fused)}
+        return {"weight": self.declare("weight", consumer=Consumer("grouped_linear", "weight"), fused=self.fused)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
@@ -72,28 +66,6 @@ class GroupedLinear(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
-
-
-def grouped_weight(
-    num_experts: int, parts: Mapping[str, int], shard: str | None, consumer: Consumer, fused: str | None = None
-) -> Weight:
-    """Return the declaration of a grouped projection's weight ``[num_experts, out_features, in_features]``.
-
-    Args:
-        num_experts: as in :class:`GroupedLinear`.
-        parts: as in :class:`GroupedLinear`.
-        shard: as in :class:`GroupedLinear`.
-        consumer: the operation that uses the weight.
-        fused: as in :class:`GroupedLinear`.
-    """
-    merged: Assembly
-    if fused is not None:
-        sources, merged = [f".{fused}"], Merged(OUT, tuple(parts.values()))
-    else:
-        sources = [f".{expert}.{part}.weight" for expert in range(num_experts) for part in parts]
-        merged = Stacked(Concatenated(OUT, tuple(parts.values())))
-    group: Literal["tensor", "expert"] = "expert" if shard == EXPERTS else "tensor"
-    return Weight(tuple(sources), f"{EXPERTS} {OUT} {IN}", shard, merged, consumer, group=group)
 
 
 class Gate(Linear):
@@ -191,10 +163,9 @@ def _check_exchanges(layer: Experts) -> None:
 
 def _check_shared(projection: nn.Module) -> None:
     """Raise ConfigError unless a projection declares that ranks share its experts."""
-    if not isinstance(projection, GroupedLinear):
-        return  # A quantization scheme's layer, which the loader checks.
-    weight = projection.weights.get("weight")
-    if weight is None or weight.group != "expert":
+    declared: Mapping[str, Weight] = getattr(projection, "weights", {})
+    stacked = [each.group for each in declared.values() if EXPERTS in each.names]
+    if not stacked or "tensor" in stacked:
         raise ConfigError(
             f"ranks cannot share the experts of {type(projection).__name__}, which does not declare its weight to be "
             "shared by experts",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
+from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Stacked, Whole
 from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Consumer, Weight
 
 OUT, IN = "out_features", "in_features"
+EXPERTS, PARTS = "num_experts", "parts"
 
 
 class Projection(nn.Module):
-    """The base of projections: how ranks split one, and how they join its results.
+    """The base of projections: the declarations of their tensors, and how ranks split one and join its results.
 
     Ranks that split ``in_features`` take a part of the input each, and add their results. Ranks that split
     ``out_features`` compute a part of the output each, which stays split unless ``gather``.
@@ -26,10 +28,13 @@ class Projection(nn.Module):
     Attributes:
         in_features: features of the whole input.
         out_features: features of the whole output.
-        parts: the out_features of each part of a :class:`MergedLinear`, by name; empty for another layer.
-        shard: the axis along which ranks may split the weight, ``out_features`` or ``in_features``, or None.
+        parts: the out_features of each part of a :class:`MergedLinear` or of an expert, by name; empty for another
+            layer.
+        shard: the axis along which ranks may split the weight, ``out_features`` or ``in_features``, or None; or
+            ``num_experts``.
         share: how ranks share each part along that axis.
         gather: whether ranks that split ``out_features`` exchange their parts, so that each has the whole output.
+        num_experts: the number of experts, each of which has such a projection; None for a single projection.
         sizes: the out_features of each part on this rank; of the whole layer if it has no parts.
         group: the name of the group that joins the results; None if they need not be joined.
     """
@@ -43,13 +48,66 @@ class Projection(nn.Module):
         *,
         parts: Mapping[str, int],
         shard: str | None,
-        share: Share,
-        gather: bool,
+        share: Share = EQUALLY,
+        gather: bool = False,
+        num_experts: int | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.parts = in_features, out_features, dict(parts)
-        self.shard, self.share, self.gather = shard, share, gather
+        self.shard, self.share, self.gather, self.num_experts = shard, share, gather, num_experts
         self.sizes = tuple(self.parts.values()) or (out_features,)
+
+    def declare(
+        self,
+        name: str | None,
+        axes: str = f"{OUT} {IN}",
+        *,
+        fused: str | None = None,
+        added: bool = False,
+        every_rank: bool = False,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+        **options: Any,
+    ) -> Weight:
+        """Return the declaration of one of the layer's tensors, merged from those of its parts and of its experts.
+
+        A tensor without the axis ``out_features``, such as the scale of the input, is stacked along a first axis
+        ``parts``. Those of experts are stacked along ``num_experts``.
+
+        Args:
+            name: the tensor's name in each checkpoint layer; None for a tensor that the quantization scheme computes,
+                which has an element for each part only where ``axes`` has ``out_features``.
+            axes: the dimensions that a part's tensor has in the checkpoint.
+            fused: the name of one checkpoint tensor beside this layer that has all parts of all experts.
+            added: whether it is added to the output, such as a bias. Of ranks that add results, the first has it.
+            every_rank: whether each rank has the whole tensor.
+            sizes: the sizes of axes other than ``out_features`` and ``in_features``.
+            options: further attributes of :class:`Weight`.
+        """
+        names, known = axes.split(), {OUT: self.out_features, IN: self.in_features, **sizes}
+        by_row = OUT in names
+        merged: Assembly = Whole()
+        prefixes = [f".{part}." for part in self.parts] or [""]
+        if by_row and self.parts:
+            merged = Concatenated(OUT, tuple(self.parts.values()))
+        elif not by_row and name is not None:
+            merged, names, known[PARTS] = Stacked(), [PARTS, *names], len(prefixes)
+        if self.num_experts is not None and (by_row or name is not None):
+            merged, names, known[EXPERTS] = Stacked(merged), [EXPERTS, *names], self.num_experts
+            prefixes = [f".{expert}{each}" for expert in range(self.num_experts) for each in prefixes]
+        sources = tuple(f"{each}{name}" for each in prefixes) if name is not None else ()
+        if fused is not None:
+            sources, merged = (f".{fused}",), Merged(OUT, tuple(self.parts.values()))
+        return Weight(
+            sources,
+            " ".join(names),
+            self.shard if self.shard in names and not every_rank else None,
+            merged,
+            share=self.share,
+            first_rank_only=added and self.shard == IN,
+            group="expert" if self.shard == EXPERTS else "tensor",
+            sizes=tuple(known[each] for each in names),
+            **options,
+        )
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on. The loader fills the tensors accordingly.
@@ -62,7 +120,7 @@ class Projection(nn.Module):
         """
         if self.shard == OUT:
             self.sizes = tuple(self.share.size(size, tensor.size) for size in self.sizes)
-        if self.shard == IN or (self.shard == OUT and self.gather):
+        if self.num_experts is None and (self.shard == IN or (self.shard == OUT and self.gather)):
             self.group = tensor.name
 
     def join(self, output: Tensor) -> Tensor:
@@ -73,22 +131,6 @@ class Projection(nn.Module):
             return ops.all_reduce(output, self.group)
         gathered = ops.all_gather(output, self.group)
         return gathered if gathered.shape[-1] == self.out_features else gathered[..., : self.out_features]
-
-
-def projection_weight(layer: Projection, consumer: Consumer) -> Weight:
-    """Return the declaration of a projection's weight ``[out_features, in_features]``, merged from its parts if any."""
-    return Weight.merged(layer.parts, "weight", f"{OUT} {IN}", shard=layer.shard, consumer=consumer, share=layer.share)
-
-
-def row_weight(layer: Projection, name: str, consumer: Consumer | None = None) -> Weight:
-    """Return the declaration of a tensor with one element per row of a projection's weight, such as a bias.
-
-    Ranks that split ``in_features`` add their results, so that one of them adds the bias.
-    """
-    shard = layer.shard if layer.shard == OUT else None
-    return Weight.merged(
-        layer.parts, name, OUT, shard=shard, consumer=consumer, share=layer.share, first_rank_only=layer.shard == IN
-    )
 
 
 class Linear(Projection):
@@ -123,7 +165,10 @@ class Linear(Projection):
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
-        return {"weight": projection_weight(self, Consumer("linear", "weight")), "bias": row_weight(self, "bias")}
+        return {
+            "weight": self.declare("weight", consumer=Consumer("linear", "weight")),
+            "bias": self.declare("bias", OUT, added=True),
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of this rank if the layer is split."""

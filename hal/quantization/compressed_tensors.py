@@ -5,17 +5,18 @@ Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.description import Quantization, Writer
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.format_registry import supported
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern
 from hal.quantization.scheme import Scheme
-from hal.quantization.scheme_registry import schemes, supported
 
 _WHERE = "quantization_config in config.json"
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -27,21 +28,26 @@ _UNSET = ("group_size", "block_structure", "actorder")
 """Keys of weights and activations that must be absent or null; a group_size of -1 also means none."""
 _DENSE = "dense"
 """The format of a sparsity_config whose weights are stored whole; its other keys are statistics."""
+ZERO_POINT = "weight_zero_point"
+"""The tensor of the zero points of a weight."""
 
 
 @attrs.frozen
-class Group:
+class ConfigGroup:
     """The representation of a scheme as a group of ``config_groups``.
 
     Attributes:
         weights: required keys and values of ``weights``.
         input_activations: the same for ``input_activations``; None if the group must not have any.
         format: the ``format`` of the group, or else of the whole section.
+        settings: keys of ``weights`` with any value, which the scheme gets: see :meth:`Scheme.configured
+            <hal.quantization.scheme.Scheme.configured>`.
     """
 
     weights: Mapping[str, Any]
     input_activations: Mapping[str, Any] | None
     format: str = "int-quantized"
+    settings: frozenset[str] = frozenset()
 
     def has_parts_of(self, group: Mapping[str, Any]) -> bool:
         """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
@@ -59,7 +65,7 @@ class Group:
             elif not isinstance(found, dict):
                 yield f"{_WHERE} has no {part} of {name}"
             else:
-                yield from _differences(found, wanted, f"{part} of {name}")
+                yield from _differences(found, wanted, self.settings, f"{part} of {name}")
 
     def written(self) -> dict[str, Any]:
         """Return the group as JSON."""
@@ -73,7 +79,7 @@ class Group:
 
 
 @attrs.frozen
-class Matcher:
+class LayerTargets:
     """Layers selected by exact name, by ``re:`` and a regular expression matched from the start, or by ``Linear``."""
 
     names: frozenset[str]
@@ -81,7 +87,7 @@ class Matcher:
     every: bool
 
     @classmethod
-    def of(cls, entries: object, where: str) -> Matcher:
+    def of(cls, entries: object, where: str) -> LayerTargets:
         """Read a list of names and patterns.
 
         Raises:
@@ -104,7 +110,7 @@ class Matcher:
         return layer in self.names or any(pattern.match(layer) for pattern in self.patterns)
 
 
-class CompressedTensors(Quantization):
+class CompressedTensorsQuantization(Quantization):
     """Quantization by ``quantization_config``.
 
     Args:
@@ -112,34 +118,9 @@ class CompressedTensors(Quantization):
         ignore: the layers that are not quantized.
     """
 
-    format = COMPRESSED_TENSORS
-
-    def __init__(self, groups: Sequence[tuple[Scheme, Matcher]], ignore: Matcher) -> None:
+    def __init__(self, groups: Sequence[tuple[Scheme, LayerTargets]], ignore: LayerTargets) -> None:
         self._groups = tuple(groups)
         self._ignore = ignore
-
-    @classmethod
-    def read(cls, section: Mapping[str, Any]) -> CompressedTensors:
-        """Read ``quantization_config``.
-
-        Raises:
-            ConfigError: hal does not support a setting.
-            CheckpointError: the section is damaged.
-        """
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            value = section.get(key)
-            dense = key == "sparsity_config" and isinstance(value, dict) and value.get("format") == _DENSE
-            if not (dense or _is_empty(value)):
-                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not support", supported())
-        groups = section.get("config_groups")
-        if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
-            raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
-        each_format = section.get("format")
-        read = [
-            (_scheme(group, name, each_format), Matcher.of(group.get("targets"), "targets"))
-            for name, group in groups.items()
-        ]
-        return cls(read, Matcher.of(section.get("ignore") or [], "ignore"))
 
     def scheme(self, layer: str) -> Scheme | None:
         if self._ignore.every or self._ignore.names_layer(layer):
@@ -149,51 +130,69 @@ class CompressedTensors(Quantization):
         return next(iter([*named, *of_all]), None)
 
 
-class CompressedTensorsWriter(Writer):
-    """Writes the format that :class:`CompressedTensors` reads."""
+class CompressedTensors(CheckpointFormat):
+    """The format compressed-tensors. Schemes describe themselves by a :class:`ConfigGroup`."""
+
+    name = COMPRESSED_TENSORS
+
+    def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
+        if section is None or section.content.get("quant_method") != self.name:
+            return None
+        content = section.content
+        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+            value = content.get(key)
+            dense = key == "sparsity_config" and isinstance(value, dict) and value.get("format") == _DENSE
+            if not (dense or _is_empty(value)):
+                raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not support", supported())
+        groups = content.get("config_groups")
+        if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
+            raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
+        read = [
+            (self._scheme(group, name, content.get("format")), LayerTargets.of(group.get("targets"), "targets"))
+            for name, group in groups.items()
+        ]
+        return CompressedTensorsQuantization(read, LayerTargets.of(content.get("ignore") or [], "ignore"))
 
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        spelling: Group = scheme.spellings[COMPRESSED_TENSORS]
+        group: ConfigGroup = self.known()[scheme.name][1].description
         section = {
-            "quant_method": COMPRESSED_TENSORS,
-            "format": spelling.format,
+            "quant_method": self.name,
+            "format": group.format,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {**spelling.written(), "output_activations": None}},
+            "config_groups": {"group_0": {**group.written(), "output_activations": None}},
             "ignore": sorted(kept),
             "kv_cache_scheme": None,
         }
         return {"config.json": {**config, "quantization_config": section}}
 
-
-def _scheme(group: Mapping[str, Any], name: str, format: Any) -> Scheme:
-    """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
-    if group.get("output_activations"):
-        raise ConfigError(f"{_WHERE} quantizes output_activations in {name}, which hal does not support", supported())
-    spelled = [each for each in schemes().values() if COMPRESSED_TENSORS in each.spellings]
-    problems = {
-        scheme.name: list(scheme.spellings[COMPRESSED_TENSORS].problems(group, name, group.get("format") or format))
-        for scheme in spelled
-    }
-
-    def distance(scheme: Scheme) -> tuple[bool, int]:
-        return not scheme.spellings[COMPRESSED_TENSORS].has_parts_of(group), len(problems[scheme.name])
-
-    nearest = min(spelled, key=distance)
-    if problems[nearest.name]:
-        raise ConfigError(problems[nearest.name][0], supported())
-    return nearest
+    def _scheme(self, group: Mapping[str, Any], name: str, format: Any) -> Scheme:
+        """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
+        if group.get("output_activations"):
+            problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
+            raise ConfigError(problem, supported())
+        found = []
+        for scheme, representation in self.known().values():
+            wanted: ConfigGroup = representation.description
+            problems = list(wanted.problems(group, name, group.get("format") or format))
+            found.append((not wanted.has_parts_of(group), len(problems), problems, scheme))
+        *_, problems, nearest = min(found, key=lambda each: each[:2])
+        if problems:
+            raise ConfigError(problems[0], supported())
+        return nearest.configured(group["weights"])
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> Iterator[str]:
+def _differences(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], settings: Collection[str], where: str
+) -> Iterator[str]:
     for key, value in wanted.items():
         has = found.get(key, _DEFAULTS.get(key))
         if has != value or type(has) is not type(value):
             yield f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}"
     for key in _UNSET:
         none = found.get(key) is None or (key == "group_size" and found[key] == -1)
-        if key not in wanted and not none:
+        if key not in wanted and key not in settings and not none:
             yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"
 
 

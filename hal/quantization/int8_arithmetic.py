@@ -1,9 +1,6 @@
-"""The arithmetic of int8 layers: quantization of weights, scales of activations, and merging of layers."""
+"""The arithmetic of int8 layers: quantization of weights, and scales of activations."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 import attrs
 import torch
@@ -21,42 +18,6 @@ class Activation:
 
     scale: float
     offset: int = 0
-
-
-@attrs.frozen(eq=False)
-class StaticLayer:
-    """A projection, or a part of a merged one, whose activations have a fixed scale.
-
-    ``y = (q @ weight.T + quant_bias) * deq_scale``, where ``q`` is the quantized input.
-
-    Attributes:
-        name: the layer's name in the checkpoint.
-        activation: the quantization of the input.
-        deq_scale: ``[rows]``, float32.
-        quant_bias: ``[rows]``, int64: the bias in units of deq_scale, minus ``offset * row_sums``.
-        row_sums: ``[rows]``, int64: the sums of the weight's rows.
-    """
-
-    name: str
-    activation: Activation
-    deq_scale: Tensor
-    quant_bias: Tensor
-    row_sums: Tensor
-
-
-@attrs.frozen(eq=False)
-class ScaledLayer:
-    """A projection, or a part of a merged one, whose activations have no scale in the checkpoint.
-
-    Attributes:
-        name: the layer's name in the checkpoint.
-        weight_scale: ``[rows]``, float32.
-        bias: ``[rows]``, float32, or None.
-    """
-
-    name: str
-    weight_scale: Tensor
-    bias: Tensor | None
 
 
 def quantize_weight(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,77 +54,20 @@ def activation_for(low: float, high: float, *, symmetric: bool, dtype: torch.dty
     return Activation(scale, 0 if symmetric else max(-128, min(127, round(-128 - low / scale))))
 
 
-def fold(name: str, activation: Activation, weight_scale: Tensor, row_sums: Tensor, bias: Tensor | None) -> StaticLayer:
-    """Return a layer from its scales and its bias, ``[rows]`` floating or None."""
-    deq_scale = weight_scale.float() * torch.tensor(activation.scale, dtype=torch.float32)
-    counts = torch.zeros_like(row_sums)
-    if bias is not None:
-        # A row of zero weights may have the scale 0; avoid the division if its bias is 0.
-        exact = torch.where(bias == 0, 0.0, bias.double() / deq_scale.double())
-        counts = _whole(name, exact)
-    return StaticLayer(name, activation, deq_scale, counts - activation.offset * row_sums, row_sums)
+def bias_counts(bias: Tensor, deq_scale: Tensor) -> Tensor:
+    """Return a bias in units of ``deq_scale``, float64 and not rounded."""
+    # A row of zero weights may have the scale 0; avoid the division if its bias is 0.
+    return torch.where(bias == 0, 0.0, bias.double() / deq_scale.double())
 
 
-def merge_static(parts: Sequence[StaticLayer]) -> StaticLayer:
-    """Merge layers with the same input: concatenate their rows, and use the largest input scale.
-
-    Raises:
-        CheckpointError: offsets differ, a number is not finite, or a bias does not fit into 32 bits.
-    """
-    if len({part.activation.offset for part in parts}) > 1:
-        found = ", ".join(f"{part.activation.offset} of {part.name}" for part in parts)
-        raise CheckpointError(
-            f"layers that are merged into one have different input offsets: {found}",
-            "quantize them together, with symmetric activations, whose offset is 0, or with w8a8_dynamic",
-        )
-    scale, offset = max(part.activation.scale for part in parts), parts[0].activation.offset
-    scales, biases = [], []
-    for part in parts:
-        deq_scale, bias = part.deq_scale, part.quant_bias
-        if part.activation.scale != scale:  # keep the weight scale, and convert the bias to the larger unit
-            ratio = part.activation.scale / scale
-            correction = offset * part.row_sums
-            deq_scale = (deq_scale.double() / ratio).float()
-            bias = _whole(part.name, (bias + correction).double() * ratio) - correction
-        if not bool(deq_scale.isfinite().all()) or bool((deq_scale < 0).any()):
-            raise CheckpointError(f"the scales of {part.name} are not all finite and positive", AGAIN)
-        if bool((bias.abs() > INT32_MAX).any()):
-            raise CheckpointError(f"the bias of {part.name} does not fit into 32 bits in units of its scale", AGAIN)
-        scales.append(deq_scale)
-        biases.append(bias)
-    sums = torch.cat([part.row_sums for part in parts])
-    return StaticLayer(parts[0].name, Activation(scale, offset), torch.cat(scales), torch.cat(biases), sums)
+def int8_row_sums(weight: Tensor) -> Tensor:
+    """Return the sums of int8 rows ``[..., columns]``, int64 on the CPU. Sums some rows at a time."""
+    rows = weight.flatten(0, -2)
+    count = max(1, (_SUMMED if weight.device.type == "cpu" else _SUMMED_ON_DEVICE) // max(1, rows.shape[1]))
+    sums = [part.sum(-1, dtype=torch.int64) for part in rows.split(count)]
+    return torch.cat(sums).cpu().view(weight.shape[:-1])
 
 
-def merge_scaled(parts: Sequence[ScaledLayer]) -> ScaledLayer:
-    """Merge layers with the same input by concatenating their rows.
-
-    Raises:
-        CheckpointError: a scale is not finite.
-    """
-    for part in parts:
-        if not bool(part.weight_scale.isfinite().all()) or bool((part.weight_scale < 0).any()):
-            raise CheckpointError(f"the scales of {part.name} are not all finite and positive", AGAIN)
-    biases = [part.bias for part in parts if part.bias is not None]
-    bias = torch.cat(biases) if biases else None  # the loader has checked that all parts have a bias or none has
-    return ScaledLayer(parts[0].name, torch.cat([part.weight_scale for part in parts]), bias)
-
-
-def input_activation(name: str, scale: Tensor, offset: Tensor | None) -> Activation:
-    """Return the quantization that a checkpoint's scale and offset tensors, of one element each, specify.
-
-    Raises:
-        CheckpointError: the scale is not positive and finite, or the offset is not an 8-bit integer.
-    """
-    found, shift = float(scale.double()), 0.0 if offset is None else float(offset.double())
-    if not (math.isfinite(found) and found > 0):
-        raise CheckpointError(f"the input scale of {name} is {found}, not positive and finite", AGAIN)
-    if not (-128 <= shift <= 127 and shift == int(shift)):
-        raise CheckpointError(f"the input offset of {name} is {shift}, not an integer from -128 to 127", AGAIN)
-    return Activation(found, int(shift))
-
-
-def _whole(name: str, values: Tensor) -> Tensor:
-    if not bool((values.abs() <= INT32_MAX).all()):  # also false for NaN
-        raise CheckpointError(f"the bias of {name} does not fit into 32 bits in units of its scale", AGAIN)
-    return values.round().to(torch.int64)
+_SUMMED = 1 << 15
+"""Elements per sum: torch widens them first, and large temporaries would fragment the heap."""
+_SUMMED_ON_DEVICE = 1 << 22

@@ -8,75 +8,84 @@ Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE'
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from hal.config.untrusted_files import read_json
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.description import Quantization, Writer
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.format_registry import supported
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.scheme import Scheme
-from hal.quantization.scheme_registry import schemes, supported
 
 FILE = "quant_model_description.json"
+PATTERN = "quant_model_description*.json"
 MODELSLIM = "modelslim"
+ZERO_POINT = "weight_offset"
+"""The tensor of the zero points of a weight."""
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
 """Keys for quantization of the cache and of attention, which hal does not support."""
 
 
-class ModelSlim(Quantization):
+class ModelSlimQuantization(Quantization):
     """Quantization by a type for every tensor.
 
     Args:
-        file: the description's file name, or its key in config.json, for errors.
-        types: the type of each tensor, by name.
+        section: the description, with the file's name or its key in config.json, for errors.
+        schemes: the schemes by type.
     """
 
-    format = MODELSLIM
-    PATTERN = "quant_model_description*.json"
-
-    def __init__(self, file: str, types: Mapping[str, Any]) -> None:
-        self._file = file
-        self._types = types
-
-    @staticmethod
-    def describes(section: Mapping[str, Any]) -> bool:
-        """Return whether a ``quantization_config`` is a description: it has types of weights."""
-        return any(name.endswith(".weight") for name in section)
-
-    @classmethod
-    def read(cls, file: str, description: Mapping[str, Any]) -> ModelSlim:
-        """Read a description.
-
-        Raises:
-            ConfigError: hal does not support a setting of the whole model.
-        """
-        for key in _OTHERS:
-            if (value := description.get(key)) not in (None, "", _FLOAT):
-                raise ConfigError(f"{file} has {key} {value!r:.60}, which hal does not support", supported())
-        return cls(file, description)
+    def __init__(self, section: ConfigSection, schemes: Mapping[str, Scheme]) -> None:
+        self._section, self._schemes = section, schemes
 
     def scheme(self, layer: str) -> Scheme | None:
-        name = f"{layer}.weight"
-        if name not in self._types:
-            raise CheckpointError(f"{self._file} has no quantization type for {name}", AGAIN)
-        found = self._types[name]
-        known = {scheme.spellings[MODELSLIM]: scheme for scheme in schemes().values() if MODELSLIM in scheme.spellings}
+        name, file, types = f"{layer}.weight", self._section.name, self._section.content
+        if name not in types:
+            raise CheckpointError(f"{file} has no quantization type for {name}", AGAIN)
+        found = types[name]
         if found == _FLOAT:
             return None
-        if not isinstance(found, str) or found not in known:
+        if not isinstance(found, str) or found not in self._schemes:
             raise CheckpointError(
-                f"{self._file} has the quantization type {found!r:.60} for {name}, which hal does not support",
-                f"use one of {', '.join((_FLOAT, *known))}: {supported()}",
+                f"{file} has the quantization type {found!r:.60} for {name}, which hal does not support",
+                f"use one of {', '.join((_FLOAT, *self._schemes))}: {supported()}",
             )
-        return known[found]
+        return self._schemes[found]
 
 
-class ModelSlimWriter(Writer):
-    """Writes the format that :class:`ModelSlim` reads."""
+class ModelSlim(CheckpointFormat):
+    """The format of ModelSlim. Schemes describe themselves by the name of a type."""
+
+    name = MODELSLIM
+    config_keys = ("quantize",)
+
+    def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
+        files = sorted(folder.glob(PATTERN))
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{folder} holds {len(files)} quantization descriptions: {', '.join(file.name for file in files)}",
+                "remove all but one",
+            )
+        if files:
+            found = ConfigSection(files[0].name, read_json(files[0]))
+            if section is not None and section.content != found.content:
+                raise CheckpointError(
+                    f"{folder} describes its quantization twice, in config.json and in {found.name}",
+                    "remove one of the descriptions",
+                )
+        elif section is not None and any(name.endswith(".weight") for name in section.content):
+            found = section
+        else:
+            return None
+        for key in _OTHERS:
+            if (value := found.content.get(key)) not in (None, "", _FLOAT):
+                raise ConfigError(f"{found.name} has {key} {value!r:.60}, which hal does not support", supported())
+        return ModelSlimQuantization(found, {each.description: scheme for scheme, each in self.known().values()})
 
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        kind = scheme.spellings[MODELSLIM]
+        kind = self.known()[scheme.name][1].description
         types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
         return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": "1.0.0", **types}}

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress, build_model, load_model
-from hal.checkpoint.quantized_layers import linear_layers, named_parts
+from hal.checkpoint.quantized_layers import linear_layers, part_names
 from hal.checkpoint.safetensors_files import INDEX
 from hal.checkpoint.tensor_names import check_no_fused_experts, named_by_model
 from hal.checkpoint.validate import check_tied
@@ -27,16 +27,14 @@ from hal.drivers.registry import open_backend
 from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Gate
 from hal.progress import Say, going_on, silent, since_start
-from hal.quantization.compressed_tensors import CompressedTensorsWriter
-from hal.quantization.description import Writer
+from hal.quantization.checkpoint_format import CheckpointFormat
+from hal.quantization.format_registry import FORMATS, formats
 from hal.quantization.int8_arithmetic import Activation
-from hal.quantization.modelslim import ModelSlimWriter
+from hal.quantization.representation import Representation
 from hal.quantization.scheme import Scheme
 from hal.quantization.scheme_registry import SCHEMES, schemes
 from hal.quantize.calibration import input_ranges
 
-Format = Literal["compressed-tensors", "modelslim"]
-WRITERS: dict[str, Writer] = {"compressed-tensors": CompressedTensorsWriter(), "modelslim": ModelSlimWriter()}
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -75,7 +73,7 @@ def quantize_checkpoint(
     target: str | Path,
     scheme: str,
     *,
-    format: Format = "compressed-tensors",
+    format: str = "compressed-tensors",
     calibration: str | None = None,
     calibration_tokens: int | None = None,
     progress: Progress | None = None,
@@ -92,7 +90,7 @@ def quantize_checkpoint(
         source: a floating-point checkpoint.
         target: a folder that does not exist or is empty. It is created only once everything is written.
         scheme: ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or another package's registered scheme that can be written.
-        format: ``compressed-tensors`` or ``modelslim``.
+        format: ``compressed-tensors``, ``modelslim``, or another package's registered format that stores the scheme.
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
         progress: called with the bytes of weights read so far and in total.
@@ -104,7 +102,7 @@ def quantize_checkpoint(
         CheckpointError: the source cannot be read or is already quantized, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
-    chosen = _check_request(scheme, format, calibration, calibration_tokens)
+    chosen, written, representation = _check_request(scheme, format, calibration, calibration_tokens)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{checkpoint.path} is already quantized", "use a floating-point checkpoint")
@@ -114,9 +112,9 @@ def quantize_checkpoint(
     check_no_fused_experts(model, checkpoint.path)
     checkpoint = named_by_model(checkpoint, model)
     check_tied(checkpoint, model, checkpoint.dtype)
-    layers = {name: path for path, layer in linear_layers(model) for name, _ in named_parts(path, layer)}
+    layers = {name: path for path, layer in linear_layers(model) for name in part_names(path, layer)}
     say = since_start(say)
-    job = _Job(checkpoint, chosen, format, layers, {})
+    job = _Job(checkpoint, chosen, written, representation, layers, {})
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job, say))
@@ -140,25 +138,36 @@ class _Job:
 
     checkpoint: Checkpoint
     scheme: Scheme
-    format: Format
+    format: CheckpointFormat
+    representation: Representation
     layers: Mapping[str, str]
     activations: Mapping[str, Activation]
 
 
-def _check_request(scheme: str, format: Format, calibration: str | None, tokens: int | None) -> Scheme:
-    writable = {name: each for name, each in schemes().items() if each.writes}
+def _check_request(
+    scheme: str, format: str, calibration: str | None, tokens: int | None
+) -> tuple[Scheme, CheckpointFormat, Representation]:
+    writable: dict[str, dict[str, Representation]] = {}
+    for each in formats().values():
+        for name, (_, representation) in each.known().items():
+            if representation.writes:
+                writable.setdefault(name, {})[each.name] = representation
     if scheme not in writable:
         if scheme in SCHEMES.names():
             SCHEMES.load(scheme)  # which raises if it is broken; one that cannot be written is an unknown one here
         raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), writable))
-    chosen = writable[scheme]
-    if format not in WRITERS:
-        raise ConfigError(f"unknown format {format!r}", nearest(format, WRITERS))
-    if format not in chosen.writes:
+    if format not in FORMATS.names():
+        raise ConfigError(f"unknown format {format!r}", nearest(format, FORMATS.names()))
+    if format not in writable[scheme]:
         raise ConfigError(
-            f"the scheme {scheme} cannot be written in the format {format}", f"use {' or '.join(sorted(chosen.writes))}"
+            f"the scheme {scheme} cannot be written in the format {format}", f"use {' or '.join(writable[scheme])}"
         )
-    others = " or ".join(name for name, each in writable.items() if each.calibrated != chosen.calibrated)
+    chosen = writable[scheme][format]
+    others = " or ".join(
+        name
+        for name in schemes()
+        if any(each.calibrated != chosen.calibrated for each in writable.get(name, {}).values())
+    )
     if chosen.calibrated and calibration is None:
         raise ConfigError(
             f"the scheme {scheme} requires a calibration text", f"use --calibration FILE, or {others}, which needs none"
@@ -172,7 +181,7 @@ def _check_request(scheme: str, format: Format, calibration: str | None, tokens:
         )
     if tokens is not None and tokens < 1:
         raise ConfigError(f"the number of calibration tokens is {tokens}", "use at least 1")
-    return chosen
+    return schemes()[scheme], formats()[format], chosen
 
 
 @contextmanager
@@ -218,7 +227,7 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job, say: S
     if missing:
         raise CheckpointError(f"the model does not run {missing[0]} on the calibration text", "use w8a8_dynamic")
     dtype = checkpoint.dtype
-    return {path: job.scheme.activation(job.format, low, high, dtype) for path, (low, high) in ranges.items()}
+    return {path: job.representation.activation(low, high, dtype) for path, (low, high) in ranges.items()}
 
 
 def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dict[str, bool]:
@@ -240,7 +249,7 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
                 quantized[name] = False
             elif suffix == "weight":
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
-                found = job.scheme.write(job.format, name, values, bias, activation, checkpoint.dtype)
+                found = job.representation.write(name, values, bias, activation, checkpoint.dtype)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
@@ -262,7 +271,7 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
     config = dict(job.checkpoint.config)
     kept = [model.output_projection, *(path for path, layer in model.named_modules() if isinstance(layer, Gate))]
-    for name, value in WRITERS[job.format].describe(config, job.scheme, kept, tensors).items():
+    for name, value in job.format.describe(config, job.scheme, kept, tensors).items():
         _write_json(folder / name, value)
     for pattern in COPIED:
         for file in sorted(job.checkpoint.path.glob(pattern)):

@@ -32,7 +32,7 @@ from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn.rotary import KEYS_BESIDE, ROPE_TYPES
-from hal.quantization.read_quantization import KEYS as QUANTIZATION_KEYS
+from hal.quantization.format_registry import config_keys
 from hal.step import ALL
 
 VALUES: dict[str, Any] = {
@@ -151,7 +151,7 @@ def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
 
 @thorough(FAMILY)
 @pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
-@pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *QUANTIZATION_KEYS, "a_key_of_nobody"}))
+@pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *config_keys(), "a_key_of_nobody"}))
 def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
     found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]

@@ -36,6 +36,7 @@ from hal.nn import (
     Whole,
 )
 from hal.nn.weights.weight import source_name
+from hal.quantization.format_registry import formats
 from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -385,26 +386,23 @@ def test_the_registered_schemes() -> None:
     for name, scheme in schemes().items():
         assert scheme.name == name
         assert scheme.summary
-        assert scheme.writes <= set(scheme.spellings)
+        assert set(scheme.representations) <= set(formats())
 
 
-def test_a_scheme_that_cannot_write_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "half_a_scheme.py").write_text(
-        "from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic\n"
-        "from hal.quantization.scheme import Scheme\n"
-        "class Half(W8A8Dynamic):\n"
-        "    name = 'half'\n"
-        "    write = Scheme.write\n",
-        encoding="utf-8",
-    )
+HALF = """
+from hal.quantization.representation import Representation
+from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
+
+class Half(W8A8Dynamic):
+    name = "half"
+    representations = {"modelslim": Representation("HALF")}
+"""
+
+
+def test_a_scheme_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_a_scheme.py").write_text(HALF, encoding="utf-8")
     install(tmp_path, "half", "[hal.quantization]\nhalf = half_a_scheme:Half\n", version="1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "half" not in schemes()
-    (warned,) = [each.getMessage() for each in caplog.records if each.name == "hal.config"]
-    assert warned.startswith("the quantization scheme half sets `writes` or `calibrated` but has no write()")
-    with pytest.raises(
-        ConfigError, match=r"half sets `writes` or `calibrated` but has no write.*\n.*registered by half 1\)"
-    ):
+    assert "half" in schemes()
+    with pytest.raises(ConfigError, match=r"unknown scheme 'half'.*\n.*w8a8"):
         quantize_checkpoint(tmp_path, tmp_path / "target", "half")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import attrs
 import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 
 import hal
 from hal.config.settings import ExpertsMode
-from hal.nn import Consumer, Experts, GroupedLinear, Weight
-from hal.nn.experts import grouped_weight
+from hal.nn import Experts, GroupedLinear, Weight
 from hal.parallel import Mesh
 
 
@@ -28,8 +28,8 @@ class _OwnDeclaration(GroupedLinear):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        shard = None if self.shard == "num_experts" else self.shard
-        return {"weight": grouped_weight(self.num_experts, self.parts, shard, Consumer("grouped_linear", "weight"))}
+        weight = super().weights["weight"]
+        return {"weight": attrs.evolve(weight, shard=None, group="tensor") if self.shard == "num_experts" else weight}
 
 
 class _OwnProduct(GroupedLinear):

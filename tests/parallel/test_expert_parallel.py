@@ -29,7 +29,7 @@ from hal.ops import Draw
 from hal.ops.experts.routing import routing
 from hal.ops.tolerance import assert_agree
 from hal.parallel import Group, Mesh
-from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 MODES = ("all_gather", "all_to_all", "dispatch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -296,7 +296,7 @@ def _input_scales(rank: int, checkpoint: str, parallel: dict[str, Any]) -> tuple
 
 @thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("format_", ["compressed-tensors", pytest.param("modelslim", marks=pytest.mark.thorough(MODE))])
-def test_a_scale_for_each_expert(tmp_path: Path, format_: Format) -> None:
+def test_a_scale_for_each_expert(tmp_path: Path, format_: str) -> None:
     """All experts take the largest scale, also on ranks that do not hold its expert."""
     plain, path = random_checkpoint(tmp_path / "plain", **EXPERTS), tmp_path / "static"
     quantize_checkpoint(plain, path, "w8a8", format=format_, calibration="the cat sat on the mat\n" * 20)

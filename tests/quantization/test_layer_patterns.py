@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.compressed_tensors import Matcher
+from hal.quantization.compressed_tensors import LayerTargets
 from hal.quantization.layer_patterns import SECONDS, LayerPattern
 
 # From public checkpoints and recipes of llm-compressor.
@@ -132,7 +132,7 @@ NAME = "model.layers.17.mlp.experts.12.down_proj"
 @pytest.mark.parametrize("name", ["a" * 60, NAME])
 def test_no_expression_takes_long(name: str, text: str) -> None:
     """Python's matcher would take exponential time."""
-    matcher, began = Matcher.of([f"re:{text}"], "ignore"), time.thread_time()
+    matcher, began = LayerTargets.of([f"re:{text}"], "ignore"), time.thread_time()
     with suppress(ConfigError):
         assert not matcher.names_layer(name)
     assert time.thread_time() - began < 2 * SECONDS
@@ -143,7 +143,7 @@ def test_one_that_takes_too_long_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"ignore of quantization_config in config.json takes more than 1 s"
     ) as caught:
-        Matcher.of([f"re:{text}"], "ignore").names_layer(NAME)
+        LayerTargets.of([f"re:{text}"], "ignore").names_layer(NAME)
     assert repr(text) in caught.value.problem
     assert repr(NAME) in caught.value.problem
     assert "list the layers by name" in caught.value.remedy
@@ -180,7 +180,7 @@ def test_quick_names_take_none_of_it() -> None:
 def test_one_too_large_to_compile_is_refused(text: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError, match="more than 100000 parts") as caught:
-        Matcher.of([f"re:{text}"], "ignore")
+        LayerTargets.of([f"re:{text}"], "ignore")
     assert f"{text!r:.80}" in caught.value.problem
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
@@ -204,7 +204,7 @@ def test_one_too_large_to_compile_is_refused(text: str) -> None:
 def test_what_is_not_read_is_refused(text: str) -> None:
     re.compile(text)
     with pytest.raises(ConfigError, match=r"ignore of quantization_config .* which hal does not support") as caught:
-        Matcher.of([f"re:{text}"], "ignore")
+        LayerTargets.of([f"re:{text}"], "ignore")
     assert repr(text) in caught.value.problem
     assert "escape a literal brace" in caught.value.remedy
 
@@ -214,10 +214,10 @@ def test_what_is_not_read_is_refused(text: str) -> None:
 )
 def test_what_is_no_expression_of_pythons_is_damage(text: str) -> None:
     with pytest.raises(CheckpointError, match="is not valid") as caught:
-        Matcher.of([f"re:{text}"], "ignore")
+        LayerTargets.of([f"re:{text}"], "ignore")
     assert f"{text!r:.80}" in caught.value.problem
 
 
 def test_a_nest_without_end() -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
-        Matcher.of(["re:" + "(" * 5000 + ")" * 5000], "targets")
+        LayerTargets.of(["re:" + "(" * 5000 + ")" * 5000], "targets")

@@ -17,10 +17,10 @@ from hal.nn import Gate, GroupedLinear
 from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, StaticQuantizedGroupedLinear
 from hal.quantization.scheme import Scheme
 from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
-from hal.quantize.quantize_checkpoint import Format, quantize_checkpoint
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
-FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelslim")
+FORMATS: tuple[str, ...] = ("compressed-tensors", "modelslim")
 SCHEMES = {"w8a8": StaticQuantizedGroupedLinear, "w8a8_dynamic": DynamicQuantizedGroupedLinear}
 TOKENS = list(range(3, 40))
 

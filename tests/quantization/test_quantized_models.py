@@ -53,8 +53,6 @@ from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import Linear, MergedLinear, QuantizedLinear
 from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, StaticQuantizedLinear
-from hal.quantization.int8_arithmetic import Activation
-from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 LAYERS = {"w8a16": Int8Linear, "w8a8": StaticQuantizedLinear, "w8a8_dynamic": DynamicQuantizedLinear}
@@ -325,7 +323,9 @@ CASES = {
         tensor(f"{DOWN}.weight_scale", torch.ones(32, 3)), CheckpointError, r"is \[32, 3\], not \[32, 1\]"
     ),
     "a scale of integers": compressed(
-        tensor(f"{DOWN}.weight_scale", torch.ones(32, 1, dtype=torch.int8)), CheckpointError, "weight_scale is I8, not"
+        tensor(f"{DOWN}.weight_scale", torch.ones(32, 1, dtype=torch.int8)),
+        CheckpointError,
+        "_scale is I8, expected a fl",
     ),
     "a weight offset": compressed(
         tensor(f"{DOWN}.weight_zero_point", torch.ones(32, 1, dtype=torch.int8)), CheckpointError, "are asymmetric"
@@ -385,7 +385,7 @@ CASES = {
     ),
     "no bias of integers": slim(tensor(f"{DOWN}.quant_bias", None), CheckpointError, f"{DOWN}.quant_bias is missing"),
     "a bias of floating point": slim(
-        tensor(f"{DOWN}.quant_bias", torch.zeros(32)), CheckpointError, "quant_bias is F32, not I32"
+        tensor(f"{DOWN}.quant_bias", torch.zeros(32)), CheckpointError, "quant_bias is F32, expected int32"
     ),
     "not float32 bit patterns": slim(
         tensor(f"{DOWN}.deq_scale", torch.full((32,), 1 << 40)), CheckpointError, "not float32 bit patterns"
@@ -476,23 +476,6 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert "\nremedy: " in result.stderr
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_a_format_that_a_scheme_does_not_know(name: Scheme) -> None:
-    """It is not read or written as one of the formats that the scheme knows."""
-    scheme = schemes()[name]
-    weight, scale = torch.ones(2, 4), torch.ones(2, 1)
-    message = f"the quantization scheme {name} does not read or write the checkpoint format 'acme'"
-    for call in (
-        partial(scheme.tensors, "acme", 2, True),
-        partial(scheme.part, "acme", "layer", {"weight_scale": scale}, torch.ones(2)),
-        partial(scheme.write, "acme", "layer.weight", weight, None, Activation(0.5), torch.float32),
-        *([partial(scheme.activation, "acme", -1.0, 1.0, torch.float32)] if scheme.calibrated else []),
-    ):
-        with pytest.raises(ConfigError, match=message) as caught:
-            call()
-        assert "use compressed-tensors or modelslim" in caught.value.remedy
 
 
 def test_a_bias_too_large(tmp_path: Path) -> None:

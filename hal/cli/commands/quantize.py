@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import click
 
 from hal.cli.console import progress_on_stderr
 from hal.cli.stdout import ResultCommand
 from hal.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hal.quantize.quantize_checkpoint import Format
 
 SCHEME = (
     "w8a8: activation scales from a calibration text; w8a8_dynamic: activation scales per token at run time; "
@@ -43,7 +39,7 @@ def command(
         source,
         target,
         scheme,
-        format=cast("Format", format_),  # quantize_checkpoint refuses an unknown one
+        format=format_,
         calibration=text,
         calibration_tokens=calibration_tokens,
         say=progress_on_stderr(),

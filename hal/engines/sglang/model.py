@@ -65,7 +65,7 @@ class HalSteps:
 
     def replace(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write new weights, as :func:`hal.replace_weights`. SGLang runs no step meanwhile, and flushes its cache."""
-        hal.replace_weights(self._runner, dict(weights))
+        hal.replace_weights(self._runner, weights)
 
     def run(self, forward_batch: Any) -> LogitsProcessorOutput:
         """Run a step of SGLang's.

@@ -74,8 +74,8 @@ class HalWorker(WorkerBase):
             raise ConfigError("hal replaces weights in a checkpoint's format only", "leave is_checkpoint_format out")
         if weights_iterator is None:
             checkpoint = hal.Checkpoint.open(weights_path or self.model_config.model)
-            weights_iterator = ((name, tensor.clone()) for name, tensor in checkpoint.read(checkpoint.tensors))
-        hal.replace_weights(self.model_runner.runner, dict(weights_iterator))
+            weights_iterator = checkpoint.read(checkpoint.tensors)
+        hal.replace_weights(self.model_runner.runner, weights_iterator)
 
     def get_model(self) -> Any:
         """Return the model."""

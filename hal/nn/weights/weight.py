@@ -7,13 +7,13 @@ A layer declares them in its attribute ``weights``, a mapping from the names of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import attrs
 import torch
 
 from hal.errors import ModelError
-from hal.nn.weights.assembly import Assembly, Concatenated, Whole
+from hal.nn.weights.assembly import Assembly, Whole
 from hal.nn.weights.share import EQUALLY, Share
 
 
@@ -70,7 +70,7 @@ class Weight:
 
     Attributes:
         sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the quantization
-            scheme that inserted the layer fills the tensor.
+            scheme that inserted the layer computes the tensor.
         axes: names of the dimensions, separated by spaces: ``"out_features in_features"``. A name has the same size in
             all tensors of a layer.
         shard: the axis along which ranks may split the tensor, or None. Ranks split each concatenated part.
@@ -83,9 +83,18 @@ class Weight:
         first_rank_only: whether it is added to a sum over ranks: the first rank has the tensor, and the others have
             zeros.
         group: the group of the mesh whose ranks share it.
+        sizes: the size of each axis; None for those of the layer's own tensor. Needed where the next two are set.
+        group_sizes: by axis, how many of its elements share one element of the tensor, such as
+            ``{"in_features": 128}`` for a scale of 128 inputs. The last group may have fewer.
+        packing: by axis, how many of its elements one number holds, such as ``{"in_features": 8}`` for eight 4-bit
+            numbers in an int32. ``assemble``, ``share`` and ``sizes`` count the elements of the axis.
+        stored: the dtypes that the checkpoint may have. By default, any floating-point one for a floating-point tensor
+            that is not 8-bit, else the tensor's own. Where ``dtype`` is None, the tensor keeps the checkpoint's.
+        optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
+        column: whether the checkpoint may have a last dimension of size 1 more.
 
     Raises:
-        ModelError: the axes are not distinct identifiers, or ``shard`` is not one of them.
+        ModelError: the axes are not distinct identifiers, or another attribute does not fit them.
     """
 
     sources: tuple[str, ...]
@@ -99,9 +108,15 @@ class Weight:
     share: Share = EQUALLY
     first_rank_only: bool = False
     group: Literal["tensor", "expert"] = "tensor"
+    sizes: tuple[int, ...] | None = None
+    group_sizes: Mapping[str, int] = attrs.field(factory=dict)
+    packing: Mapping[str, int] = attrs.field(factory=dict)
+    stored: tuple[torch.dtype, ...] = ()
+    optional: bool = False
+    column: bool = False
 
     def __attrs_post_init__(self) -> None:
-        names = self.axes.split()
+        names = self.names
         if len(set(names)) != len(names) or not all(each.isidentifier() for each in names):
             raise ModelError(
                 f"a weight is declared with axes={self.axes!r}, which are not distinct names",
@@ -112,40 +127,30 @@ class Weight:
                 f"a weight is declared with shard={self.shard!r}, which is not one of its axes {self.axes!r}",
                 "set shard to one of the axes, or to None",
             )
-
-    @classmethod
-    def merged(
-        cls,
-        parts: Mapping[str, int],
-        name: str,
-        axes: str,
-        *,
-        shard: str | None = None,
-        consumer: Consumer | None = None,
-        dtype: torch.dtype | None = None,
-        share: Share = EQUALLY,
-        first_rank_only: bool = False,
-    ) -> Self:
-        """Return the declaration of a weight concatenated from several checkpoint layers along its first axis.
-
-        Args:
-            parts: the sizes of the parts, by the name of the checkpoint layer beside this one. If empty, the tensor is
-                the layer's own.
-            name: the tensor's name in each layer.
-            axes: see :class:`Weight`.
-            shard: see :class:`Weight`.
-            consumer: see :class:`Weight`.
-            dtype: see :class:`Weight`.
-            share: see :class:`Weight`.
-            first_rank_only: see :class:`Weight`.
-        """
-        if not parts:
-            return cls(
-                (name,), axes, shard, consumer=consumer, dtype=dtype, share=share, first_rank_only=first_rank_only
+        grouped = {*self.group_sizes, *self.packing}
+        if grouped - {*names} or self.group_sizes.keys() & self.packing.keys() or (grouped and self.sizes is None):
+            raise ModelError(
+                f"a weight with axes={self.axes!r} is declared with group_sizes={dict(self.group_sizes)}, "
+                f"packing={dict(self.packing)} and sizes={self.sizes}",
+                "name an axis in one of group_sizes and packing, and give the sizes of all axes",
             )
-        sources = tuple(f".{part}.{name}" for part in parts)
-        assemble = Concatenated(axes.split()[0], tuple(parts.values()))
-        return cls(sources, axes, shard, assemble, consumer, dtype=dtype, share=share, first_rank_only=first_rank_only)
+        if self.sizes is not None and len(self.sizes) != len(names):
+            raise ModelError(
+                f"a weight with axes={self.axes!r} is declared with sizes={self.sizes}", "give one size for each axis"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(self.axes.split())
+
+    def unit(self, axis: str) -> int:
+        """Return how many elements of an axis belong to one element of the tensor."""
+        return self.group_sizes.get(axis) or self.packing.get(axis) or 1
+
+    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a tensor with these sizes of the axes."""
+        return tuple(-(-size // self.unit(axis)) for axis, size in zip(self.names, sizes, strict=True))
 
 
 def source_name(path: str, source: str) -> str:

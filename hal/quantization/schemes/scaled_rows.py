@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hal.nn import GroupedLinear, Linear, QuantizedGroupedLinear
-from hal.nn.quantized_experts import ScaledGroupedLinear
-from hal.nn.quantized_linear import ScaledLinear
+from hal.errors import CheckpointError
+from hal.nn import GroupedLinear, Linear, QuantizedLinear, Weight
+from hal.nn.linear import OUT
+from hal.nn.quantized_linear import ScaledTensors
+from hal.quantization import compressed_tensors, modelslim
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
-from hal.quantization.int8_arithmetic import Activation, ScaledLayer, merge_scaled, quantize_weight
+from hal.quantization.int8_arithmetic import Activation, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, unknown_format
+from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.scheme import Scheme
 
-_OFFSET = {COMPRESSED_TENSORS: "weight_zero_point", MODELSLIM: "weight_offset"}
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64)
+
+
+class SymmetricRows(Representation):
+    """Int8 rows whose zero points, if the checkpoint has any, are 0.
+
+    Attributes:
+        zero_point: the tensor of the zero points.
+        writes_zero_point: whether the format requires it.
+    """
+
+    zero_point: ClassVar[str]
+    writes_zero_point: ClassVar[bool]
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        zero = layer.declare(self.zero_point, OUT, dtype=torch.float32, stored=NUMBERS, optional=True, column=True)
+        return {self.zero_point: zero}
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        zero = stored.tensors[self.zero_point]
+        if zero is not None and bool(zero.any()):
+            part = stored.part_of_row(int(zero.flatten().ne(0).int().argmax()))
+            raise CheckpointError(
+                f"{part} has a {self.zero_point} other than 0, so its weights are asymmetric",
+                "quantize its weights symmetrically",
+            )
+        return stored.tensors
+
+    def write(
+        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        values, scale = quantize_weight(name, weight)
+        found = {"weight": values, "weight_scale": scale.unsqueeze(-1)} | ({} if bias is None else {"bias": bias})
+        return found | ({self.zero_point: torch.zeros_like(scale).unsqueeze(-1)} if self.writes_zero_point else {})
+
+
+class CompressedRows(SymmetricRows):
+    """The tensors of compressed-tensors."""
+
+    zero_point, writes_zero_point = compressed_tensors.ZERO_POINT, False
+
+
+class ModelSlimRows(SymmetricRows):
+    """The tensors of ModelSlim."""
+
+    zero_point, writes_zero_point = modelslim.ZERO_POINT, True
+
+
+def row_representations(group: Mapping[str, Any] | None, kind: str) -> Mapping[str, Representation]:
+    """Return the representations of a scheme with int8 rows, from ``input_activations`` and from ModelSlim's type."""
+    described = compressed_tensors.ConfigGroup(compressed_tensors.CHANNEL_WEIGHTS, group)
+    return {COMPRESSED_TENSORS: CompressedRows(described), MODELSLIM: ModelSlimRows(kind)}
 
 
 class ScaledRows(Scheme):
@@ -26,59 +80,15 @@ class ScaledRows(Scheme):
         layers: the classes of the layers that replace a linear layer, and the projections of experts.
     """
 
-    writes = frozenset(_OFFSET)
-    layers: ClassVar[tuple[type[ScaledLinear], type[ScaledGroupedLinear]]]
+    layers: ClassVar[tuple[type[ScaledTensors], type[ScaledTensors]]]
 
-    def layer(self, linear: Linear) -> ScaledLinear:
+    def layer(self, linear: Linear) -> ScaledTensors:
         return self.layers[0](linear)
 
-    def grouped_layer(self, linear: GroupedLinear) -> ScaledGroupedLinear:
+    def grouped_layer(self, linear: GroupedLinear) -> ScaledTensors:
         return self.layers[1](linear)
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
-        column = ((rows, 1), (rows,))
-        found = {
-            "weight_scale": TensorSpec(column),
-            self._offset(format): TensorSpec(column, INTEGERS | FLOATS, required=False),
-        }
-        if bias:
-            shapes = {COMPRESSED_TENSORS: ((rows,),), MODELSLIM: ((rows,), (rows, 1))}
-            found["bias"] = TensorSpec(shapes[format])
-        return found
-
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> ScaledLayer:
-        offset = self._offset(format)
-        check_symmetric(name, offset, tensors.get(offset))
-        bias = tensors.get("bias")
-        scale = tensors["weight_scale"].flatten().float()
-        return ScaledLayer(name, scale, None if bias is None else bias.flatten().float())
-
-    def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
-        merged = merge_scaled(parts)
-        if isinstance(layer, QuantizedGroupedLinear):
-            return {"weight_scale": merged.weight_scale.view(layer.weight.shape[:2])}
-        return {"weight_scale": merged.weight_scale, "bias": merged.bias}
-
-    def write(
-        self,
-        format: str,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None,
-        dtype: torch.dtype,
-    ) -> dict[str, Tensor]:
-        values, scale = quantize_weight(name, weight)
-        column = scale.unsqueeze(-1)
-        found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
-        if format == COMPRESSED_TENSORS:
-            return found
-        if format == MODELSLIM:
-            return {**found, "weight_offset": torch.zeros_like(column)}
-        raise unknown_format(self, format)
-
-    def _offset(self, format: str) -> str:
-        """Return the last part of the name of the tensor that holds the zero points of the weight."""
-        if format not in _OFFSET:
-            raise unknown_format(self, format)
-        return _OFFSET[format]
+    def finish(self, stored: StoredLayer) -> Tensors:
+        scale = stored["weight_scale"]
+        stored.check_rows(scale.isfinite() & (scale >= 0), "the scales of {} are not all finite and positive")
+        return super().finish(stored)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hal.nn.quantized_experts import Int8GroupedLinear
 from hal.nn.quantized_linear import Int8Linear
-from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
-from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.schemes.scaled_rows import ScaledRows
-
-_SPELLINGS: Mapping[str, Any] = {COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, None), MODELSLIM: "W8A16"}
+from hal.quantization.schemes.scaled_rows import ScaledRows, row_representations
 
 
 class W8A16(ScaledRows):
@@ -19,5 +12,5 @@ class W8A16(ScaledRows):
 
     name = "w8a16"
     summary = "int8 weights with a scale for each output channel, and floating-point activations"
-    spellings = _SPELLINGS
+    representations = row_representations(None, "W8A16")
     layers = Int8Linear, Int8GroupedLinear

@@ -2,34 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hal.errors import CheckpointError
-from hal.nn import GroupedLinear, Linear
+from hal.nn import GroupedLinear, Linear, QuantizedLinear, Weight
+from hal.nn.linear import OUT
 from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
 from hal.nn.quantized_linear import StaticQuantizedLinear
-from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, ConfigGroup
 from hal.quantization.int8_arithmetic import (
     AGAIN,
+    INT32_MAX,
     Activation,
-    StaticLayer,
     activation_for,
-    fold,
-    input_activation,
-    merge_static,
-    quantize_weight,
+    bias_counts,
+    int8_row_sums,
 )
 from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.scheme import FLOATS, INTEGERS, Scheme, TensorSpec, check_symmetric, int8_row_sums, unknown_format
+from hal.quantization.representation import StoredLayer, Tensors
+from hal.quantization.scheme import Scheme
+from hal.quantization.schemes.scaled_rows import NUMBERS, CompressedRows, ModelSlimRows, SymmetricRows
 
-_SPELLINGS: Mapping[str, Any] = {
-    COMPRESSED_TENSORS: Group(CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}),
-    MODELSLIM: "W8A8",
-}
+TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+"""Int8 activations with a scale of a tensor, symmetric or not."""
+
+
+class StaticInput(SymmetricRows):
+    """Int8 rows, and a scale and an offset of the input of each part.
+
+    :meth:`decode` returns, beside these, ``deq_scale``, and the bias in units of it as ``counts``, float64: both for
+    the input's scale of the row's own part, and without the contribution of the offset. It may return the weight's
+    ``row_sums``, too.
+
+    Attributes:
+        offset: the tensor of the input's offset.
+        requires_offset: whether the checkpoint must have it.
+    """
+
+    offset: ClassVar[str]
+    requires_offset: ClassVar[bool]
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        # Each rank has those of all experts, because it takes the largest scale.
+        given: dict[str, Any] = {"dtype": torch.float32, "every_rank": True, "column": True}
+        return {
+            **super().declare(layer),
+            "input_scale": layer.declare("input_scale", "", **given),
+            self.offset: layer.declare(self.offset, "", stored=NUMBERS, optional=not self.requires_offset, **given),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        scale, offset = stored["input_scale"], stored.tensors[self.offset]
+        offset = torch.zeros_like(scale) if offset is None else offset
+        for name, each, shift in zip(stored.names, scale.flatten().tolist(), offset.flatten().tolist(), strict=True):
+            if not 0 < each < float("inf"):
+                raise CheckpointError(f"the input scale of {name} is {each}, not positive and finite", AGAIN)
+            if not (-128 <= shift <= 127 and shift == int(shift)):
+                raise CheckpointError(f"the input offset of {name} is {shift}, not an integer from -128 to 127", AGAIN)
+        return {**super().decode(stored), "input_scale": scale, "input_offset": offset.long()}
+
+
+class CompressedStatic(StaticInput, CompressedRows):
+    """The tensors of compressed-tensors: a scale per row, and a floating-point bias."""
+
+    offset, requires_offset = "input_zero_point", False
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        found = {
+            **super().declare(layer),
+            "weight_scale": layer.declare("weight_scale", OUT, dtype=torch.float32, column=True),
+        }
+        if layer.has_bias:
+            found["bias"] = layer.declare("bias", OUT, dtype=torch.float32, added=True)
+        return found
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        found = super().decode(stored)
+        deq_scale = stored["weight_scale"] * rows_of(stored, stored["input_scale"])
+        bias = stored.tensors.get("bias")
+        counts = torch.zeros_like(deq_scale) if bias is None else bias_counts(bias, deq_scale)
+        return {**found, "deq_scale": deq_scale, "counts": counts}
+
+    def activation(self, low: float, high: float, dtype: torch.dtype) -> Activation:
+        """Return a symmetric activation, as llm-compressor."""
+        return activation_for(low, high, symmetric=True)
+
+    def write(
+        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        assert activation is not None
+        found = super().write(name, weight, bias, activation, dtype)
+        found["input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
+        if activation.offset:
+            found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
+        return found
+
+
+class ModelSlimStatic(StaticInput, ModelSlimRows):
+    """The tensors of ModelSlim: a scale of each row's results, and an integer bias with the offset's part."""
+
+    offset, requires_offset = "input_offset", True
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        deq_scale = (torch.float32, torch.bfloat16, torch.int64)
+        redundant: dict[str, Any] = {"dtype": torch.float32, "optional": True, "column": True}
+        return {
+            **super().declare(layer),
+            "deq_scale": layer.declare("deq_scale", OUT, stored=deq_scale, column=True),
+            "quant_bias": layer.declare("quant_bias", OUT, dtype=torch.int32, column=True, added=True),
+            # The three above are more precise than these.
+            "weight_scale": layer.declare("weight_scale", OUT, **redundant),
+            "bias": layer.declare("bias", OUT, **redundant),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        found, deq_scale = super().decode(stored), stored["deq_scale"].cpu()
+        if deq_scale.dtype == torch.int64:
+            bits = (deq_scale >= 0) & (deq_scale < 1 << 32)
+            stored.check_rows(bits, "deq_scale of {} is I64, with values that are not float32 bit patterns")
+            deq_scale = deq_scale.to(torch.int32).view(torch.float32)
+        counts, sums = stored["quant_bias"].cpu().double(), int8_row_sums(stored["weight"])
+        offset = rows_of(stored, stored["input_offset"])
+        return {**found, "deq_scale": deq_scale.float(), "counts": counts + offset * sums, "row_sums": sums}
+
+    def activation(self, low: float, high: float, dtype: torch.dtype) -> Activation:
+        """Return an activation with an offset, as ModelSlim."""
+        return activation_for(low, high, symmetric=False, dtype=dtype)
+
+    def write(
+        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        assert activation is not None
+        found = super().write(name, weight, None, activation, dtype)
+        deq_scale = found["weight_scale"].flatten().float() * torch.tensor(activation.scale, dtype=torch.float32)
+        counts = torch.zeros_like(deq_scale) if bias is None else bias_counts(bias, deq_scale)
+        found["input_scale"] = torch.tensor([activation.scale], dtype=dtype)
+        found["input_offset"] = torch.tensor([activation.offset], dtype=dtype)
+        found["quant_bias"] = (counts.round().long() - activation.offset * int8_row_sums(found["weight"])).int()
+        # float16 kernels take the bits as int64.
+        found["deq_scale"] = deq_scale.view(torch.int32).long() if dtype == torch.float16 else deq_scale
+        return found
 
 
 class W8A8(Scheme):
@@ -37,9 +153,10 @@ class W8A8(Scheme):
 
     name = "w8a8"
     summary = "the same weights, and int8 activations, static per tensor"
-    spellings = _SPELLINGS
-    writes = frozenset(_SPELLINGS)
-    calibrated = True
+    representations: ClassVar = {
+        COMPRESSED_TENSORS: CompressedStatic(ConfigGroup(CHANNEL_WEIGHTS, TENSOR)),
+        MODELSLIM: ModelSlimStatic("W8A8"),
+    }
 
     def layer(self, linear: Linear) -> StaticQuantizedLinear:
         return StaticQuantizedLinear(linear)
@@ -47,103 +164,37 @@ class W8A8(Scheme):
     def grouped_layer(self, linear: GroupedLinear) -> StaticQuantizedGroupedLinear:
         return StaticQuantizedGroupedLinear(linear)
 
-    def tensors(self, format: str, rows: int, bias: bool) -> Mapping[str, TensorSpec]:
-        one, column, row = ((1,), ()), ((rows, 1), (rows,)), ((rows,), (rows, 1))
-        if format == COMPRESSED_TENSORS:
-            found = {
-                "weight_scale": TensorSpec(column),
-                "weight_zero_point": TensorSpec(column, INTEGERS | FLOATS, required=False),
-                "input_scale": TensorSpec(one),
-                "input_zero_point": TensorSpec(one, INTEGERS | FLOATS, required=False),
-            }
-            return {**found, "bias": TensorSpec(((rows,),))} if bias else found
-        if format == MODELSLIM:
-            return {
-                "input_scale": TensorSpec(one),
-                "input_offset": TensorSpec(one, INTEGERS | FLOATS),
-                "deq_scale": TensorSpec(row, frozenset({"F32", "BF16", "I64"})),
-                "quant_bias": TensorSpec(row, frozenset({"I32"})),
-                # Redundant with the three above, which are more precise.
-                "weight_scale": TensorSpec(column, required=False),
-                "bias": TensorSpec(row, required=False),
-                "weight_offset": TensorSpec(column, INTEGERS | FLOATS, required=False),
-            }
-        raise unknown_format(self, format)
-
-    def row_statistics(self, rows: Tensor) -> Tensor:
-        """Return the sums of the rows, which the input's offset is multiplied by."""
-        return int8_row_sums(rows)
-
-    def part(self, format: str, name: str, tensors: Mapping[str, Tensor], statistics: Tensor | None) -> StaticLayer:
-        assert statistics is not None
-        if format == COMPRESSED_TENSORS:
-            check_symmetric(name, "weight_zero_point", tensors.get("weight_zero_point"))
-            activation = input_activation(name, tensors["input_scale"], tensors.get("input_zero_point"))
-            return fold(name, activation, tensors["weight_scale"].flatten(), statistics, tensors.get("bias"))
-        if format == MODELSLIM:
-            check_symmetric(name, "weight_offset", tensors.get("weight_offset"))
-            activation = input_activation(name, tensors["input_scale"], tensors["input_offset"])
-            deq_scale = tensors["deq_scale"].flatten()
-            if deq_scale.dtype == torch.int64:
-                deq_scale = _from_bits(name, deq_scale)
-            return StaticLayer(name, activation, deq_scale.float(), tensors["quant_bias"].flatten().long(), statistics)
-        raise unknown_format(self, format)
-
-    def finish(self, layer: nn.Module, parts: Sequence[Any]) -> Mapping[str, Tensor | None]:
-        assert isinstance(layer, StaticQuantizedLinear | StaticQuantizedGroupedLinear)
-        merged, (*rows, width) = merge_static(parts), layer.weight.shape
-        scale, offset = merged.activation.scale, merged.activation.offset
+    def finish(self, stored: StoredLayer) -> Tensors:
+        """Merge the parts: they have one input, so that all take the largest of their scales."""
+        scales, offsets = stored["input_scale"], stored["input_offset"].flatten().tolist()
+        if len({*offsets}) > 1:
+            found = ", ".join(f"{offset} of {name}" for name, offset in zip(stored.names, offsets, strict=True))
+            raise CheckpointError(
+                f"layers that are merged into one have different input offsets: {found}",
+                "quantize them together, with symmetric activations, whose offset is 0, or with w8a8_dynamic",
+            )
+        scale, offset, width = scales.max(), offsets[0], stored["weight"].shape[-1]
+        # The weights' scales stay. The scale and the bias of each row are converted to the larger unit.
+        ratio = rows_of(stored, scales).double() / scale.double()
+        deq_scale, counts = (stored["deq_scale"].double() / ratio).float(), stored["counts"] * ratio
+        stored.check_rows(deq_scale.isfinite() & (deq_scale >= 0), "the scales of {} are not all finite and positive")
+        bias = counts.round()
+        if offset:
+            sums = stored.tensors.get("row_sums")
+            bias -= offset * (int8_row_sums(stored["weight"]) if sums is None else sums)
+        stored.check_rows(bias.abs() <= INT32_MAX, "the bias of {} does not fit into 32 bits in units of its scale")
         return {
-            "input_scale": torch.full((width,), scale, dtype=torch.float32),
+            "weight": stored["weight"],
+            "input_scale": scale.expand(width).clone(),
             "input_offset": torch.full((width,), offset, dtype=torch.int32) if offset else None,
-            "quant_bias": merged.quant_bias.to(torch.int32).view(rows) if bool(merged.quant_bias.any()) else None,
-            "deq_scale": merged.deq_scale.view(rows),
+            "quant_bias": bias.to(torch.int32) if bool(bias.any()) else None,
+            "deq_scale": deq_scale,
         }
 
-    def activation(self, format: str, low: float, high: float, dtype: torch.dtype) -> Activation:
-        """Return a symmetric activation for compressed-tensors, or one with an offset for ModelSlim, as their tools."""
-        if format == COMPRESSED_TENSORS:
-            return activation_for(low, high, symmetric=True)
-        if format == MODELSLIM:
-            return activation_for(low, high, symmetric=False, dtype=dtype)
-        raise unknown_format(self, format)
 
-    def write(
-        self,
-        format: str,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation | None,
-        dtype: torch.dtype,
-    ) -> dict[str, Tensor]:
-        assert activation is not None
-        values, scale = quantize_weight(name, weight)
-        column = scale.unsqueeze(-1)
-        if format == COMPRESSED_TENSORS:
-            found = {"weight": values, "weight_scale": column} | ({} if bias is None else {"bias": bias})
-            found["input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
-            if activation.offset:
-                found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
-            return found
-        if format == MODELSLIM:
-            folded = fold(name, activation, scale, int8_row_sums(values), bias)
-            deq_scale = folded.deq_scale
-            if dtype == torch.float16:  # float16 kernels take the bits as int64
-                deq_scale = deq_scale.view(torch.int32).long()
-            return {
-                "weight": values,
-                "weight_scale": column,
-                "weight_offset": torch.zeros_like(column),
-                "input_scale": torch.tensor([activation.scale], dtype=dtype),
-                "input_offset": torch.tensor([activation.offset], dtype=dtype),
-                "deq_scale": deq_scale,
-                "quant_bias": folded.quant_bias.to(torch.int32),
-            }
-        raise unknown_format(self, format)
-
-
-def _from_bits(name: str, values: Tensor) -> Tensor:
-    if bool((values < 0).any()) or bool((values >= 1 << 32).any()):
-        raise CheckpointError(f"deq_scale of {name} is I64, with values that are not float32 bit patterns", AGAIN)
-    return values.to(torch.int32).view(torch.float32)
+def rows_of(stored: StoredLayer, parts: Tensor) -> Tensor:
+    """Return a number for each row of this rank, from one for each part of all experts."""
+    layer = stored.layer
+    if layer.num_experts is not None:
+        parts = parts[stored.first_expert : stored.first_expert + stored["weight"].shape[0]]
+    return parts.repeat_interleave(torch.tensor(layer.sizes), dim=-1)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear
 from hal.nn.quantized_linear import DynamicQuantizedLinear
-from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
-from hal.quantization.modelslim import MODELSLIM
-from hal.quantization.schemes.scaled_rows import ScaledRows
+from hal.quantization.schemes.scaled_rows import ScaledRows, row_representations
 
-_SPELLINGS: Mapping[str, Any] = {
-    COMPRESSED_TENSORS: Group(
-        CHANNEL_WEIGHTS, {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    ),
-    MODELSLIM: "W8A8_DYNAMIC",
-}
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Int8 activations with a scale per token."""
 
 
 class W8A8Dynamic(ScaledRows):
@@ -24,5 +15,5 @@ class W8A8Dynamic(ScaledRows):
 
     name = "w8a8_dynamic"
     summary = "the same weights, and int8 activations, dynamic per token"
-    spellings = _SPELLINGS
+    representations = row_representations(TOKEN, "W8A8_DYNAMIC")
     layers = DynamicQuantizedLinear, DynamicQuantizedGroupedLinear

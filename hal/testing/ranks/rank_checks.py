@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.checkpoint.weight_bindings import Binding, bindings_of
+from hal.checkpoint.weight_bindings import Binding, bindings_of, set_tensor
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.nn import Embedding, Linear, WeightUse
@@ -146,7 +146,7 @@ def _fill(
         placed, consumer = tensor.to(backend.device.torch), binding.weight.consumer
         if consumer is not None:
             placed = backend.prepare_weight(placed, WeightUse(consumer.operation, consumer.argument, dtype))
-        binding.set(placed)
+        set_tensor(binding.module, binding.name, placed)
 
 
 def _graph(backend: Backend) -> str:

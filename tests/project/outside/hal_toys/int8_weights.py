@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.nn import Consumer, Linear, QuantizedLinear, Weight
+from hal.nn import Linear, QuantizedLinear, Weight
 from hal.ops import FLOATING, Draw, Sample
-from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, Group
+from hal.quantization.compressed_tensors import CHANNEL_WEIGHTS, COMPRESSED_TENSORS, ConfigGroup
+from hal.quantization.representation import Representation
 from hal.quantization.scheme import Scheme
 
 
@@ -58,36 +59,36 @@ def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, zero_point: Ten
 class Int8Linear(QuantizedLinear):
     """A projection with int8 weights."""
 
-    def __init__(self, linear: Linear) -> None:
-        super().__init__(linear)
-        self.weight_scale: Tensor
-        self.weight_zero_point: Tensor
-        self.bias: Tensor | None
-        self.register_buffer("weight_scale", torch.empty(linear.weight.shape[0], 1))
-        self.register_buffer("weight_zero_point", torch.empty(linear.weight.shape[0], 1, dtype=torch.int8))
-        self.register_buffer("bias", None if linear.bias is None else torch.empty(linear.bias.shape))
+    operation = "int8_linear"
+    weight: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+    bias: Tensor | None
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        consumer = Consumer("int8_linear", "weight")
         return {
-            "weight": Weight.merged(self.parts, "weight", "out_features in_features", consumer=consumer),
-            "weight_scale": Weight.merged(self.parts, "weight_scale", "out_features one", dtype=torch.float32),
-            "weight_zero_point": Weight.merged(self.parts, "weight_zero_point", "out_features one"),
-            "bias": Weight.merged(self.parts, "bias", "out_features"),
+            "weight": self.declare("weight", dtype=torch.int8),
+            "weight_scale": self.declare("weight_scale", "out_features one", dtype=torch.float32, sizes={"one": 1}),
+            "weight_zero_point": self.declare(
+                "weight_zero_point", "out_features one", dtype=torch.int8, sizes={"one": 1}
+            ),
+            "bias": self.declare("bias", "out_features", added=True),
         }
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = int8_linear(x, self.weight, self.weight_scale, self.weight_zero_point, self.bias)
-        return result
+        return self.join(result)
 
 
 class Int8Weights(Scheme):
-    """A scheme whose layer binds all tensors that it reads."""
+    """A scheme whose layer declares all tensors that it reads."""
 
     name = "int8_weights"
     summary = "int8 weights with a scale and a zero point for each output channel, and floating activations"
-    spellings = {COMPRESSED_TENSORS: Group({**CHANNEL_WEIGHTS, "symmetric": False}, None)}  # noqa: RUF012 - a constant
+    representations = {  # noqa: RUF012 - a constant
+        COMPRESSED_TENSORS: Representation(ConfigGroup({**CHANNEL_WEIGHTS, "symmetric": False}, None))
+    }
 
     def layer(self, linear: Linear) -> Int8Linear:
         return Int8Linear(linear)

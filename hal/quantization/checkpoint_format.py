@@ -1,0 +1,93 @@
+"""The interface of checkpoint formats, which describe the scheme of each layer of a checkpoint."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import attrs
+
+from hal.errors import ConfigError
+from hal.quantization.representation import Representation
+from hal.quantization.scheme import Scheme
+from hal.quantization.scheme_registry import schemes
+
+
+class Quantization(ABC):
+    """The quantization of one checkpoint, as a format describes it."""
+
+    @abstractmethod
+    def scheme(self, layer: str) -> Scheme | None:
+        """Return the scheme of the checkpoint layer ``layer``, or None if it is not quantized.
+
+        Raises:
+            CheckpointError: hal does not support its quantization, or the description lacks the layer.
+        """
+
+
+@attrs.frozen
+class ConfigSection:
+    """The section of config.json about quantization.
+
+    Attributes:
+        name: the key, for errors.
+        content: the section.
+    """
+
+    name: str
+    content: Mapping[str, Any]
+
+
+class CheckpointFormat(ABC):
+    """A format of quantized checkpoints, registered in the entry-point group ``hal.formats`` under its name.
+
+    Attributes:
+        name: the entry point's name.
+        config_keys: the keys of config.json about quantization that it has beside ``quantization_config``.
+        representations: how the format stores schemes that do not represent themselves in it, by scheme.
+    """
+
+    name: ClassVar[str]
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    representations: ClassVar[Mapping[str, Representation]] = MappingProxyType({})
+
+    @abstractmethod
+    def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
+        """Return the quantization of the checkpoint in a folder, or None if this format does not describe it.
+
+        Args:
+            folder: the checkpoint's folder. Read files with ``hal.config.untrusted_files.read_json``.
+            section: the section of config.json, or None.
+
+        Raises:
+            ConfigError: hal does not support the quantization.
+            CheckpointError: the description is damaged.
+        """
+
+    def describe(
+        self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the JSON files that describe a checkpoint of this format, by name, including config.json.
+
+        Args:
+            config: config.json of the original checkpoint.
+            scheme: the scheme of the quantized layers.
+            kept: linear layers that are not quantized.
+            tensors: whether each tensor belongs to a quantized layer, by name.
+
+        Raises:
+            ConfigError: hal does not write the format, which is the default.
+        """
+        raise ConfigError(f"hal does not write the checkpoint format {self.name}", "choose another --format")
+
+    def representation(self, scheme: Scheme) -> Representation | None:
+        """Return how this format stores a scheme, or None if it does not."""
+        return self.representations.get(scheme.name) or scheme.representations.get(self.name)
+
+    def known(self) -> dict[str, tuple[Scheme, Representation]]:
+        """Return the registered schemes that this format stores, by name."""
+        found = ((scheme, self.representation(scheme)) for scheme in schemes().values())
+        return {scheme.name: (scheme, each) for scheme, each in found if each is not None}

@@ -1,0 +1,123 @@
+"""The interface of representations: how a checkpoint format stores the layers of a quantization scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import CheckpointError
+from hal.nn import QuantizedLinear, Weight
+from hal.quantization.int8_arithmetic import AGAIN, Activation
+
+Tensors = Mapping[str, Tensor | None]
+"""Tensors by name. One that the checkpoint lacks is None."""
+
+
+@attrs.frozen(eq=False)
+class StoredLayer:
+    """A layer whose tensors have been read, in the form that its checkpoint format stores.
+
+    Attributes:
+        layer: the model's layer, without values.
+        names: the names of its parts in the checkpoint, expert by expert.
+        tensors: this rank's tensors. Those that the layer declares are on its device, and others on the CPU.
+        first_expert: the first of the experts that this rank holds.
+    """
+
+    layer: QuantizedLinear
+    names: Sequence[str]
+    tensors: Tensors
+    first_expert: int = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor that the checkpoint must have."""
+        found = self.tensors[name]
+        assert found is not None, name
+        return found
+
+    def part_of_row(self, row: int) -> str:
+        """Return the name of the part that has a row of this rank, counted over all experts."""
+        expert, row = divmod(row, sum(self.layer.sizes))
+        part = 0
+        while row >= self.layer.sizes[part]:
+            row, part = row - self.layer.sizes[part], part + 1
+        return self.names[(self.first_expert + expert) * len(self.layer.sizes) + part]
+
+    def check_rows(self, valid: Tensor, problem: str) -> None:
+        """Raise CheckpointError unless a condition holds for all rows.
+
+        Args:
+            valid: a bool per row, in any shape.
+            problem: has ``{}`` in place of the name of the part.
+
+        Raises:
+            CheckpointError: see above.
+        """
+        if not bool(valid.all()):
+            raise CheckpointError(problem.format(self.part_of_row(int(valid.flatten().int().argmin()))), AGAIN)
+
+
+class Representation:
+    """How a checkpoint format stores the layers of a scheme. A subclass overrides what differs.
+
+    Args:
+        description: what the format's description says of such a layer: a
+            :class:`~hal.quantization.compressed_tensors.ConfigGroup` for ``compressed-tensors``, the name of a type for
+            ``modelslim``.
+    """
+
+    def __init__(self, description: Any) -> None:
+        self.description = description
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        """Return the tensors to read beside those that the layer declares, or in place of one of the same name.
+
+        Declare them with :meth:`hal.nn.Projection.declare`, with a dtype, or with ``stored``.
+        """
+        return {}
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        """Return the tensors that the scheme takes, from those of this format. By default, they are the same.
+
+        Raises:
+            CheckpointError: a number is invalid.
+        """
+        return stored.tensors
+
+    def activation(self, low: float, high: float, dtype: torch.dtype) -> Activation:
+        """Return the quantization of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``.
+
+        A scheme that needs inputs of a calibration text to write a layer overrides it.
+        """
+        raise NotImplementedError
+
+    def write(
+        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Quantize a layer, and return its tensors by the last part of their name. Without it, hal only reads.
+
+        Args:
+            name: the weight's name in the checkpoint.
+            weight: ``[rows, columns]``, floating.
+            bias: ``[rows]``, floating, or None.
+            activation: the quantization of the input; None without :meth:`activation`.
+            dtype: the checkpoint's dtype.
+
+        Raises:
+            CheckpointError: a value is not finite.
+        """
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> bool:
+        """Whether ``hal quantize`` can write it."""
+        return type(self).write is not Representation.write
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether :meth:`write` needs the quantization of the input."""
+        return type(self).activation is not Representation.activation
