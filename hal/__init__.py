@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from hal.execution.runner import Runner
     from hal.execution.state_spec import state_spec
     from hal.execution.step_output import StepOutput
-    from hal.generation.generate import Token, generate
+    from hal.generation.generate import generate
+    from hal.generation.request import Token
     from hal.generation.sampling_params import SamplingParams
 
 _HOME = {
@@ -80,7 +81,7 @@ _HOME = {
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
     "StepOutput": "hal.execution.step_output",
-    "Token": "hal.generation.generate",
+    "Token": "hal.generation.request",
     "active_backend": "hal.drivers.backend",
     "architectures": "hal.checkpoint.model_registry",
     "generate": "hal.generation.generate",

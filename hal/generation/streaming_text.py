@@ -10,7 +10,7 @@ from typing import Literal
 import attrs
 from tokenizers import Tokenizer
 
-from hal.generation.generate import Token
+from hal.generation.request import Token
 
 
 class TextStream:
@@ -58,7 +58,7 @@ class Piece:
         prompt_index: the index of the prompt.
         text: the added text, which may be empty.
         token_id: the token.
-        finished: for the text's last piece, the reason, as in :class:`hal.generation.generate.Token`; else None.
+        finished: for the text's last piece, the reason, as in :class:`hal.generation.request.Token`; else None.
     """
 
     prompt_index: int

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from hal.generation.generate import Token
+from hal.generation.request import Token
 from hal.generation.streaming_text import Piece, TextStream, texts_in_order
 
 BYTE_LEVEL = trained_tokenizer()

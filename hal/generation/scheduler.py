@@ -1,0 +1,226 @@
+"""The scheduler: runs requests together on a runner, and lets later ones join."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from hal import ops
+from hal.config.bounds import SEQUENCES
+from hal.errors import BatchError, NumericsError
+from hal.execution.host_copy import HostCopy
+from hal.execution.runner import Runner
+from hal.generation.penalties import PenaltyTable, has_penalties
+from hal.generation.request import Request, Token
+from hal.generation.sampling_params import choose
+from hal.generation.token_masks import allowed_tokens
+from hal.step import to_device
+from hal.step.block_allocator import BlockAllocator
+from hal.step.prefix_cache import PrefixCache
+
+
+class Scheduler:
+    """Runs requests together: new prompts, and one token of each running request, in turn.
+
+    A request starts as soon as the cache has room for all its tokens. Its tokens do not depend on the others.
+
+    While the device runs a step, the host reads the tokens of the one before and prepares the next: sampled tokens
+    stay on the device, where the next step reads them. So a request that a stop token ends has run in one step more,
+    whose token is dropped. On a host, a step has ended when it returns, and its tokens are read at once. Which of the
+    two applies depends on the device alone, so that ranks that share a model run the same steps.
+
+    Threading: one thread at a time.
+
+    Args:
+        runner: runs the steps.
+        max_requests: the most requests that run together. Others wait.
+        max_length: the most tokens of a request; None for the runner's limit.
+    """
+
+    def __init__(self, runner: Runner, *, max_requests: int = SEQUENCES, max_length: int | None = None) -> None:
+        self._runner = runner
+        self._overlaps = runner.backend.device.torch.type != "cpu"
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # by row of the input batch
+        self._admitted = False  # in the last step
+        self._unread: tuple[list[Request], HostCopy] | None = None
+        self._inputs = runner.input_batch(max_requests, max_length)
+        self._table: PenaltyTable | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._waiting and not self._running
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its first step."""
+        self._waiting.append(request)
+        if self._table is None and has_penalties(request.params):
+            self._table = PenaltyTable(self._runner.model.vocab_size, self._runner.backend.device.torch)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request, and free what it holds. One that has ended stays as it is."""
+        request.cancelled = True
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._running and not request.unread:  # Else the step that it is in must end first.
+            self._release(request)
+
+    def close(self) -> None:
+        """Free what all requests hold."""
+        self._waiting.clear()
+        while self._running:
+            self._give_back(self._running.pop())
+
+    def step(self) -> list[Token]:
+        """Run a step, and return tokens that became known, in the order of the prompts.
+
+        Raises:
+            BatchError: the next request has no room, and no other runs.
+            ConfigError: a mask returns something else than its documentation says, or allows no token.
+            NumericsError: the logits have a NaN.
+            ClosedError: the runner is closed.
+        """
+        after_admission, self._admitted = self._admitted, False
+        if not after_admission:
+            if admitted := self._admit():
+                self._admitted = True
+                return self._step(admitted)
+            if self._waiting and not self._running:
+                raise BatchError(
+                    f"prompt {self._waiting[0].prompt_index} has no room in the cache: other sequences hold its "
+                    "blocks or slots",
+                    "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
+                )
+        if going := [each for each in self._running if not each.ended and each.drawn < each.limit]:
+            return self._step(going)
+        return self._read()
+
+    def _admit(self) -> list[Request]:
+        """Return the next prompts that fit into the cache, with their new tokens, and into one step."""
+        runner, blocks = self._runner, self._blocks
+        most = runner.backend.config.max_prefill_tokens
+        admitted: list[Request] = []
+        tokens = 0
+        while self._waiting and len(self._running) < self._inputs.max_sequences:
+            first = self._waiting[0]
+            # The last token always runs, for its logits.
+            shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
+            cached = len(shared) * runner.spec.block_size
+            tokens += first.length - cached
+            joins = not admitted or tokens <= most
+            needed = runner.spec.blocks_for(first.length + first.limit) - len(shared)
+            has_slot = not runner.slots.needed or runner.slots.num_free > 0
+            own = blocks.take(needed) if joins and has_slot else None
+            if own is None:
+                blocks.give_back(shared)
+                break
+            first.blocks, first.cached = shared + own, cached
+            first.slots = (runner.slots.take(1) or []) if runner.slots.needed else []
+            slot = first.slots[0] if first.slots else None
+            first.row = self._inputs.add(first.tokens, first.blocks, cached=cached, slot=slot)
+            admitted.append(self._waiting.popleft())
+            self._running.append(first)
+        return admitted
+
+    def _step(self, sequences: list[Request]) -> list[Token]:
+        """Start a step of sequences, in the order of their rows, and return tokens that became known."""
+        runner, inputs = self._runner, self._inputs
+        counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
+        with runner.uses, runner.backend.translating_errors():  # Open until the logits are read: they may be a graph's.
+            rows = [each.row for each in sequences]
+            batch = inputs.batch(counts, rows=rows)
+            logits = runner.step(batch).logits
+            inputs.advance(counts, rows=rows)
+            for each in sequences:
+                each.unread += 1
+            found = self._read()  # During the step. Masks need these tokens.
+            with torch.inference_mode():
+                wrong = logits.amax(-1).isnan()
+                chosen = self._choose(sequences, logits).masked_fill_(wrong, 0)  # A next step may read it.
+            for each in sequences:
+                each.drawn += 1
+            self._unread = sequences, HostCopy(runner.backend, chosen, wrong)
+            if not self._overlaps:
+                return self._read()
+            inputs.extend_pending([each.row for each in sequences], chosen)
+        return found
+
+    def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
+        """Return the next token of each sequence, on the device."""
+        masks = [None if each.ended else each.params.mask for each in sequences]
+        table = self._table
+        rows = [] if table is None else [self._penalties(table, each) for each in sequences]
+        if table is not None and any(rows):
+            logits = table.penalize(logits, rows)
+        if any(each is not None for each in masks):
+            generated = [each.generated for each in sequences]
+            allowed = allowed_tokens([each.prompt_index for each in sequences], masks, generated, logits.shape[-1])
+            logits = ops.mask_logits(logits, to_device(allowed, logits.device))
+        chosen = choose(logits, [each.params for each in sequences], [each.drawn for each in sequences])
+        if table is not None and any(rows):
+            table.count(chosen)
+        return chosen
+
+    @staticmethod
+    def _penalties(table: PenaltyTable, sequence: Request) -> int:
+        if sequence.penalties is None:
+            sequence.penalties = table.add(sequence.tokens, sequence.params)
+        return sequence.penalties
+
+    def _read(self) -> list[Token]:
+        """Return the tokens of the last step, in the order of the prompts. Waits for it.
+
+        Raises:
+            NumericsError: its logits have a NaN.
+        """
+        if self._unread is None:
+            return []
+        (sequences, copy), self._unread = self._unread, None
+        chosen, wrong = (each.tolist() for each in copy.wait())
+        going = [each for each in sequences if not each.ended]
+        if bad := [each for each, is_wrong in zip(sequences, wrong, strict=True) if is_wrong and each in going]:
+            raise NumericsError(
+                f"the model gave NaN logits for prompt {', '.join(str(each.prompt_index) for each in bad)}",
+                "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
+            )
+        self._inputs.extend_each([each.row for each in sequences], chosen)
+        for sequence, token in zip(sequences, chosen, strict=True):
+            sequence.unread -= 1
+            if not sequence.ended:
+                if not sequence.generated:  # Its prompt is in the cache. A failure of the device has been raised.
+                    self._remember(sequence)
+                sequence.tokens.append(token)
+        found = [Token(each.prompt_index, each.tokens[-1], each.finished) for each in going]
+        for each in sequences:
+            if each.ended and not each.unread:
+                self._release(each)
+        return sorted(found, key=lambda token: token.prompt_index)
+
+    def _release(self, sequence: Request) -> None:
+        """Free what a finished sequence holds. The last row takes the place of its row."""
+        self._inputs.remove(sequence.row)
+        last = self._running.pop()
+        if last is not sequence:
+            self._running[sequence.row], last.row = last, sequence.row
+        self._remember(sequence)
+        self._give_back(sequence)
+        if self._table is not None and sequence.penalties is not None:
+            self._table.remove(sequence.penalties)
+
+    def _remember(self, sequence: Request) -> None:
+        """Let later prompts reuse the tokens in the cache: all but the last chosen one, which has not run."""
+        if self._runner.prefixes is not None:
+            tokens = sequence.tokens[:-1] if sequence.generated else sequence.tokens
+            self._runner.prefixes.remember(sequence.blocks, tokens)
+
+    def _give_back(self, sequence: Request) -> None:
+        self._blocks.give_back(sequence.blocks)
+        if not self._runner.closed:  # Tokens that nobody asks for may outlive the runner.
+            self._runner.slots.give_back(sequence.slots)
+
+    @property
+    def _blocks(self) -> BlockAllocator | PrefixCache:
+        return self._runner.prefixes or self._runner.blocks
