@@ -22,8 +22,13 @@ PACKED_ROWS = 32
 """Maximum number of rows for which torch's product with an int8 weight is faster than converting the weight."""
 
 
-def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.rotary_embedding`. It rotates the two halves without a copy, and widens cos and sin once."""
+    if interleaved or cos.shape[-1] != query.shape[-1]:
+        rotated: tuple[Tensor, Tensor] = ops.operation("rotary_embedding").reference(query, key, cos, sin, interleaved)
+        return rotated
     half = cos.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     return _rotate(query, cos, sin), _rotate(key, cos, sin)

@@ -69,7 +69,10 @@ def _spellings(name: str, model: CausalLM) -> Iterator[str]:
     """Yield the names that a tensor may have in the model."""
     prefix = f"{model.base_name}."
     others = [name.replace(old, new) for old, new in model.other_names.items() if old in name]
-    for each in (name, *others):
+    every = name
+    for old, new in model.other_names.items():
+        every = every.replace(old, new)
+    for each in dict.fromkeys((name, *others, every)):
         yield each
         yield each.removeprefix(prefix)
         yield prefix + each

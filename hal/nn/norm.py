@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
+from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Weight
 
 
@@ -19,23 +21,39 @@ class RMSNorm(nn.Module):
         width: the number of features.
         eps: added to the mean square.
         offset: added to the checkpoint's weight, which is then float32, as the sum is not rounded: 1.0 in Gemma.
+        share: how ranks share the features, if each has a part of them. The norm is over all.
     """
 
-    def __init__(self, width: int, eps: float, *, offset: float = 0.0) -> None:
+    def __init__(self, width: int, eps: float, *, offset: float = 0.0, share: Share | None = None) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.width, self.eps, self.offset, self.share = width, eps, offset, share
+        self.group: str | None = None
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of its weight."""
-        return {
-            "weight": Weight(("weight",), "width", dtype=torch.float32 if self.offset else None, offset=self.offset)
-        }
+        shard, dtype = "width" if self.share else None, torch.float32 if self.offset else None
+        weight = Weight(("weight",), "width", shard, dtype=dtype, offset=self.offset, share=self.share or EQUALLY)
+        return {"weight": weight}
+
+    def split(self, tensor: Group) -> None:
+        """Normalize this rank's features from now on, by the mean square of all ranks' features.
+
+        Args:
+            tensor: the ranks that split each layer.
+        """
+        if self.share is not None:
+            self.group = tensor.name
+            self.width = self.share.size(self.width, tensor.size) * tensor.size  # Ranks may repeat features.
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to the same shape."""
-        return ops.rms_norm(x, self.weight, self.eps)
+        if self.group is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        wide = x.float()
+        squares = ops.all_reduce(wide.square().sum(-1, keepdim=True), self.group)
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * self.weight.float()).to(x.dtype)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -48,14 +66,20 @@ class LayerNorm(nn.Module):
         width: the number of features.
         eps: added to the variance.
         bias: whether it has a bias ``[width]``.
+        offset: added to the checkpoint's weight: 1.0 in Nemotron.
     """
 
-    def __init__(self, width: int, eps: float, *, bias: bool = True) -> None:
+    def __init__(self, width: int, eps: float, *, bias: bool = True, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(width), requires_grad=False) if bias else None)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors."""
+        return {"weight": Weight(("weight",), "width", offset=self.offset), "bias": Weight(("bias",), "width")}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to the same shape."""

@@ -28,14 +28,13 @@ KEYS_BESIDE = frozenset({ORIGINAL, "partial_rotary_factor"})
 """Keys of config.json beside the table of rope parameters that :class:`RopeParameters` reads, and few models have."""
 INERT_KEYS = frozenset({ORIGINAL, "finetuned", "mrope_section", "mrope_interleaved"})
 """Keys without effect on texts, in which all rows of positions are equal, if the ``rope_type`` does not read them."""
-NEUTRAL_KEYS = frozenset({"factor", "attention_factor", "attn_factor", "extrapolation_factor", "partial_rotary_factor"})
+NEUTRAL_KEYS = frozenset({"factor", "attention_factor", "attn_factor", "extrapolation_factor"})
 """Factors without effect if they are 1 and the ``rope_type`` does not read them."""
 _REFUSED = {
     "attn_factor": (
         "which vLLM multiplies the attention factor by, and transformers ignores",
         "remove it, or replace it by attention_factor, the factor of cos and sin",
     ),
-    "partial_rotary_factor": ("and this model rotates all elements of a head", "use a checkpoint in which it is 1"),
 }
 """Why a factor other than 1 is refused, and the remedy, where an unknown key's error would mislead."""
 
@@ -46,11 +45,13 @@ class RopeParameters:
 
     Attributes:
         rope_theta: the base of the frequencies; more than 1, so that they decrease from pair to pair.
+        partial_rotary_factor: the part of a head's elements that is rotated, from the first on.
 
     Source: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding*, 2021.
     """
 
     rope_theta: float = attrs.field(default=10000.0, validator=[gt(1.0), le(_MOST)])
+    partial_rotary_factor: float = attrs.field(default=1.0, validator=[gt(0.0), le(1.0)])
 
     @staticmethod
     def from_config(config: Mapping[str, Any], layer_type: str | None = None) -> RopeParameters:
@@ -80,7 +81,12 @@ class RopeParameters:
         return _read(new, config, "rope_parameters") if new else _read(old or {}, config, "rope_scaling")
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
-        """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32."""
+        """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32.
+
+        Args:
+            head_dim: the number of rotated elements.
+            device: of the result.
+        """
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
         return 1.0 / self.rope_theta**exponent
 
@@ -265,22 +271,40 @@ class RotaryEmbedding(nn.Module):
     """Cos and sin of the angles ``position * inv_freq[i]``, for the pair ``i`` of a head's elements.
 
     It has neither weights nor a table, so the sequence length is unlimited.
+
+    Args:
+        head_dim: elements per head, of which ``parameters.partial_rotary_factor`` are rotated.
+        parameters: the frequencies.
+        interleaved: whether the elements of a pair are adjacent, rather than in both halves of the rotated ones.
+
+    Attributes:
+        width: the number of rotated elements.
+
+    Raises:
+        ConfigError: the rotated elements are no pairs.
     """
 
-    def __init__(self, head_dim: int, parameters: RopeParameters) -> None:
+    def __init__(self, head_dim: int, parameters: RopeParameters, *, interleaved: bool = False) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.rope = parameters
+        self.rope, self.interleaved = parameters, interleaved
+        self.width = int(head_dim * parameters.partial_rotary_factor)
+        if self.width < 2 or self.width % 2:
+            raise ConfigError(
+                f"partial_rotary_factor is {parameters.partial_rotary_factor}, so that {self.width} of the {head_dim} "
+                "elements of a head are rotated",
+                "use a factor for which the number is even, and 2 or more",
+            )
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each ``[tokens, head_dim]`` of ``dtype``, computed in float32; the halves are equal.
+        """Return cos and sin, each ``[tokens, width]`` of ``dtype``, computed in float32; those of a pair are equal.
 
         Args:
             positions: ``[tokens]``, int64.
             dtype: the dtype of the query to rotate.
         """
-        inv_freq = self.rope.inv_freq(self.head_dim, positions.device)
-        angles = (positions.float()[:, None] * inv_freq).repeat(1, 2)
+        inv_freq = self.rope.inv_freq(self.width, positions.device)
+        angles = positions.float()[:, None] * inv_freq
+        angles = angles.repeat_interleave(2, dim=1) if self.interleaved else angles.repeat(1, 2)
         cos, sin = angles.cos(), angles.sin()
         if (scaling := self.rope.attention_scaling) != 1.0:
             cos, sin = cos * scaling, sin * scaling

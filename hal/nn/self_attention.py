@@ -56,7 +56,8 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": width * 2 if gate else width, "k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, output_bias = bias or (config.attention_bias, config.attention_bias)
         by_head = Share(self.head_dim, repeat=True)
-        self.rotaries = () if rotary is None else (rotary,)  # in a tuple, so that it is a submodule of the decoder only
+        # In a tuple, so that it is a submodule of the decoder only.
+        self.rotaries: tuple[RotaryEmbedding, ...] = () if rotary is None else (rotary,)
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias, share=by_head)
         self.norm_over = None if norm is None else norm_over
         if norm is not None and norm_over == "head":
@@ -81,7 +82,7 @@ class SelfAttention(nn.Module):
         if self.norm_over == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
-            query, key = ops.rotary_embedding(query, key, *angles)
+            query, key = ops.rotary_embedding(query, key, *angles, self.rotaries[0].interleaved)
         attended = self.attention(query, key, value, batch, state)
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
 

@@ -14,8 +14,9 @@ from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import rms_norm
 
 
-def _angles(draw: Draw, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    angles = draw.normal(tokens, head_dim // 2).float().repeat(1, 2)
+def _angles(draw: Draw, tokens: int, width: int, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    pairs = draw.normal(tokens, width // 2).float()
+    angles = pairs.repeat_interleave(2, dim=1) if interleaved else pairs.repeat(1, 2)
     return angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)
 
 
@@ -25,11 +26,16 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
             draw.normal(tokens, heads, head_dim),
             draw.normal(tokens, kv_heads, head_dim),
             *_angles(draw, tokens, head_dim),
+            False,
         )
     turned = draw.normal(3, 64, 4).transpose(1, 2), draw.normal(3, 64, 2).transpose(1, 2)  # no unit stride
-    yield *turned, *_angles(draw, 3, 64)
+    yield *turned, *_angles(draw, 3, 64), False
     packed = draw.normal(5, 4 * 64)  # views into a merged projection
-    yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64)
+    yield packed[:, :128].view(5, 2, 64), packed[:, 128:192].view(5, 1, 64), *_angles(draw, 5, 64), False
+    for tokens, heads, head_dim, width in ((4, 2, 64, 16), (1, 4, 32, 24), (3, 1, 64, 64)):  # part of a head, or pairs
+        for interleaved in (False, True):
+            pair = draw.normal(tokens, heads, head_dim), draw.normal(tokens, 1, head_dim)
+            yield *pair, *_angles(draw, tokens, width, interleaved), interleaved
 
 
 @op(
@@ -37,38 +43,49 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
     axes={
         "query": "tokens num_heads head_dim",
         "key": "tokens num_kv_heads head_dim",
-        "cos": "tokens head_dim",
-        "sin": "tokens head_dim",
+        "cos": "tokens rotary_dim",
+        "sin": "tokens rotary_dim",
         "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim"),
     },
     dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query", "return": ("query", "query")},
     rowwise="tokens",
 )
-def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their positions; the halves of a head are the real and imaginary parts (Neox).
+def rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate query and key by their positions, all elements of a head or the first ones.
 
-    ``x * cos + rotate_half(x) * sin``, computed in float32 and rounded to x's dtype once, where ``rotate_half`` of
-    ``(a, b)`` is ``(-b, a)``.
+    ``x * cos + rotate_half(x) * sin``, computed in float32 and rounded to x's dtype once. The halves of the rotated
+    elements are the real and imaginary parts (Neox), and ``rotate_half`` of ``(a, b)`` is ``(-b, a)``. Interleaved
+    elements are pairs of both, and ``rotate_half`` of ``(a0, b0, a1, b1, ...)`` is ``(-b0, a0, -b1, a1, ...)``.
 
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
         key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
-        cos: ``[tokens, head_dim]``, of query's dtype; the second half repeats the first. Computed once per step.
+        cos: ``[tokens, rotary_dim]``, of query's dtype, for the first ``rotary_dim`` elements of a head; others stay.
+            Both elements of a pair have the same value. Computed once per step.
         sin: as ``cos``.
+        interleaved: whether the elements of a pair are adjacent, rather than in both halves.
 
     Returns:
         The rotated query and key, of the same shapes and dtype.
 
     Source: Su et al., *RoFormer*, 2021; halves as in GPT-NeoX.
     """
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (wide * cos.float().unsqueeze(1) + rotated * sin.float().unsqueeze(1)).to(x.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    width = cos.shape[-1]
+    partial = width != x.shape[-1]
+    wide = (x[..., :width] if partial else x).float()
+    if interleaved:
+        half = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = wide.chunk(2, dim=-1)
+        half = torch.cat((-second, first), dim=-1)
+    rotated = (wide * cos.float().unsqueeze(1) + half * sin.float().unsqueeze(1)).to(x.dtype)
+    return torch.cat((rotated, x[..., width:]), dim=-1) if partial else rotated
 
 
 def _split_samples(draw: Draw) -> Iterator[Sample]:

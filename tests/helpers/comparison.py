@@ -34,7 +34,8 @@ COMPILERS = ("eager", "graph", "inductor")
 class Case:
     """A random checkpoint, its model in transformers, and sequences to run: the last STEPS tokens of each are decoded.
 
-    ``blocks`` are each sequence's blocks, ``cuts`` the tokens that are cached before a prefill that continues.
+    ``blocks`` are each sequence's blocks, ``cuts`` the tokens that are cached before a prefill that continues, and
+    ``model_class`` our class, if it is not the registered one.
     """
 
     path: Path
@@ -43,11 +44,18 @@ class Case:
     block_size: int
     blocks: list[list[int]]
     cuts: list[int]
+    model_class: type[hal.nn.CausalLM] | None = None
 
     def runner(self, compiler: str = "eager", path: Path | None = None) -> hal.Runner:
         """Return a runner whose cache has exactly the needed blocks, filled with NaN to detect reads before writes."""
         num_tokens = sum(map(len, self.blocks)) * self.block_size
-        runner = open_runner(path or self.path, compiler, num_tokens=num_tokens, block_size=self.block_size)
+        runner = open_runner(
+            path or self.path,
+            compiler,
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            model_class=self.model_class,
+        )
         with torch.inference_mode():
             for _, cache in runner.states.tensors():
                 cache[1:] = math.nan

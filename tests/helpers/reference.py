@@ -26,7 +26,13 @@ def prompts(trained: Path) -> list[list[int]]:
 
 
 def open_runner(
-    path: Path, compiler: str = "eager", *, dtype: str = "float32", num_tokens: int = 2048, block_size: int = 16
+    path: Path,
+    compiler: str = "eager",
+    *,
+    dtype: str = "float32",
+    num_tokens: int = 2048,
+    block_size: int = 16,
+    model_class: type[hal.nn.CausalLM] | None = None,
 ) -> hal.Runner:
     """Open and activate the CPU backend with graphs for batches of 2, 4 and 8; return a runner."""
     backend = hal.open(
@@ -37,4 +43,4 @@ def open_runner(
             "cache": {"num_tokens": num_tokens, "block_size": block_size},
         }
     )
-    return hal.Runner(hal.load_model(path, backend), backend)
+    return hal.Runner(hal.load_model(path, backend, model_class=model_class), backend)

@@ -14,6 +14,7 @@ from helpers.comparison import draw_rope, transformers
 from helpers.thorough import DRAW, thorough
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hal import ops
 from hal.errors import ConfigError
 from hal.nn import RopeParameters, RotaryEmbedding
 from hal.nn.rotary import ROPE_TYPES
@@ -52,7 +53,8 @@ def check(rope: dict[str, Any], head_dim: int) -> None:
     theirs = LlamaRotaryEmbedding(
         transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131072, **copy.deepcopy(rope))  # mutated
     )
-    torch.testing.assert_close(ours.inv_freq(head_dim, torch.device("cpu")), theirs.inv_freq, rtol=1e-6, atol=0)
+    width = RotaryEmbedding(head_dim, ours).width
+    torch.testing.assert_close(ours.inv_freq(width, torch.device("cpu")), theirs.inv_freq, rtol=1e-6, atol=0)
     assert math.isclose(ours.attention_scaling, theirs.attention_scaling, rel_tol=1e-9)
 
     positions = torch.tensor([0, 1, 17, 1000])
@@ -117,8 +119,9 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         ({"rope_type": "default", "factor": 2.0}, "unknown key 'factor'"),
         (YARN | {"beta_fats": 3}, "unknown key 'beta_fats' .did you mean 'beta_fast'"),
         (YARN | {"low_freq_factor": 1.0}, "unknown key 'low_freq_factor'"),
-        (YARN | {"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5, and this model rotates all elements"),
-        ({"partial_rotary_factor": True}, "has partial_rotary_factor True"),
+        (YARN | {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' must be <= 1.0"),
+        ({"partial_rotary_factor": 0.0}, "'partial_rotary_factor' must be > 0"),
+        ({"partial_rotary_factor": True}, "expected float, found bool True"),
         (YARN | {"attn_factor": 0.878}, "attn_factor 0.878, which vLLM.*remove it, or replace it by attention_factor"),
         ({"type": "linear", "factor": 2.0, "attention_factor": 1.1}, "unknown key 'attention_factor'"),
         ({"full_attention": {"rope_type": "default"}}, "unknown key 'full_attention'"),
@@ -166,7 +169,6 @@ NEUTRAL: dict[str, Any] = {
     "attention_factor": 1,
     "attn_factor": 1.0,
     "extrapolation_factor": 1,
-    "partial_rotary_factor": 1.0,
     "finetuned": True,
     "original_max_position_embeddings": 77,
     "mrope_section": [4, 2, 2],
@@ -197,9 +199,30 @@ def test_keys_beside_the_table(key: str) -> None:
     check({"rope_parameters": {"rope_type": "default"}, key: value}, 64)
 
 
-def test_a_part_of_a_head_beside_the_table_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5"):
-        RopeParameters.from_config({"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+@pytest.mark.parametrize("rope_type", sorted({*ROPE_TYPES} - {"default"}))  # Llama's class ignores the key there.
+def test_a_part_of_a_head(rope_type: str) -> None:
+    rope = draw_rope(random.Random(1), rope_type)
+    check({"rope_parameters": rope | {"partial_rotary_factor": 0.5}}, 64)
+    check({"rope_parameters": rope, "partial_rotary_factor": 0.25}, 64)
+
+
+@pytest.mark.parametrize(("factor", "width"), [(0.4, 3), (0.1, 0)])
+def test_a_part_without_pairs_is_refused(factor: float, width: int) -> None:
+    rope = RopeParameters.from_config({"partial_rotary_factor": factor})
+    with pytest.raises(ConfigError, match=f"{factor}, so that {width} of the 8 elements of a head are rotated"):
+        RotaryEmbedding(8, rope)
+
+
+def test_adjacent_elements_are_the_halves_in_another_order() -> None:
+    rope, positions = RopeParameters(partial_rotary_factor=0.5), torch.arange(7)
+    query, key = torch.randn(2, 7, 3, 16, generator=torch.Generator().manual_seed(3)).unbind()
+    order = [*range(0, 8, 2), *range(1, 8, 2), *range(8, 16)]
+    halves = ops.rotary_embedding(
+        query[..., order], key[..., order], *RotaryEmbedding(16, rope)(positions, torch.float32)
+    )
+    angles = RotaryEmbedding(16, rope, interleaved=True)(positions, torch.float32)
+    for one, other in zip(ops.rotary_embedding(query, key, *angles, True), halves, strict=True):
+        torch.testing.assert_close(one[..., order], other)
 
 
 def test_two_tables_that_mean_the_same() -> None:

@@ -63,7 +63,7 @@ class _Library:
         pointers = [c_void_p] * 8
         self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, c_int, *[c_int64] * 5, c_float)
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, c_int, *[c_int64] * 2, c_float)
-        self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, *[c_int64] * 8)
+        self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, c_int, *[c_int64] * 9)
         self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
         self._gelu = function("gelu_and_mul", None, *pointers[:2], c_int, c_int, *[c_int64] * 2)
         self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
@@ -118,11 +118,19 @@ class _Library:
         return y, hidden
 
     def rotary_embedding(
-        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool = False,
+        *,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :func:`hal.ops.rotary_embedding`. It rotates query and key in one call."""
         tokens, heads, head_dim = query.shape
-        fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape == (tokens, head_dim)
+        fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape
+        fits = fits and cos.shape[0] == tokens and cos.shape[1] <= head_dim
         require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
         query, (_, *query_strides) = rows(query)
         key, (kv_heads, *key_strides) = rows(key)
@@ -136,10 +144,12 @@ class _Library:
             new[0].data_ptr(),
             new[1].data_ptr(),
             DTYPES[query.dtype],
+            interleaved,
             tokens,
             heads,
             kv_heads,
             head_dim,
+            cos.shape[1],
             *query_strides,
             *key_strides,
         )

@@ -86,22 +86,25 @@ void add(const float16* left, const float16* right, float16* sum, int64_t width)
     narrow(result, sum, width);
 }
 
-template <class T>
+// Rotates pairs of `width` elements: adjacent ones if `interleaved`, else those of both halves.
+template <bool interleaved, class T>
 void rotate(const T* x, const T* cos, const T* sin, T* __restrict y, int64_t width) {
-    const int64_t half = width / 2;
+    const int64_t half = width / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
     for (int64_t i = 0; i < half; i++) {
-        float first = x[i], second = x[half + i];
-        y[i] = T(first * float(cos[i]) - second * float(sin[i]));
-        y[half + i] = T(second * float(cos[half + i]) + first * float(sin[half + i]));
+        const int64_t at = i * step;
+        float first = x[at], second = x[at + apart];
+        y[at] = T(first * float(cos[at]) - second * float(sin[at]));
+        y[at + apart] = T(second * float(cos[at + apart]) + first * float(sin[at + apart]));
     }
 }
 
+template <bool interleaved>
 void rotate(const float16* x, const float16* cos, const float16* sin, float16* y, int64_t width) {
     float *row = copies(4 * width), *c = row + width, *s = c + width, *result = s + width;
     widen(x, row, width);
     widen(cos, c, width);
     widen(sin, s, width);
-    rotate(row, c, s, result, width);
+    rotate<interleaved>(row, c, s, result, width);
     narrow(result, y, width);
 }
 
@@ -177,12 +180,16 @@ int64_t largest(const T* x, int64_t width) {
     return first;
 }
 
-template <class T>
-void rotate_rows(const T* x, const T* cos, const T* sin, T* y, Rows rows) {
+// Rotates the first `width` elements of each row, and copies the others.
+template <bool interleaved, class T>
+void rotate_rows(const T* x, const T* cos, const T* sin, T* y, Rows rows, int64_t width) {
 #pragma omp parallel for if (rows.count * rows.width > kGrain)
     for (int64_t row = 0; row < rows.count; row++) {
-        int64_t angle = row / rows.heads * rows.width;
-        rotate(x + rows(row), cos + angle, sin + angle, y + row * rows.width, rows.width);
+        int64_t angle = row / rows.heads * width;
+        const T* from = x + rows(row);
+        T* to = y + row * rows.width;
+        rotate<interleaved>(from, cos + angle, sin + angle, to, width);
+        std::copy(from + width, from + rows.width, to + width);
     }
 }
 
@@ -219,16 +226,22 @@ extern "C" void add_rms_norm(const void* x, const void* residual, const void* we
 }
 
 extern "C" void rotary_embedding(const void* query, const void* key, const void* cos, const void* sin, void* new_query,
-                                 void* new_key, int dtype, int64_t tokens, int64_t heads, int64_t kv_heads,
-                                 int64_t head_dim, int64_t query_outer, int64_t query_inner, int64_t key_outer,
-                                 int64_t key_inner) {
+                                 void* new_key, int dtype, int interleaved, int64_t tokens, int64_t heads,
+                                 int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t query_outer,
+                                 int64_t query_inner, int64_t key_outer, int64_t key_inner) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         const T *c = static_cast<const T*>(cos), *s = static_cast<const T*>(sin);
-        rotate_rows(static_cast<const T*>(query), c, s, static_cast<T*>(new_query),
-                    Rows{tokens * heads, heads, head_dim, query_outer, query_inner});
-        rotate_rows(static_cast<const T*>(key), c, s, static_cast<T*>(new_key),
-                    Rows{tokens * kv_heads, kv_heads, head_dim, key_outer, key_inner});
+        auto both = [&](auto rotating) {
+            rotating(static_cast<const T*>(query), c, s, static_cast<T*>(new_query),
+                     Rows{tokens * heads, heads, head_dim, query_outer, query_inner}, rotary_dim);
+            rotating(static_cast<const T*>(key), c, s, static_cast<T*>(new_key),
+                     Rows{tokens * kv_heads, kv_heads, head_dim, key_outer, key_inner}, rotary_dim);
+        };
+        if (interleaved)
+            both(rotate_rows<true, T>);
+        else
+            both(rotate_rows<false, T>);
     });
 }
 

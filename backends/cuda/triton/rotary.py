@@ -37,12 +37,21 @@ def _heads(
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    rotary_dim: tl.constexpr,
+    interleaved: tl.constexpr,
     heads: tl.constexpr,
     block: tl.constexpr,
+    rest: tl.constexpr,
 ):
-    """Process a token's heads, ``heads`` at a time: those of query, then of key, then of value if it is given."""
+    """Process a token's heads, ``heads`` at a time: those of query, then of key, then of value if it is given.
+
+    Norms and values require whole heads in halves.
+    """
     dtype: tl.constexpr = new_query.dtype.element_ty
-    half: tl.constexpr = head_dim // 2
+    half: tl.constexpr = rotary_dim // 2
+    # The elements of a pair are `apart`, and pairs `step`.
+    step: tl.constexpr = 2 if interleaved else 1
+    apart: tl.constexpr = 1 if interleaved else half
     query_tiles: tl.constexpr = (num_heads + heads - 1) // heads
     kv_tiles: tl.constexpr = (num_kv_heads + heads - 1) // heads
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -57,9 +66,10 @@ def _heads(
         head = tl.where(of_query, tile, tile - query_tiles) * heads + tl.arange(0, heads)[:, None]
         mask = (head < tl.where(of_query, num_heads, num_kv_heads)) & (column < half)
         source = tl.where(of_query, query + token * query_token, key + token * key_token)
-        source = source + head * tl.where(of_query, query_head, key_head) + column
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+        source = source + head * tl.where(of_query, query_head, key_head)
+        pair = source + column * step
+        first = tl.load(pair, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(pair + apart, mask=mask, other=0.0).to(tl.float32)
         if query_weight is not None:
             weight = tl.where(of_query, query_weight, key_weight) + column
             squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -68,15 +78,20 @@ def _heads(
             of_second = tl.load(weight + half, mask=column < half, other=0.0).to(tl.float32)
             first = rounded(first * inverse * of_first, dtype).to(tl.float32)
             second = rounded(second * inverse * of_second, dtype).to(tl.float32)
-        # The second halves of cos and sin repeat the first.
-        cosine = tl.load(cos + token * cos_token + column, mask=column < half, other=0.0).to(tl.float32)
-        sine = tl.load(sin + token * sin_token + column, mask=column < half, other=0.0).to(tl.float32)
+        # Both elements of a pair have the same cos and sin.
+        cosine = tl.load(cos + token * cos_token + column * step, mask=column < half, other=0.0).to(tl.float32)
+        sine = tl.load(sin + token * sin_token + column * step, mask=column < half, other=0.0).to(tl.float32)
         target = tl.where(
             of_query, new_query + token * (num_heads * head_dim), new_key + place * (num_kv_heads * head_dim)
         )
-        target = target + head * head_dim + column
-        tl.store(target, rounded(first * cosine - second * sine, dtype), mask=mask)
-        tl.store(target + half, rounded(second * cosine + first * sine, dtype), mask=mask)
+        target = target + head * head_dim
+        pair = target + column * step
+        tl.store(pair, rounded(first * cosine - second * sine, dtype), mask=mask)
+        tl.store(pair + apart, rounded(second * cosine + first * sine, dtype), mask=mask)
+        if rotary_dim < head_dim:
+            other = rotary_dim + tl.arange(0, rest)[None, :]
+            mask = (head < tl.where(of_query, num_heads, num_kv_heads)) & (other < head_dim)
+            tl.store(target + other, tl.load(source + other, mask=mask), mask=mask)
     elif value is not None:
         head = (tile - query_tiles - kv_tiles) * heads + tl.arange(0, heads)[:, None]
         mask = (head < num_kv_heads) & (column < half)
@@ -86,10 +101,12 @@ def _heads(
         tl.store(target + half, tl.load(source + half, mask=mask), mask=mask)
 
 
-def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.rotary_embedding`. It reads heads in a packed projection in place."""
     new_query, new_key = _empty(query), _empty(key)
-    _launch("rotary_embedding", query, key, cos, sin, new_query, new_key)
+    _launch("rotary_embedding", query, key, cos, sin, new_query, new_key, interleaved=interleaved)
     return new_query, new_key
 
 
@@ -154,18 +171,23 @@ def _launch(
     *,
     norms: tuple[Tensor, Tensor, float] | tuple[None, None, float] = (None, None, 0.0),
     written: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
+    interleaved: bool = False,
 ) -> None:
     """Launch the kernel.
 
     Args:
         norms: the weights of query's and key's norm, and epsilon.
         written: value, its cache, and the slots of key and value.
+        interleaved: as in :func:`hal.ops.rotary_embedding`. With norms, whole heads are rotated in halves.
     """
     tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     (query_weight, key_weight, eps), (value, new_value, slots) = norms, written
     fits = key.shape[0] == tokens and key.shape[2] == head_dim and head_dim % 2 == 0
-    fits = fits and cos.shape == sin.shape == (tokens, head_dim) and key.dtype is cos.dtype is sin.dtype is query.dtype
+    rotary_dim = cos.shape[-1]
+    fits = fits and cos.shape == sin.shape == (tokens, rotary_dim) and rotary_dim % 2 == 0 and rotary_dim <= head_dim
+    fits = fits and (rotary_dim == head_dim or query_weight is None)
+    fits = fits and key.dtype is cos.dtype is sin.dtype is query.dtype
     require(fits, operation, query, key, cos, sin)
     if query_weight is not None and key_weight is not None:
         fits = query_weight.shape == key_weight.shape == (head_dim,)
@@ -174,7 +196,7 @@ def _launch(
         )
         query_weight, key_weight = unit_stride(query_weight), unit_stride(key_weight)
     query, key, cos, sin = unit_stride(query), unit_stride(key), unit_stride(cos), unit_stride(sin)
-    block = max(triton.next_power_of_2(head_dim // 2), 1)
+    block = max(triton.next_power_of_2(rotary_dim // 2), 1)
     heads = max(512 // block, 1)
     kv_tiles = triton.cdiv(num_kv_heads, heads)
     tiles = triton.cdiv(num_heads, heads) + kv_tiles * (1 if value is None else 2)
@@ -202,8 +224,11 @@ def _launch(
         num_heads,
         num_kv_heads,
         head_dim,
+        rotary_dim,
+        interleaved,
         heads,
         block,
+        max(triton.next_power_of_2(head_dim - rotary_dim), 1),
         num_warps=2,
     )
 

@@ -88,13 +88,21 @@ def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: boo
     )
 
 
-def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs."""
-    cos, sin = cos[None, :, None], sin[None, :, None]
-    return (
-        torch_npu.npu_rotary_mul(query.unsqueeze(0), cos, sin).squeeze(0),
-        torch_npu.npu_rotary_mul(key.unsqueeze(0), cos, sin).squeeze(0),
-    )
+    cos, sin, mode = cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"
+    return _rotated(query, cos, sin, mode), _rotated(key, cos, sin, mode)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """Rotate the first elements of each head, two launches more than to rotate all of them."""
+    width = cos.shape[-1]
+    if width == x.shape[-1]:
+        return torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin, mode).squeeze(0)  # type: ignore[no-any-return]
+    rotated = torch_npu.npu_rotary_mul(x[None, ..., :width].contiguous(), cos, sin, mode).squeeze(0)
+    return torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 def split_qkv_rmsnorm_rope(

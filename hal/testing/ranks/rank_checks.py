@@ -17,7 +17,9 @@ from hal.drivers.backend import Backend
 from hal.nn import Embedding, Linear, WeightUse
 from hal.nn.experts import SparseMLP
 from hal.nn.linear import IN, OUT
-from hal.nn.mlp import GatedMLP
+from hal.nn.mlp import MLP, GatedMLP
+from hal.nn.norm import RMSNorm
+from hal.nn.weights.share import EQUALLY
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.tolerance import assert_agree
@@ -32,6 +34,10 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "linear-out": lambda: Linear(HIDDEN, WIDTH, bias=True, shard=OUT, gather=True),
     "linear-in": lambda: Linear(HIDDEN, WIDTH, bias=True, shard=IN),
     "gated-mlp": lambda: GatedMLP(HIDDEN, WIDTH),
+    "mlp": lambda: MLP(HIDDEN, WIDTH, activation="gelu", bias=True),
+    "norm-of-parts": lambda: nn.Sequential(
+        Linear(HIDDEN, WIDTH, shard=OUT), RMSNorm(WIDTH, 1e-6, share=EQUALLY), Linear(WIDTH, HIDDEN, shard=IN)
+    ),
     "sparse-mlp": lambda: SparseMLP(HIDDEN, WIDTH, 4, 2, renormalize=True),
     "embedding": lambda: Embedding(VOCABULARY, HIDDEN),
 }
