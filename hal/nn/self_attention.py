@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.device.group import Group
 from hal.nn.attention import Attention
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.share import Share
+from hal.nn.weights.weight import Weight
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
 
@@ -31,6 +34,9 @@ class SelfAttention(nn.Module):
         rotary: the rotary embedding, which layers share; None for none (NoPE).
         window: the number of tokens that a query attends to, including its own; None for all.
         scale: factor of the scores; None for ``head_dim ** -0.5``.
+        softcap: bound of the scores; see :class:`hal.ops.AttentionOptions`.
+        causal: whether a query attends only to tokens up to its own.
+        sinks: whether the softmax has a learned score more for each head, in the tensor ``sinks``.
         bias: whether the projections of query, key and value have biases, and whether that of the output has one; None
             for ``config.attention_bias``.
         norm: makes the norms ``q_norm`` and ``k_norm``; None for none.
@@ -45,6 +51,9 @@ class SelfAttention(nn.Module):
         *,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        causal: bool = True,
+        sinks: bool = False,
         bias: tuple[bool, bool] | None = None,
         norm: Norm | None = None,
         norm_over: Literal["head", "width"] = "head",
@@ -64,11 +73,26 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
         elif norm is not None:
             self.q_norm, self.k_norm = norm(width, share=by_head), norm(kv_width, share=by_head)
-        options = AttentionOptions(self.head_dim**-0.5 if scale is None else scale, window=window)
+        options = AttentionOptions(self.head_dim**-0.5 if scale is None else scale, window, softcap, causal)
         self.attention = Attention(kv_heads, self.head_dim, options)
+        self.sinks: nn.Parameter | None
+        values = nn.Parameter(torch.empty(config.num_attention_heads), requires_grad=False) if sinks else None
+        self.register_parameter("sinks", values)
         self.o_proj = Linear(
             width, config.hidden_size, bias=output_bias, shard="in_features", share=Share(self.head_dim)
         )
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declaration of the sinks; those of the projections are in their layers."""
+        return {"sinks": Weight(("sinks",), "num_heads", "num_heads")}
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's heads from now on, which the projections say.
+
+        Args:
+            tensor: the ranks that split each layer.
+        """
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
@@ -83,7 +107,7 @@ class SelfAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
             query, key = ops.rotary_embedding(query, key, *angles, self.rotaries[0].interleaved)
-        attended = self.attention(query, key, value, batch, state)
+        attended = self.attention(query, key, value, batch, state, self.sinks)
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
 
     def _heads(self, x: Tensor) -> Tensor:

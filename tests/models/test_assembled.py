@@ -18,13 +18,14 @@ from helpers.comparison import (
     their_hidden,
     their_logits,
 )
+from helpers.thorough import DRAW, FAMILY, MODE, thorough
 
 import hal
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-SEEDS = range(8)  # test_the_configurations_cover_what_they_should checks them.
-COMPILED = range(3)  # Compiling takes seconds each.
+SEEDS = range(1, 5)  # test_the_configurations_cover_what_they_should checks them.
+COMPILED = range(1, 2)  # Compiling takes seconds each.
 
 
 def sizes(draw: random.Random) -> dict[str, Any]:
@@ -184,11 +185,14 @@ def check(case: Case, compiler: str) -> None:
     assert difference(hidden, [their_hidden(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
 
 
+@thorough(DRAW, "seed=[2-4]")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
 
 
+@thorough(MODE, "inductor")
+@thorough(FAMILY, "qwen2|olmo2|granite|smollm3|nemotron")
 @pytest.mark.parametrize(
     "case",
     [(family, seed) for family in FAMILIES for seed in COMPILED],
@@ -200,6 +204,21 @@ def test_logits_of_other_compilers(case: Case, compiler: str) -> None:
     check(case, compiler)
 
 
+@thorough(DRAW, "seed=[2-4]")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
+
+
+def test_the_configurations_cover_what_they_should() -> None:
+    def drawn(family: str, key: str) -> set[Any]:
+        return {getattr(draw_config(family, seed), key) for seed in SEEDS}
+
+    assert drawn("qwen2", "use_sliding_window") == {False, True}
+    assert len(drawn("gemma3", "final_logit_softcapping")) == 2
+    assert drawn("cohere", "attention_bias") == drawn("cohere", "tie_word_embeddings") == {False, True}
+    assert drawn("phi", "qk_layernorm") == drawn("stablelm", "use_parallel_residual") == {False, True}
+    for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
+        assert len(drawn("granite", key)) == 2
+    rotates = [draw_config("smollm3", seed).no_rope_layers for seed in SEEDS]
+    assert {0, 1} in [set(each) for each in rotates]
