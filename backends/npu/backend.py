@@ -37,6 +37,7 @@ NATIVE_NAMES = {
     "atb._npu_reshape_and_cache": "store_kv_cache",
     "npu.npu_add_rms_norm": "add_rms_norm",
     "npu.npu_fused_infer_attention_score": "paged_attention",
+    "npu.npu_fused_infer_attention_score_v2": "paged_attention",
     "npu.npu_rms_norm": "rms_norm",
     "npu.npu_scatter_pa_kv_cache": "store_kv_cache",
     "npu.npu_swiglu": "silu_and_mul",

@@ -30,7 +30,7 @@ from hal.errors import CaptureError, CommunicationError, GraphError, HalError, H
 from .capture_watch import CaptureWatch, HostCall
 from .device import UPDATING, NpuDevice
 from .failures import explain, explain_in_capture, first_line
-from .lengths import PackedLengths, Update, updates_of
+from .lengths import PackedLengths, Update, updates_of, updates_queries
 
 RECOVERY_TIMEOUT = 60
 """Seconds to let a failed replay finish. After that, waiting for the device raises the device's own error."""
@@ -100,7 +100,7 @@ class NpuGraph(Graph):
         self._updates = [self._distinct.index(each) for each in keys]
         self._checks = [each for keys in self._distinct for each in keys.values() if isinstance(each, PackedLengths)]
         self.may_refuse = bool(self._checks)
-        if any("actual_seq_lengths" not in each for each in self._distinct) or not all(each.updates for each in calls):
+        if not all(map(updates_queries, self._distinct)) or not all(each.updates for each in calls):
             # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
                 name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"

@@ -14,12 +14,20 @@ from hal.errors import HostValueError
 HostValues = Mapping[str, Tensor]
 Update = Callable[[HostValues], Any]
 
-FUSED, DEFAULT_LAYOUT = "npu_fused_infer_attention_score", "BSH"
-"""The fused operation, and its default layout: torch_npu does not record arguments that have their defaults."""
+FUSED = {
+    "npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    "npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
+}
+"""The versions of the fused operation, with the update keys of the lengths of queries and of keys."""
+DEFAULT_LAYOUT = "BSH"
+"""The fused operation's default layout: torch_npu does not record arguments that have their defaults."""
 UPDATES: dict[str, dict[str, Update]] = {
-    f"{FUSED}.out": {
-        "actual_seq_lengths": lambda values: values["query_start_loc_host"][1:].tolist(),
-        "actual_seq_lengths_kv": lambda values: values["kv_lens_host"].tolist(),
+    **{
+        f"{name}.out": {
+            queries: lambda values: values["query_start_loc_host"][1:].tolist(),
+            keys: lambda values: values["kv_lens_host"].tolist(),
+        }
+        for name, (queries, keys) in FUSED.items()
     },
     # Cloned, because torch_npu's queue may read it after the call has returned.
     "_npu_paged_attention.default": {"context_lens": lambda values: values["kv_lens_host"].clone()},
@@ -49,7 +57,7 @@ def launch_runs(rows: slice, lens: list[int], block_size: int, blocks: int) -> I
 
 @attrs.frozen
 class PackedLengths:
-    """The update of ``actual_seq_lengths_kv`` for a captured launch that sums blocks over its sequences.
+    """The update of the lengths of keys for a captured launch that sums blocks over its sequences.
 
     Attributes:
         blocks: the number of blocks in the cache.
@@ -91,8 +99,17 @@ def updates_of(record: Any) -> dict[str, Update] | None:
         return known
     found = {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
     if counts_blocks(record.op_cache_entry, record):
-        found["actual_seq_lengths_kv"] = packed_lengths(record)
+        found[FUSED[_packet(record.op_cache_entry)][1]] = packed_lengths(record)
     return found
+
+
+def updates_queries(updates: Mapping[str, Update]) -> bool:
+    """Return whether the updates of a launch include the lengths of its queries."""
+    return any(queries in updates for queries, _ in FUSED.values())
+
+
+def _packet(operation: Any) -> str:
+    return str(operation.__name__).partition(".")[0]
 
 
 def counts_blocks(operation: Any, record: Any) -> bool:
@@ -100,7 +117,7 @@ def counts_blocks(operation: Any, record: Any) -> bool:
 
     It sums them where a sequence has more than one query: in the layout TND, and in BSH with several rows.
     """
-    if operation.__name__.partition(".")[0] != FUSED:
+    if _packet(operation) not in FUSED:
         return False
     layout = record.kwargs.get("input_layout", DEFAULT_LAYOUT)
     return bool(layout == "TND" or (layout == "BSH" and record.args[0].shape[1] > 1))

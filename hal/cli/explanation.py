@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     print_table(("rewrite", "applied", "skipped", "ms", "reasons"), _rewrites(step, on))
     if absent := _without_kernel(on):
         echo(f"\nnot listed, because {on.name} has no kernel for them (see `hal ops`): {', '.join(absent)}")
+    _print_unsupported(step.unsupported, on)
     if split is not None:
         pieces = [each for each in split.segments if each.captured]
         between = [each for each in split.segments if not each.captured]
@@ -109,6 +110,13 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
             f"{', '.join(names)} and where lengths are read; logits are computed after them"
         )
     return (*step.stages, *later), split
+
+
+def _print_unsupported(calls: Mapping[tuple[str, tuple[str, ...]], int], on: Backend) -> None:
+    """Print the calls with options that the driver's kernel does not support."""
+    for (name, lacks), count in calls.items():
+        otherwise = "another kernel" if getattr(on.kernels[name], "otherwise", None) else "the reference"
+        echo(f"\n{count} calls of {name} run {otherwise}: the driver's kernel does not support {', '.join(lacks)}")
 
 
 def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, float]:

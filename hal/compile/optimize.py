@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
+from torch import fx
 
 from hal import ops
+from hal.compile.collective_calls import called
 from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.lower import hoist_preparations, lower, source_of
@@ -22,6 +25,7 @@ from hal.drivers.compiler import Outputs
 from hal.drivers.compiler_registry import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
+from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.step.rows import NONE, Rows
 from hal.step.state import StateMemory
 
@@ -48,6 +52,23 @@ class Stage:
     code: str
 
 
+def unsupported_options(graph: fx.Graph, backend: Backend) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Return the calls that a :class:`~hal.ops.kernels.partial_kernel.PartialKernel` of the backend does not support.
+
+    Returns:
+        The number of calls, by the operation's name and the options that its kernel lacks.
+    """
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for node, operation in called(graph):
+        kernel = backend.kernels.get(operation.name)
+        if isinstance(kernel, PartialKernel):
+            given = operation.node_form.signature.bind(*node.args, **node.kwargs)
+            given.apply_defaults()
+            if lacks := kernel.unsupported(given.arguments):
+                found[operation.name, lacks] += 1
+    return found
+
+
 @attrs.frozen
 class OptimizedStep:
     """A step that is rewritten for a backend, but not lowered.
@@ -56,11 +77,13 @@ class OptimizedStep:
         traced: the step, with its graph rewritten.
         report: the report of the passes.
         stages: the stages so far.
+        unsupported: see :func:`unsupported_options`.
     """
 
     traced: TracedStep
     report: Report
     stages: tuple[Stage, ...]
+    unsupported: Mapping[tuple[str, tuple[str, ...]], int]
 
     def hoist(self, backend: Backend, keep: Collection[str] = ()) -> None:
         """Prepare kernel arguments once; see :func:`hoist_preparations`."""
@@ -129,7 +152,8 @@ def optimize(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     for each in (*PREPARATIONS, *chosen, *CLEANUPS):
         manager.add(each)
     report = manager.apply()
-    return OptimizedStep(traced, report, (*stages, stage_of("rewrite", traced, began)))
+    stages.append(stage_of("rewrite", traced, began))
+    return OptimizedStep(traced, report, tuple(stages), unsupported_options(traced.graph.graph, backend))
 
 
 def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:

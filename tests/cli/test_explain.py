@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import attrs
 import pytest
+import torch
 from click.testing import CliRunner
 
 import hal
 from hal import ops
 from hal.cli import main
+from hal.cli.explanation import explain_step
+from hal.ops.kernels.partial_kernel import PartialKernel
 
 
 class TestExplain:
@@ -49,6 +54,22 @@ class TestExplain:
         assert "add_rms_norm_quantize" in absent
         assert "add_rms_norm" in rows - absent
         assert not rows & absent
+
+    @pytest.mark.parametrize(("otherwise", "what"), [(None, "the reference"), (torch.add, "another kernel")])
+    def test_options_that_a_kernel_lacks(
+        self, trained: Path, otherwise: Any, what: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph"}})
+        model: Any = hal.load_model(trained, backend)
+        for index, given in ((1, {"softcap": 20.0}), (2, {"softcap": 30.0, "window": 5}), (3, {"window": 5})):
+            attention = model.model.layers[index].self_attn.attention
+            attention.options = attrs.evolve(attention.options, **given)
+        kernel = PartialKernel("paged_attention", backend.kernels["paged_attention"], ("window",), otherwise)
+        backend.kernels = MappingProxyType({**backend.kernels, "paged_attention": kernel})
+        explain_step(model, backend, 2)
+        line = f"2 calls of paged_attention run {what}: the driver's kernel does not support softcap"
+        assert capsys.readouterr().out.splitlines().count(line) == 1
+        hal.open("cpu")
 
     def test_pieces(self, trained: Path, tmp_path: Path) -> None:
         config = json.dumps({"compiler": "piecewise", "splitting_ops": ["paged_attention"]})

@@ -28,15 +28,25 @@ LONGEST = max(map(max, LENGTHS))
 class Attend:
     """Two attentions on a random cache, and the arguments of a graph of them."""
 
-    def __init__(self, backend: hal.Backend, *, block_size: int, head_dim: int, window: int | None = None) -> None:
-        self.backend, self.window = backend, window
+    def __init__(
+        self,
+        backend: hal.Backend,
+        *,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float16,
+        with_sinks: bool = False,
+        **options: Any,
+    ) -> None:
+        self.backend, self.options = backend, ops.AttentionOptions(SCALE, **options)
         device, generator = backend.device.torch, torch.Generator().manual_seed(0)
         blocks_each = LONGEST // block_size
         cache = (ROWS * blocks_each, block_size, KV_HEADS, head_dim)
         self.query, *self.caches = (
-            torch.randn(shape, generator=generator).half().to(device)
+            torch.randn(shape, generator=generator).to(dtype).to(device)
             for shape in ((ROWS, HEADS, head_dim), cache, cache)
         )
+        self.sinks = torch.randn(HEADS, generator=generator).to(dtype).to(device) if with_sinks else None
         table = torch.randperm(ROWS * blocks_each, generator=generator).to(torch.int32)
         self.table = table.view(ROWS, blocks_each).to(device)
         self.starts, self.lens = torch.arange(ROWS + 1, dtype=torch.int32), torch.ones(ROWS, dtype=torch.int32)
@@ -51,8 +61,8 @@ class Attend:
             self.device_lens,
             self.starts,
             lens,
-            None,
-            ops.AttentionOptions(SCALE, window=self.window),
+            self.sinks,
+            self.options,
         )
         return attended
 

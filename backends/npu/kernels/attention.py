@@ -8,7 +8,6 @@ Source: torch_npu's documentation of ``npu_fused_infer_attention_score`` and ``_
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -34,6 +33,8 @@ MASK_SIZE = 2048
 UNLIMITED = 2**31 - 1
 PACKED_HEAD_DIM, PACKED_DTYPE = 128, torch.bfloat16
 """Head dimension and dtype that every release of CANN supports in TND, the layout of packed sequences."""
+SINK_HEAD_DIMS = (64, 128)
+"""Head dimensions for which npu_fused_infer_attention_score_v2 supports sinks, in TND and in bfloat16."""
 MAX_PACKED = 4096
 """Maximum number of sequences in one call with the layout TND."""
 MAX_DECODE_KEYS = 262144
@@ -41,7 +42,7 @@ MAX_DECODE_KEYS = 262144
 ATB_HEAD_DIM, ATB_WIDE, ATB_BLOCK = 576, 256, 128
 """ATB's maximum head dimension. Head dimensions above ATB_WIDE require blocks of at most ATB_BLOCK tokens."""
 
-OPTIONS = ("causal", "window")
+OPTIONS = ("causal", "window", "sinks")
 """The options of attention that CANN's kernels support."""
 
 SEVERAL = "need several launches of attention, and a replay can update only one"
@@ -65,12 +66,13 @@ UNEVEN = (
 
 
 class FusedAttention:
-    """``paged_attention`` with npu_fused_infer_attention_score.
+    """``paged_attention`` with npu_fused_infer_attention_score, without softcaps.
 
     A decode is one call in the layout BSH. A prefill is one call in TND if TND supports the head dimension and dtype;
     otherwise it is one call in BSH for each run of sequences with equally many queries. A prefill is split further if
     its sequences share blocks and their block counts add up to more than the cache has. With a window, a single
-    sequence may have more, since its first blocks are given away.
+    sequence may have more, since its first blocks are given away. With sinks, TND is used wherever it supports them; in
+    BSH, they are added to the result.
 
     Args:
         device: the NPU.
@@ -110,20 +112,14 @@ class FusedAttention:
         starts, lens = query_start_loc_host.tolist(), kv_lens_host.tolist()
         if starts[-1] == 0:
             return torch.zeros_like(query, memory_format=torch.contiguous_format)
-        attend = partial(
-            torch_npu.npu_fused_infer_attention_score,
-            num_heads=heads,
-            num_key_value_heads=kv_heads,
-            block_size=block_size,
-            scale=options.scale,
-        )
         caches = self._view(key_cache), self._view(value_cache)
         query, block_table = query.contiguous(), block_table.contiguous()
         decodes = one_query_each(tokens, starts)
         # Only with a window. Lengths are symbolic while a graph is traced; replays check the actual ones.
         longer = bool(options.window) and type(lens[0]) is int and max(lens) > block_size * len(key_cache)
-        packs = head_dim == PACKED_HEAD_DIM and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED and not longer
-        if packs and not (decodes and options.window is None):
+        dims = (PACKED_HEAD_DIM,) if sinks is None else SINK_HEAD_DIMS
+        packs = head_dim in dims and query.dtype is PACKED_DTYPE and len(lens) <= MAX_PACKED and not longer
+        if packs and not (decodes and options.window is None and sinks is None):
             runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
             if len(runs) > 1:
                 _refuse_in_capture(*SHARED)
@@ -132,15 +128,18 @@ class FusedAttention:
                 first, *ends = starts[rows.start : rows.stop + 1]
                 if ends[-1] == first:
                     continue
-                attended = attend(
+                attended = _attend_packed(
                     query[first : ends[-1]],  # the lengths must add up to the number of queries
                     *caches,
-                    input_layout="TND",
+                    sinks,
+                    options,
+                    num_key_value_heads=kv_heads,
+                    block_size=block_size,
                     block_table=block_table[rows],
-                    actual_seq_lengths=[end - first for end in ends],
-                    actual_seq_lengths_kv=lens[rows],
+                    ends=[end - first for end in ends],
+                    lens=lens[rows],
                     **self._mask_arguments(options),
-                )[0]
+                )
                 parts.append(attended)
             return _concatenate(parts, tokens)
 
@@ -174,15 +173,21 @@ class FusedAttention:
                 mask = self._mask_arguments(options)
                 if queries == 1:
                     mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], options.window)
-                attended = attend(
+                attended, sums = torch_npu.npu_fused_infer_attention_score(
                     part.view(-1, queries, heads * head_dim),
                     *caches,
+                    num_heads=heads,
+                    num_key_value_heads=kv_heads,
+                    scale=options.scale,
                     input_layout="BSH",
                     block_table=block_table[rows],
+                    block_size=block_size,
                     actual_seq_lengths_kv=lens[rows],
+                    softmax_lse_flag=sinks is not None,
                     **mask,
-                )[0]
-                parts.append(attended.view(part.shape))
+                )
+                attended = attended.view(part.shape)
+                parts.append(attended if sinks is None else _with_sinks(attended, sums, sinks))
         return _concatenate(parts, tokens)
 
     def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
@@ -212,6 +217,66 @@ class FusedAttention:
                 f"give the block table at most {MAX_DECODE_KEYS // block_size} columns",
             )
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
+
+
+def _attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    *,
+    ends: list[int],
+    lens: list[int],
+    **arguments: Any,
+) -> Tensor:
+    """Attend with packed sequences, in the layout TND. Only the operation's second version has sinks.
+
+    Args:
+        query: ``[tokens, num_heads, head_dim]``.
+        keys: the cache, in the operation's shape.
+        values: as ``keys``.
+        sinks: ``[num_heads]``, or None.
+        options: of the operation.
+        ends: the end of each sequence's queries.
+        lens: the length of each sequence.
+        arguments: those that both versions of the operation have.
+    """
+    heads, scale, arguments = query.shape[1], options.scale, {"input_layout": "TND", **arguments}
+    if sinks is None:
+        return torch_npu.npu_fused_infer_attention_score(  # type: ignore[no-any-return]
+            query,
+            keys,
+            values,
+            num_heads=heads,
+            scale=scale,
+            actual_seq_lengths=ends,
+            actual_seq_lengths_kv=lens,
+            **arguments,
+        )[0]
+    return torch_npu.npu_fused_infer_attention_score_v2(  # type: ignore[no-any-return]
+        query,
+        keys,
+        values,
+        num_query_heads=heads,
+        softmax_scale=scale,
+        actual_seq_qlen=ends,
+        actual_seq_kvlen=lens,
+        learnable_sink=sinks.contiguous(),
+        **arguments,
+    )[0]
+
+
+def _with_sinks(attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Add sinks to the softmax afterwards: they scale the result by ``exp(sum) / (exp(sum) + exp(sink))``.
+
+    Args:
+        attended: ``[tokens, num_heads, head_dim]``, attention without sinks.
+        sums: ``[sequences, num_heads, queries, 1]``, the logarithms of the sums of exponentials; infinity for no key.
+        sinks: ``[num_heads]``.
+    """
+    share = torch.sigmoid(sums.transpose(1, 2).reshape(*attended.shape[:2], 1) - sinks.float()[:, None])
+    return (attended * share).to(attended.dtype)
 
 
 class ComposedAttention:
@@ -278,7 +343,7 @@ def _atb_takes(head_dim: int, block_size: int) -> bool:
 
 
 class AtbAttention(FusedAttention):
-    """Decode with ATB's paged attention, for one query per sequence and no window; otherwise, the base class."""
+    """Decode with ATB's paged attention, for one query per sequence without window or sinks; else the base class."""
 
     def __call__(
         self,
@@ -300,6 +365,7 @@ class AtbAttention(FusedAttention):
             not tokens
             or not _atb_takes(head_dim, block_size)
             or options.window is not None
+            or sinks is not None
             or not one_query_each(tokens, query_start_loc_host.tolist())
         ):
             return super().__call__(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from hal.ops import Operation
 
 LEGEND = """
-kernel     the driver's kernel; where it selects among libraries, the library is in brackets
+kernel     the driver's kernel; where it selects among libraries, the library is in brackets; calls with an option that
+           it is without run another kernel, or the operation's body
 composed   no kernel for the whole operation: its parts run, each with the driver's kernel if it has one
 reference  no kernel: the operation's body runs"""
 
@@ -96,7 +97,10 @@ def _open(candidate: Candidate, options: dict[str, Any]) -> Backend | _Closed:
 def _cell(operation: Operation, found: Backend | _Closed) -> str | None:
     if isinstance(found, _Closed):
         return None
+    from hal.ops.kernels.partial_kernel import PartialKernel
+
     if operation.name in found.kernels:
-        source = found.sources.get(operation.name)
-        return f"kernel ({source})" if source else "kernel"
+        source, kernel = found.sources.get(operation.name), found.kernels[operation.name]
+        lacks = kernel.lacks if isinstance(kernel, PartialKernel) else ()
+        return "kernel" + (f" ({source})" if source else "") + (f" without {', '.join(lacks)}" if lacks else "")
     return "composed" if operation.fused else "reference"

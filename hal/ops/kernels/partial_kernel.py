@@ -50,6 +50,11 @@ class PartialKernel:
         """Run the operation."""
         return self._function(*args)
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The options that the kernel does not support."""
+        return tuple(name for name in self.operation.node_form.optional if name not in self.supports)
+
     def unsupported(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the options that a call sets and that the kernel does not support.
 
@@ -58,9 +63,7 @@ class PartialKernel:
         """
         defaults = self.operation.node_form.optional
         return tuple(
-            name
-            for name, default in defaults.items()
-            if name not in self.supports and not (arguments[name] is default or arguments[name] == default)
+            name for name in self.lacks if arguments[name] is not defaults[name] and arguments[name] != defaults[name]
         )
 
     def bound(self, body: Kernel) -> Callable[..., Any]:
@@ -74,11 +77,10 @@ class PartialKernel:
         form, names = self.operation.node_form, list(self.operation.signature.parameters)
         namespace: dict[str, Any] = {"_kernel": self.kernel, "_otherwise": self.otherwise or body}
         tests = []
-        for name, default in form.optional.items():
-            if name not in self.supports:
-                place = name if name in names else f"{names[-1]}.{name}"
-                namespace[f"_{name}"] = default
-                tests.append(f"{place} is None" if default is None else f"{place} == _{name}")
+        for name in self.lacks:
+            place, default = name if name in names else f"{names[-1]}.{name}", form.optional[name]
+            namespace[f"_{name}"] = default
+            tests.append(f"{place} is None" if default is None else f"{place} == _{name}")
         given = ", ".join(names)
         choice = f"_kernel if {' and '.join(tests) or 'True'} else _otherwise"
         source = f"def chosen({given}):\n return {choice}\ndef run({given}):\n return ({choice})({given})\n"

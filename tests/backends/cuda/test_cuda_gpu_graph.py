@@ -26,8 +26,8 @@ Opened = Callable[..., hal.Backend]
 class Attend(attending.Attend):
     """Attention with block sizes and heads that every library supports."""
 
-    def __init__(self, backend: hal.Backend, window: int | None = None) -> None:
-        super().__init__(backend, block_size=64, head_dim=64, window=window)
+    def __init__(self, backend: hal.Backend, **given: Any) -> None:
+        super().__init__(backend, block_size=64, head_dim=64, **given)
 
     def eagerly(self, lens: Sequence[int]) -> Tensor:
         host = torch.tensor(lens, dtype=torch.int32)

@@ -99,6 +99,22 @@ def test_runs_agree_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_softcaps_and_sinks(parts: int, softcap: float | None, dtype: torch.dtype) -> None:
+    """A sink joins the softmax once, however many parts the keys have; an empty sequence returns 0."""
+    draw = Draw(dtype, seed=3)
+    for new, lengths, given in (
+        ([1, 1, 1], [37, 0, 50], {"sinks": True}),
+        ([1, 1], [37, 9], {"sinks": True, "window": 4}),
+        ([5, 9], [37, 9], {"sinks": True, "causal": False}),
+        ([2, 1], [20, 9], {}),
+    ):
+        tiling = Tiles(1 if max(new) == 1 else 4, 16, 16, 4, 2)
+        sample = drawn(draw, new, lengths, heads=(4, 2), softcap=softcap, **given)
+        agree(dtype, sample, cut(tiling, parts))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("first", ["query", "key"])
 def test_infinities_are_neither_hidden_nor_spread(first: str, parts: int) -> None:
     """A row of scores that are all minus infinity gives NaN; if only some are, the result is that of the other keys."""

@@ -21,13 +21,17 @@ pytest_plugins = ("helpers.triton_compiling",)
 TOKENS, SEQUENCES = 48, 3
 
 
-def attend(tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, window: int | None = None) -> None:
+def attend(
+    tokens: int, sequences: int, head_dim: int, dtype: torch.dtype, *, with_sinks: bool = False, **options: Any
+) -> None:
     integers = [torch.zeros(count, dtype=torch.int32) for count in (sequences + 1, sequences)]
     cache = empty(2, 64, 8, head_dim, dtype=dtype)
     table = torch.zeros(sequences, 128, dtype=torch.int32)
     query = empty(tokens, 32, head_dim, dtype=dtype)
-    options = AttentionOptions(0.1, window=window)
-    KERNELS["paged_attention"](query, cache, cache, table, *integers, *integers, None, options)
+    sinks = empty(32, dtype=dtype) if with_sinks else None
+    KERNELS["paged_attention"](
+        query, cache, cache, table, *integers, *integers, sinks, AttentionOptions(0.1, **options)
+    )
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
@@ -73,6 +77,8 @@ def test_attention_fits(head_dim: int, dtype: torch.dtype, compiling: Compiling)
     before = len(compiling.compiled)
     for tokens in (SEQUENCES, 16, 4096):  # decode, and prefills of few and of many tokens
         attend(tokens, SEQUENCES, head_dim, dtype)
+        if head_dim < 256:
+            attend(tokens, SEQUENCES, head_dim, dtype, with_sinks=True, softcap=50.0)
     kernels = compiling.compiled[before:]
     assert {kernel.name for kernel in kernels} == {"_attend", "_combine"}
     for kernel in kernels:
@@ -89,7 +95,8 @@ def test_attention_that_may_spill_a_little(head_dim: int, dtype: torch.dtype, dr
     driver.capability, before = 80, len(driver.compiled)
     attend(SEQUENCES, SEQUENCES, head_dim, dtype)
     attend(4096, SEQUENCES, head_dim, dtype, window=512)
-    assert len(driver.compiled) == before + 3
+    attend(4096, SEQUENCES, head_dim, dtype, with_sinks=True, softcap=50.0)
+    assert len(driver.compiled) == before + 4
     for kernel in driver.compiled[before:]:
         assert kernel.spilled <= 128, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
 

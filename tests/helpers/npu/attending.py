@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hal
 from helpers import attending
 
@@ -11,5 +13,5 @@ BLOCK = 128
 class Attend(attending.Attend):
     """Attention with the NPU's block size."""
 
-    def __init__(self, backend: hal.Backend, window: int | None = None, head_dim: int = 32) -> None:
-        super().__init__(backend, block_size=BLOCK, head_dim=head_dim, window=window)
+    def __init__(self, backend: hal.Backend, head_dim: int = 32, **given: Any) -> None:
+        super().__init__(backend, block_size=BLOCK, head_dim=head_dim, **given)

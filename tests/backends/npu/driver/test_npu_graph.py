@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -36,8 +36,10 @@ def attend(request: pytest.FixtureRequest, npu: Opened) -> Attend:
 
 
 class TestHostValues:
-    def check(self, attend: Attend, graph: hal.vendor.Graph, output: Tensor) -> None:
-        for lens in LENGTHS:
+    def check(
+        self, attend: Attend, graph: hal.vendor.Graph, output: Tensor, lengths: Sequence[list[int]] = LENGTHS
+    ) -> None:
+        for lens in lengths:
             attend.device_lens.copy_(torch.tensor(lens))
             expected = attend.twice(torch.tensor(lens, dtype=torch.int32)).cpu()
             graph.replay(**attend.host_values(lens))
@@ -92,6 +94,32 @@ class TestHostValues:
         attend = Attend(npu(), window=70, head_dim=head_dim)
         graph = attend.backend.graph()
         self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_sinks_after_the_softmax(self, npu: Opened, window: int | None) -> None:
+        attend = Attend(npu(), window=window, with_sinks=True)
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_sinks_in_the_softmax(self, npu: Opened, window: int | None) -> None:
+        """The second version of the fused attention has other names for the lengths."""
+        attend = Attend(npu(), window=window, with_sinks=True, head_dim=64, dtype=torch.bfloat16)
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice), [lens for lens in LENGTHS if any(lens)])
+        blocks = attend.caches[0].shape[0]
+        with pytest.raises(HostValueError, match=f"captured over {blocks} blocks"):
+            graph.replay(**attend.host_values([(blocks + 1) * BLOCK, 1, 1, 1, 1]))
+
+    @pytest.mark.parametrize("with_sinks", [False, True])
+    def test_a_softcap_needs_no_update(self, npu: Opened, with_sinks: bool) -> None:
+        """The composed attention of a decode reads lengths on the device, in a graph as in an eager call."""
+        attend = Attend(npu(), softcap=2.0, window=70, with_sinks=with_sinks)
+        graph = attend.backend.graph()
+        self.check(attend, graph, graph.capture(attend.twice))
+        values = attend.host_values(LENGTHS[0])
+        with pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
+            graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
 
     def test_the_number_of_queries_is_part_of_a_decode_capture(self, attend: Attend) -> None:
         graph = attend.backend.graph()

@@ -420,12 +420,30 @@ class TestLaunches:
             ([9], [200], {"head_dim": 64}, fused),
             ([9, 9], [200, 9], {"head_dim": 64}, fused),
             ([9, 20, 20], [200, 20, 30], {"head_dim": 64}, {"FusedInferAttentionScoreV3": 2, "Cat": 1}),
+            ([1, 1], [9, 200], {"head_dim": 64, "with_sinks": True}, {"FusedInferAttentionScoreV4": 1}),
+            ([1, 20], [9, 200], {"window": 60, "with_sinks": True}, {"FusedInferAttentionScoreV4": 1}),
+            (
+                [1, 1],
+                [9, 200],
+                {"head_dim": 192, "with_sinks": True},
+                {"FusedInferAttentionScoreV3": 1, "InplaceCopy": 2, "Sub": 1, "Sigmoid": 1, "Mul": 1},
+            ),
         ):
             sample = attention_arguments(draw, new, lens, **given)
             torch.npu.synchronize()
             with emulator.trace() as trace:
                 backend.ops.paged_attention(*sample)
             assert trace.counts() == expected, (new, given)
+
+    def test_a_softcap_is_composed(self, npu: Opened) -> None:
+        backend, draw = npu(), Draw(torch.bfloat16, "npu")
+        for new, lens in (([1, 1, 1], [9, 200, 0]), ([9, 20], [9, 200])):
+            sample = attention_arguments(draw, new, lens, softcap=2.0)
+            with emulator.trace() as trace:
+                check_kernel(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
+            assert not [name for name in trace.counts() if "Attention" in name]
+        with pytest.raises(CaptureError, match="composed of smaller operations"):
+            backend.graph().capture(lambda: ops.paged_attention(*sample))
 
     def test_sampling_copies_nothing_to_the_device(self, npu: Opened) -> None:
         """A copy from the host waits for all previous launches, and a capture refuses it."""

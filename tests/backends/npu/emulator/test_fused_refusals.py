@@ -74,6 +74,22 @@ def attend_packed(**changes: Any) -> Any:
     return torch_npu.npu_fused_infer_attention_score(**{**arguments, **changes})
 
 
+def attend_with_sinks(**changes: Any) -> Any:
+    """Run an unpaged TND call with sinks, with sequences of two and three queries."""
+    arguments: dict[str, Any] = {
+        "query": t(5, 4, 64, dtype=BF16),
+        "key": t(9, 2, 64, dtype=BF16),
+        "value": t(9, 2, 64, dtype=BF16),
+        "num_query_heads": 4,
+        "num_key_value_heads": 2,
+        "input_layout": "TND",
+        "actual_seq_qlen": [2, 5],
+        "actual_seq_kvlen": [4, 9],
+        "learnable_sink": t(4, dtype=BF16),
+    }
+    return torch_npu.npu_fused_infer_attention_score_v2(**{**arguments, **changes})
+
+
 def attend_blocks(**changes: Any) -> Any:
     """Run a paged BSH call with two sequences of four queries each."""
     arguments: dict[str, Any] = {
@@ -142,6 +158,36 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
             attend_prefill,
             {"query": t(2, 4, 4, 528), "key": t(2, 2, 9, 528), "value": t(2, 2, 9, 528)},
             "multiple of 16 and at most 512",
+        ),
+        (attend_with_sinks, {"learnable_sink": t(4)}, "learnable_sink must be bfloat16"),
+        (attend_with_sinks, {"learnable_sink": t(2, dtype=BF16)}, r"must have shape \[num_heads\], not \[2\]"),
+        (
+            attend_with_sinks,
+            {
+                "query": t(2, 4, 4, 64, dtype=BF16),
+                "key": t(2, 2, 9, 64, dtype=BF16),
+                "value": t(2, 2, 9, 64, dtype=BF16),
+                "input_layout": "BNSD",
+                "actual_seq_qlen": None,
+                "actual_seq_kvlen": None,
+            },
+            "learnable_sink requires input_layout TND or NTD_TND, not BNSD",
+        ),
+        (
+            attend_with_sinks,
+            {
+                "query": t(5, 2, 192, dtype=BF16),
+                "key": t(9, 2, 192, dtype=BF16),
+                "value": t(9, 2, 192, dtype=BF16),
+                "num_query_heads": 2,
+                "learnable_sink": t(2, dtype=BF16),
+            },
+            "learnable_sink requires the head dimension 64 or 128, but it is 192",
+        ),
+        (
+            attend_with_sinks,
+            {"pse_shift": t(1, 4, 3, 5, dtype=BF16)},
+            "learnable_sink does not support pse_shift",
         ),
         (attend_prefill, {"num_heads": 8}, "num_heads must be that of the query, 4, but is 8"),
         (

@@ -34,9 +34,6 @@ void check_tensors(const InferAttention& request) {
         require(key.dim() == value.dim(), "key and value must have the same number of dimensions, but have " +
                                               number(key.dim()) + " and " + number(value.dim()));
     }
-    if (request.sink)
-        require(request.sink.dim() == 1 && request.sink.size(0) == request.heads,
-                "learnable_sink must have shape [num_heads], not " + c10::str(request.sink.sizes()));
     if (request.bias) {
         require(request.bias.dtype() == dtype,
                 "pse_shift must have the query's dtype, " + c10::str(dtype, ", not ", request.bias.dtype()));
@@ -45,6 +42,26 @@ void check_tensors(const InferAttention& request) {
     }
 }
 
+DOCUMENTED(
+    "op-plugin: docs/context/torch_npu-npu_fused_infer_attention_score_v2.md (learnable_sink)"
+    "; ops-transformer: attention/fused_infer_attention_score/op_host/fused_infer_attention_score_tiling.cpp "
+    "(isLearnableSink)");
+void check_sink(const InferAttention& request, int64_t heads, int64_t dim) {
+    require(request.sink.dtype() == at::kBFloat16,
+            std::string("learnable_sink must be bfloat16, not ") + c10::toString(request.sink.dtype()));
+    require(request.sink.dim() == 1 && request.sink.size(0) == heads,
+            "learnable_sink must have shape [num_heads], not " + c10::str(request.sink.sizes()));
+    require(request.layout == "TND" || request.layout == "NTD_TND",
+            "learnable_sink requires input_layout TND or NTD_TND, not " + request.layout);
+    require(dim == 64 || dim == 128,
+            "learnable_sink requires the head dimension 64 or 128, but it is " + number(dim));
+    require(!request.bias, "learnable_sink does not support pse_shift");
+}
+
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 void check_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
     require(heads > 0 && heads <= 256, "num_heads must be between 1 and 256, but is " + number(heads));
     require(kv_heads > 0 && heads % kv_heads == 0,
@@ -208,6 +225,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
             "num_heads must be that of the query, " + number(by_head.size(-3)) + ", but is " + number(heads));
     check_heads(heads, kv_heads, dim);
     if (layout.packed) check_packed(request, heads, kv_heads, dim);
+    if (request.sink) check_sink(request, heads, dim);
     paged = bool(request.block_table);
     if (layout.packed) {
         queries = packed_spans(request.query_lengths, rows, "actual_seq_lengths");

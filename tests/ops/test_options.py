@@ -1,0 +1,250 @@
+"""Tests for the options of an operation: one object for models and kernels, numbers in graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from helpers.catalogue import forgetting_operations
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hal
+from hal import ops
+from hal.compile.fx.make_graph import make_graph
+from hal.compile.lower import lower, source_of
+from hal.errors import MissingKernel, OperationError
+from hal.ops import FLOATING, AttentionOptions, Draw, Sample
+from hal.ops.kernels.partial_kernel import PartialKernel
+
+ATTENTION = ops.operation("paged_attention")
+
+
+@attrs.frozen
+class Scaling:
+    """Options of a toy operation."""
+
+    by: float
+    plus: float = 0.0
+    limit: int | None = None
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    yield draw.normal(2, 4), None, Scaling(2.0)
+    yield draw.normal(3, 5), draw.normal(5), Scaling(0.5, 1.0, 1)
+
+
+DECLARED: dict[str, Any] = {
+    "samples": samples,
+    "axes": {"x": "rows width", "more": "width", "return": "rows width"},
+    "dtypes": {"x": FLOATING, "more": "x", "return": "x"},
+    "rowwise": "rows",
+    "namespace": "haltest",
+}
+
+
+def scaled(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+    """Scale, add and limit."""
+    result = x * options.by + options.plus + (0 if more is None else more)
+    return result if options.limit is None else result.clamp(max=options.limit)
+
+
+@pytest.fixture(scope="module")
+def once() -> Iterator[ops.Operation]:
+    """torch.library registers a name once."""
+    with forgetting_operations():
+        yield ops.operation(ops.op(**DECLARED)(scaled))
+
+
+@pytest.fixture
+def declared(once: ops.Operation, cpu: hal.Backend) -> ops.Operation:
+    return once
+
+
+class TestNodes:
+    def test_a_node_takes_the_fields(self, declared: ops.Operation) -> None:
+        assert declared.schema == (
+            "haltest::scaled(Tensor x, Tensor? more, float by, float plus=0., SymInt? limit=None) -> Tensor"
+        )
+        node = torch.ops.haltest.scaled
+        x, more = torch.randn(2, 4), torch.randn(4)
+        torch.testing.assert_close(node(x, None, 2.0), x * 2)
+        torch.testing.assert_close(node(x, more=more, limit=1, by=3.0), scaled(x, more, Scaling(3.0, limit=1)))
+        torch.testing.assert_close(declared.node(x, more, Scaling(3.0, 1.0)), scaled(x, more, Scaling(3.0, 1.0)))
+
+    def test_kernels_take_the_object(self, declared: ops.Operation, cpu: hal.Backend) -> None:
+        seen: list[Any] = []
+
+        def kernel(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+            seen.append(options)
+            return x
+
+        backend = hal.Backend("seeing", cpu.device, kernels={"scaled": kernel})
+        backend.activate()
+        x, options = torch.randn(2, 4), Scaling(2.0)
+        declared.function(x, None, options)
+        for _ in range(2):
+            torch.ops.haltest.scaled(x, None, 2.0)
+        assert seen == [options] * 3
+        assert seen[0] is options
+        assert seen[1] is seen[2], "equal fields must not make an object for each call"
+        cpu.activate()
+
+    def test_one_and_true_are_different_options(self, declared: ops.Operation) -> None:
+        made = [declared.node_form.pack((None, None, 1.0, each), {})[-1].plus for each in (1, True, 1.0)]
+        assert list(map(type, made)) == [int, bool, float]
+
+    def test_a_node_as_arguments(self, declared: ops.Operation) -> None:
+        found = declared.node_arguments((1, None), {"by": 2.0, "limit": 3})
+        assert found == {"x": 1, "more": None, "options": Scaling(2.0, 0.0, 3)}
+
+    def test_a_lowered_graph_makes_no_objects(self, declared: ops.Operation, cpu: hal.Backend) -> None:
+        options, other = Scaling(2.0, 1.0), Scaling(2.0, 1.0, 4)
+
+        def twice(x: Tensor) -> tuple[Tensor]:
+            first = declared.function(declared.function(x, None, options), None, options)
+            return (declared.function(first, x[0], other),)
+
+        mode = FakeTensorMode()
+        with torch.no_grad(), ops.intercepted(lambda operation, _: operation.node):
+            graph = make_graph(twice, [mode.from_tensor(torch.randn(2, 4))], mode)
+        assert "None, 2.0, 1.0)" in graph.code
+        run = lower(graph.graph)
+        code = source_of(graph.graph)
+        assert "Scaling" not in code
+        assert code.count("self.options_0") == 2
+        assert code.count("self.options_1") == 1
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(run(x), twice(x))
+
+    def test_dynamo_records_the_fields(self, declared: ops.Operation) -> None:
+        class Layer(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.options = Scaling(2.0, limit=3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return declared.function(x, None, self.options)
+
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        layer, x = Layer(), torch.randn(2, 4)
+        compiled: Any = torch.compile(layer, backend=keep, fullgraph=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), layer(x))
+            layer.options = Scaling(5.0)
+            torch.testing.assert_close(compiled(x), layer(x))
+        (node,) = (each for each in graphs[0].graph.nodes if each.target is declared.overload)
+        assert node.args[2:] == (2.0, 0.0, 3)
+        assert len(graphs) == 2
+
+
+class TestDeclarations:
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (attrs.make_class("Changing", {"by": attrs.field(type=float)}), "of the class Changing, which can change"),
+            (attrs.make_class("Tensors", {"by": attrs.field(type=Tensor)}, frozen=True), "whose field by is not a"),
+            (attrs.make_class("Named", {"by": attrs.field(type=float, kw_only=True)}, frozen=True), "field by is not"),
+            (attrs.make_class("Twice", {"more": attrs.field(type=float)}, frozen=True), "an argument 'more', and so"),
+        ],
+        ids=lambda given: getattr(given, "__name__", ""),
+    )
+    def test_what_a_schema_cannot_hold_is_refused(self, options: type, problem: str) -> None:
+        def body(x: Tensor, more: Tensor | None, options: Any) -> Tensor:
+            return x
+
+        body.__annotations__["options"] = options
+        with pytest.raises(OperationError, match=problem):
+            ops.op(**DECLARED)(body)
+
+    def test_options_come_last(self) -> None:
+        def body(x: Tensor, options: Scaling, more: Tensor | None) -> Tensor:
+            return x
+
+        with pytest.raises(OperationError, match=r"options: Scaling, before its argument 'more'"):
+            ops.op(**DECLARED)(body)
+
+    def test_no_fused_operation_takes_options(self) -> None:
+        def body(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+            return ops.silu_and_mul(x)
+
+        with pytest.raises(OperationError, match=r"and is a fused operation\n.*take numbers"):
+            ops.fused_op(**DECLARED)(body)
+
+
+class TestPartialKernels:
+    """A kernel runs the calls whose options it supports; others run another kernel or the body."""
+
+    @staticmethod
+    def kernel(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+        assert more is None
+        assert options.limit is None
+        return scaled(x, None, options) + 100
+
+    def test_the_other_kernel(self, declared: ops.Operation, cpu: hal.Backend) -> None:
+        def other(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+            return x * 0
+
+        partial = PartialKernel("scaled", self.kernel, supports=("plus",), otherwise=other)
+        backend = hal.Backend("partial", cpu.device, kernels={"scaled": partial})
+        x, more = torch.randn(2, 4), torch.randn(4)
+        for run in (backend.ops.scaled, partial):
+            torch.testing.assert_close(run(x, None, Scaling(2.0, 1.0)), x * 2 + 101)
+            assert not run(x, more, Scaling(2.0)).any()
+            assert not run(x, None, Scaling(2.0, limit=3)).any()
+        assert partial.lacks == ("more", "limit")
+        assert backend.resolve(declared).chosen(x, more, Scaling(2.0)) is other  # type: ignore[attr-defined]
+
+    def test_the_body(self, declared: ops.Operation, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
+        partial = PartialKernel("scaled", self.kernel, supports=())
+        backend = hal.Backend("partial", cpu.device, kernels={"scaled": partial})
+        x, wanted = torch.randn(2, 4), Scaling(2.0, limit=1)
+        with caplog.at_level(logging.INFO, logger="hal.drivers"):
+            for _ in range(2):
+                torch.testing.assert_close(backend.ops.scaled(x, None, wanted), scaled(x, None, wanted))
+                torch.testing.assert_close(backend.ops.scaled(x, None, Scaling(2.0, 1.0)), x * 2 + 1)
+                torch.testing.assert_close(backend.ops.scaled(x, None, Scaling(2.0)), x * 2 + 100)
+        assert caplog.text.count("no kernel for scaled with other options than the defaults") == 1
+
+    def test_strict(self, declared: ops.Operation, cpu: hal.Backend) -> None:
+        partial = PartialKernel("scaled", self.kernel, supports=("plus",))
+        backend = hal.Backend("partial", cpu.device, kernels={"scaled": partial})
+        backend.configure(hal.Config(backend="partial", strict=True))
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(backend.ops.scaled(x, None, Scaling(1.0)), x + 100)
+        with pytest.raises(MissingKernel, match="no kernel for scaled with other options than plus"):
+            backend.ops.scaled(x, None, Scaling(1.0, limit=2))
+
+    def test_wrong_names(self, declared: ops.Operation, cpu: hal.Backend) -> None:
+        with pytest.raises(OperationError, match=r"supports 'softcap', which is not an option of it"):
+            PartialKernel("scaled", self.kernel, supports=("softcap",))
+        partial = PartialKernel("scaled", self.kernel, supports=())
+        with pytest.raises(OperationError, match="the kernel of wrong for rms_norm is one for scaled"):
+            hal.Backend("wrong", cpu.device, kernels={"rms_norm": partial})
+        with pytest.raises(OperationError, match="cannot take the operation's 3 arguments"):
+            hal.Backend("wrong", cpu.device, kernels={"scaled": PartialKernel("scaled", lambda x: x, supports=())})
+
+    def test_every_option_of_attention(self) -> None:
+        """A kernel that names none gets plain calls only; a new option must come with a sample."""
+        partial = PartialKernel("paged_attention", ATTENTION.reference, supports=())
+        assert set(partial.lacks) == {"sinks", "window", "softcap", "causal"}
+        seen = set()
+        for sample in ATTENTION.samples(Draw()):
+            options = attrs.astuple(sample[-1])
+            names = list(ATTENTION.node_form.signature.parameters)
+            seen |= set(partial.unsupported(dict(zip(names, (*sample[:-1], *options), strict=True))))
+        assert seen == set(partial.lacks)
+
+
+def test_options_are_equal_by_value() -> None:
+    assert AttentionOptions(0.5, window=4) == AttentionOptions(0.5, window=4)
+    assert len({AttentionOptions(0.5), AttentionOptions(0.5), AttentionOptions(0.5, softcap=30.0)}) == 2
