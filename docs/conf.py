@@ -52,8 +52,6 @@ nitpick_ignore = [
     # Constants of a class's own module, which docstrings name without it; the API page shows the class as hal.X.
     ("py:data", "DUMMY_BLOCK"),
     ("py:data", "DEFAULT_TOLERANCE"),
-    # The base of hal.vendor.Graph, whose page has its members.
-    ("py:class", "hal.device.graph_base.GraphBase"),
 ]
 nitpick_ignore_regex = [
     # The same, for names written in full.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hal.device.graph_base import MEMORY_REMEDY
+from hal.device.capture_checks import MEMORY_REMEDY
 from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
 
 _MOVE = "move it out of the captured function, or keep the value on the device"

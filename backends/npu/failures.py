@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from hal.device.graph_base import MEMORY_REMEDY
+from hal.device.capture_checks import MEMORY_REMEDY
 from hal.errors import CaptureError, CommunicationError, DeviceError, DeviceOutOfMemory, HalError
 
 OUT_OF_MEMORY = (200000, 207001, 107002)

@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch_npu
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
 from hal.device.graph import Graph
-from hal.device.host_values import HostValue
 from hal.device.stream import Stream
 from hal.errors import CaptureError, CommunicationError, GraphError, HalError, HostValueError
 
 from .capture_watch import CaptureWatch, HostCall
-from .device import UPDATING, NpuDevice
+from .device import UPDATING, NpuDevice, native_stream
 from .failures import explain, explain_in_capture, first_line
-from .lengths import PackedLengths, Update, updates_of, updates_queries
+from .lengths import PackedLengths, Update, counts_blocks, packed_lengths, updates_of, updates_queries
 
 RECOVERY_TIMEOUT = 60
 """Seconds to let a failed replay finish. After that, waiting for the device raises the device's own error."""
@@ -45,8 +43,8 @@ class NpuGraph(Graph):
         self._graph: Any = None
         self._distinct: list[dict[str, Update]] = []
         self._updates: list[int] = []
-        self._fixed: dict[str, Tensor] = {}
-        self._checks: list[PackedLengths] = []
+        self._fixed: dict[str, list[int]] = {}
+        self._limits: list[PackedLengths] = []
         self._replayed: Any = None
         self._kept: Any = None
         self._watch: CaptureWatch | None = None
@@ -98,12 +96,12 @@ class NpuGraph(Graph):
         keys = [self._update_of(record) for record in mode.graph_dispatch_records]
         self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
         self._updates = [self._distinct.index(each) for each in keys]
-        self._checks = [each for keys in self._distinct for each in keys.values() if isinstance(each, PackedLengths)]
-        self.may_refuse = bool(self._checks)
+        packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.op_cache_entry, each)]
+        self._limits = list(dict.fromkeys(map(packed_lengths, packed)))
         if not all(map(updates_queries, self._distinct)) or not all(each.updates for each in calls):
             # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
-                name: tensor.clone() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
+                name: tensor.tolist() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
             }
         self._replayed = torch_npu.npu.Event()
         self._failures = self._device.count_failures()
@@ -128,10 +126,7 @@ class NpuGraph(Graph):
     def _stream(self, stream: Stream | None) -> Any:
         if stream is None:
             return self._device.capture_stream
-        given = stream.torch
-        return torch_npu.npu.Stream(
-            stream_id=given.stream_id, device_index=given.device_index, device_type=given.device_type
-        )
+        return native_stream(stream.torch)
 
     def _check_counts(self, calls: list[HostCall], records: list[Any]) -> None:
         unseen = [call.operation for call in calls if call.updates and call.recorded == 0]
@@ -159,33 +154,28 @@ class NpuGraph(Graph):
             )
         return found
 
-    def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
-        """Return why attention does not support these lengths in a replay; None if it does.
-
-        It requires that the sequences have at most the cache's blocks, summed over the sequences.
-        """
-        return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
-
-    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
+    def _accept(self, host_values: Mapping[str, Tensor]) -> list[dict[str, Any]] | str:
+        """Return the update of each recorded launch, or why attention does not support these lengths in a replay."""
         for name, fixed in self._fixed.items():
-            if not torch.equal(host_values[name], fixed):
+            if (given := host_values[name].tolist()) != fixed:
                 raise HostValueError(
-                    f"{name} is {host_values[name].tolist()}, but the graph was captured with {fixed.tolist()}, which "
-                    "no replay can change",
+                    f"{name} is {given}, but the graph was captured with {fixed}, which no replay can change",
                     "replay it with one query per sequence, or capture another graph",
                 )
+        if self._limits and (refusal := self._refusal(host_values["kv_lens_host"].tolist())):
+            return refusal
         # Records with the same keys share one update, which torch_npu only reads.
         made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
-        updates = [made[index] for index in self._updates]
-        index = self._device.torch.index
-        if torch_npu.npu.current_device() == index:
-            self._start(updates)
-        else:  # for example in another thread, whose current device is 0 at first
-            with torch_npu.npu.device(index):
-                self._start(updates)
+        return [made[index] for index in self._updates]
 
-    def _start(self, updates: list[dict[str, Any]]) -> None:
-        with UPDATING:
+    def _refusal(self, lens: list[int]) -> str | None:
+        return next(filter(None, (limit.refusal(lens) for limit in self._limits)), None)
+
+    def _launch(self, updates: Any) -> None:
+        index = self._device.torch.index
+        # In another thread, the current device is 0 at first.
+        here = torch_npu.npu.current_device() == index
+        with UPDATING, nullcontext() if here else torch_npu.npu.device(index):
             self._replay_and_update(updates)
 
     def _replay_and_update(self, updates: list[dict[str, Any]]) -> None:
@@ -194,15 +184,15 @@ class NpuGraph(Graph):
         if not updates:
             self._graph.replay()
             return
-        mode = self._graph.graph_dispatch_mode
-        mode.update_stream = self._device.stream_beside(torch_npu.npu.current_stream())
+        mode, current = self._graph.graph_dispatch_mode, self._device.current_stream()
+        mode.update_stream = self._device.stream_beside(current)
         self._failures = None  # tells the next replay to recover if anything, such as an interrupt, stops this one
         try:
             self._graph.replay()
             # The previous replay may not have reached its attention yet, and must not read these values.
             mode.update_stream.wait_event(self._replayed)
             self._graph.update(cpu_update_input=updates)
-            self._replayed.record()
+            self._replayed.record(current)
         except BaseException as error:
             self._recover()
             if not isinstance(error, Exception):

@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
-
-from hal.errors import HostValueError
 
 HostValues = Mapping[str, Tensor]
 Update = Callable[[HostValues], Any]
@@ -57,7 +54,7 @@ def launch_runs(rows: slice, lens: list[int], block_size: int, blocks: int) -> I
 
 @attrs.frozen
 class PackedLengths:
-    """The update of the lengths of keys for a captured launch that sums blocks over its sequences.
+    """A captured launch whose attention sums blocks over its sequences, shared or not.
 
     Attributes:
         blocks: the number of blocks in the cache.
@@ -67,22 +64,8 @@ class PackedLengths:
     blocks: int
     block_size: int
 
-    def __call__(self, values: HostValues) -> list[int]:
-        """Return the lengths of the keys.
-
-        Raises:
-            HostValueError: the sequences have more blocks than the cache, summed over the sequences.
-        """
-        if (reason := self.refusal(values)) is not None:
-            raise HostValueError(
-                f"the graph cannot be replayed: {reason}", "call Graph.refusal() first, and run such a batch eagerly"
-            )
-        lens: list[int] = values["kv_lens_host"].tolist()
-        return lens
-
-    def refusal(self, values: Mapping[str, Any]) -> str | None:
-        """Return why a replay does not support these lengths; None if it does."""
-        lens: list[int] = torch.as_tensor(values["kv_lens_host"]).tolist()
+    def refusal(self, lens: list[int]) -> str | None:
+        """Return why a replay does not support these lengths of keys; None if it does."""
         if sum(-(-length // self.block_size) for length in lens) > self.blocks:
             return (
                 f"its attention was captured over {self.blocks} blocks, and the {len(lens)} sequences have more "
@@ -97,10 +80,7 @@ def updates_of(record: Any) -> dict[str, Update] | None:
     known = UPDATES.get(name)
     if known is None or not name.endswith(".out"):
         return known
-    found = {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
-    if counts_blocks(record.op_cache_entry, record):
-        found[FUSED[_packet(record.op_cache_entry)][1]] = packed_lengths(record)
-    return found
+    return {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
 
 
 def updates_queries(updates: Mapping[str, Update]) -> bool:
@@ -124,5 +104,5 @@ def counts_blocks(operation: Any, record: Any) -> bool:
 
 
 def packed_lengths(record: Any) -> PackedLengths:
-    """Return the update of the key lengths for a captured launch that sums blocks over its sequences."""
+    """Return the limit of a captured launch that sums blocks over its sequences."""
     return PackedLengths(record.args[1].shape[0], record.kwargs["block_size"])

@@ -41,13 +41,13 @@ class HostValues:
 
     def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
         """Return ``values`` as tensors. Raise HostValueError if a name, shape or dtype is wrong."""
-        for name in values:
-            if name not in self._tensors:
-                raise HostValueError(
-                    f"the graph has no host value {name!r}; {nearest(name, self._tensors)}",
-                    "pass the names that were captured",
-                )
-        if len(values) < len(self._tensors):
+        if values.keys() != self._tensors.keys():
+            for name in values:
+                if name not in self._tensors:
+                    raise HostValueError(
+                        f"the graph has no host value {name!r}; {nearest(name, self._tensors)}",
+                        "pass the names that were captured",
+                    )
             missing = sorted(set(self._tensors) - set(values))
             raise HostValueError(
                 f"the replay lacks the host values {', '.join(missing)}", "pass every host value to every replay"
@@ -61,6 +61,8 @@ class HostValues:
 
     def _fit(self, name: str, value: HostValue) -> Tensor:
         expected = self._tensors[name]
+        if value is expected:
+            return expected
         if not isinstance(value, Tensor):
             if not (isinstance(value, Sequence) and all(type(number) is int for number in value)):
                 raise HostValueError(

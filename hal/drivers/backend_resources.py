@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from hal.device.capture_lock import CAPTURING, check_not_capturing
-from hal.device.captures import Captures
 from hal.device.closing import Closable
 from hal.device.device import Device
-from hal.device.graph import Graph
+from hal.device.graph import Captures, Graph
 from hal.device.memory import out_of_memory_message
 from hal.device.stream import Stream
 from hal.drivers.hook_results import HOOKS, checked
@@ -81,21 +81,12 @@ class BackendResources(Closable):
             return DeviceError(f"the device failed: {error}", "rerun the step; restart the process if it fails again")
         return None
 
-    @contextmanager
-    def translating_errors(self) -> Iterator[None]:
+    def translating_errors(self) -> AbstractContextManager[None]:
         """Raise the result of :meth:`explain` in place of exceptions that it knows.
 
         Read a step's results inside the block: device failures are raised where the host waits.
         """
-        try:
-            yield
-        except HalError:
-            raise
-        except Exception as error:
-            known = self.explain(error)
-            if known is None:
-                raise
-            raise known from error
+        return _Translating(self)
 
     def counting_launches(self) -> AbstractContextManager[Counter[str]]:
         """Return a context manager whose counter holds, after the block, the number of launches of each kernel.
@@ -148,6 +139,26 @@ class BackendResources(Closable):
     def _empty_cache(self) -> None:
         with CAPTURING:  # emptying the cache may disturb another thread's capture
             self.device.empty_cache()
+
+
+class _Translating:
+    """The context manager of :meth:`BackendResources.translating_errors`. A generator would take longer."""
+
+    __slots__ = ("_backend",)
+
+    def __init__(self, backend: BackendResources) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, HalError):
+            known = self._backend.explain(error)
+            if known is not None:
+                raise known from error
 
 
 def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:

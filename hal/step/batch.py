@@ -7,6 +7,7 @@ the runner. A model that needs more fields declares a subclass, which hal pads, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -75,15 +76,13 @@ class Batch:
 
         Kernels would read past the end of a tensor that is too short.
         """
-        sizes = self.sizes
-        check_not_empty(sizes)
-        for name, declared in fields_of(type(self)).items():
-            found, wanted = tuple(getattr(self, name).shape), declared.shape(sizes)
-            if found != wanted:
+        own_type: Any = type(self)
+        for name, wanted in _shapes(own_type, self.num_tokens, self.num_sequences, self.block_table.shape[1]):
+            if getattr(self, name).shape != wanted:
                 raise BatchError(
-                    f"the batch's {name} has the shape {list(found)}, not {list(wanted)}, for {sizes['sequences']} "
-                    f"sequences of {sizes['tokens']} tokens",
-                    f"give it the shape {declared} that {type(self).__name__} declares",
+                    f"the batch's {name} has the shape {list(getattr(self, name).shape)}, not {list(wanted)}, for "
+                    f"{self.num_sequences} sequences of {self.num_tokens} tokens",
+                    f"give it the shape {fields_of(type(self))[name]} that {type(self).__name__} declares",
                 )
 
     def tensors(self) -> list[Tensor]:
@@ -263,3 +262,15 @@ class Batch:
                 )
             values[name] = tensor.to(device="cpu" if each.twin_of else device, dtype=each.dtype)
         return cls(**values)
+
+
+@lru_cache(maxsize=256)
+def _shapes(batch_type: Any, tokens: int, sequences: int, blocks: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the shape of each field. A running engine repeats a few sizes.
+
+    Raises:
+        BatchError: there is no token.
+    """
+    sizes = {"tokens": tokens, "sequences": sequences, "blocks": blocks}
+    check_not_empty(sizes)
+    return [(name, each.shape(sizes)) for name, each in fields_of(batch_type).items()]

@@ -17,7 +17,6 @@ from torch import Tensor
 from hal.compile.lower import lower, source_of
 from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
-from hal.device.host_values import HostValue
 from hal.device.stream import Stream
 from hal.drivers.compiler import Outputs
 from hal.errors import CaptureError, HalError
@@ -29,7 +28,7 @@ from ..backend import NpuBackend
 from ..device import UPDATING, NpuDevice
 from ..failures import first_line
 from ..graph import NpuGraph
-from ..lengths import PackedLengths, counts_blocks, packed_lengths
+from ..lengths import counts_blocks, packed_lengths
 from .compiled_code import CodeCache, Namespace, logging_warnings
 from .compiler_options import check_device, check_static_kernels, compiler_options
 from .native_nodes import LENGTHS, NativeStep, native_step
@@ -50,7 +49,6 @@ class CompiledGraph(NpuGraph):
         super().__init__(device)
         self._names, self._arguments = names, arguments
         self._replay: Any = None
-        self._checks: list[PackedLengths] = []
         # The module's namespace and functions form a reference cycle, which would hold memory until it is collected.
         weakref.finalize(self, names.clear).atexit = False
 
@@ -61,7 +59,7 @@ class CompiledGraph(NpuGraph):
             CaptureError: the generated code failed for a reason other than an error of CANN's.
         """
         try:
-            self.run(lengths)
+            self.run(lengths.clone(), lengths.tolist())
         except Exception as error:
             if isinstance(error, HalError) or self._explain(error) is not None:
                 raise
@@ -71,10 +69,9 @@ class CompiledGraph(NpuGraph):
                 'use the compiler "graph", which captures the kernels without npugraph_ex',
             ) from error
 
-    def run(self, lengths: Tensor) -> None:
-        """Run the step with the length of each sequence."""
-        # Cloned for kernels that take a tensor of lengths: torch_npu's queue may read it after this call.
-        self._names["kernel"](*self._arguments, lengths.clone(), *lengths.tolist())
+    def run(self, lengths: Tensor, integers: list[int]) -> None:
+        """Run the step with the length of each sequence, twice: kernels take either."""
+        self._names["kernel"](*self._arguments, lengths, *integers)
 
     def _capture_context(self, stream: Stream | None) -> AbstractContextManager[Any]:
         return self._compiled_context(stream)
@@ -105,26 +102,25 @@ class CompiledGraph(NpuGraph):
         mode = self._graph.graph_dispatch_mode
         mode.graph_dispatch_records = self._replay._updated_node_infos
         packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.updated_func, each)]
-        self._checks = list(dict.fromkeys(map(packed_lengths, packed)))
-        self.may_refuse = bool(self._checks)
+        self._limits = list(dict.fromkeys(map(packed_lengths, packed)))
         # Held weakly, as in NpuGraph: their memory belongs to the pool.
         captured.retained_outputs = [torch_npu._C._weak_ref_tensor(each) for each in captured.retained_outputs]
         self._failures = self._device.count_failures()
         return tuple(captured.retained_outputs), info.pool
 
-    def refusal(self, host_values: Mapping[str, HostValue]) -> str | None:
-        """Return why attention does not support these lengths in a replay; None if it does."""
-        return next(filter(None, (check.refusal(host_values) for check in self._checks)), None)
+    def _accept(self, host_values: Mapping[str, Tensor]) -> Any:
+        """Return the lengths as a tensor and as integers, or why attention does not support them in a replay."""
+        # Cloned for kernels that take a tensor of lengths: torch_npu's queue may read it after the replay returns.
+        lengths = host_values[LENGTHS].clone()
+        return self._refusal(lens := lengths.tolist()) or (lengths, lens)
 
-    def _launch(self, host_values: Mapping[str, Tensor]) -> None:
-        for check in self._checks:
-            check(host_values)
+    def _launch(self, prepared: Any) -> None:
         with UPDATING, torch_npu.npu.device(self._device.torch):
             if self._failures != (failures := self._device.count_failures()):
                 failures = self._recover()
             self._failures = None  # tells the next replay to recover if anything stops this one
             try:
-                self.run(host_values[LENGTHS])
+                self.run(*prepared)
             except BaseException as error:
                 self._recover()
                 if not isinstance(error, Exception):

@@ -115,13 +115,13 @@ class FullGraphForm(CapturedForm):
             return f"its block table has more columns than the {columns} captured"
         graph = bucket.graphs[0]
         known = graph.host_values  # A model without attention takes none.
-        values = {name: each for name, each in bucket.static.host_values(batch).items() if name in known}
-        if graph.may_refuse and (refusal := graph.refusal(values)) is not None:
-            return refusal
+        replay = graph.plan({name: each for name, each in bucket.static.host_values(batch).items() if name in known})
+        if isinstance(replay, str):
+            return replay
 
         def run() -> Outputs:
             bucket.static.fill(batch)
-            graph.replay(**values)
+            replay()
             outputs: Outputs = graph.outputs
             return outputs
 

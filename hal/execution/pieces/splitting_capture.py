@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_iter
 
 from hal import ops
-from hal.device.captures import Captures
-from hal.device.graph import Graph
+from hal.device.graph import Captures, Graph
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Outputs
 from hal.errors import CaptureError

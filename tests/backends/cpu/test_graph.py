@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
 from hal import ops
-from hal.device.captures import Captures
+from hal.device.graph import Captures
 from hal.errors import CaptureError, GraphError, HostValueError
 from hal.ops import Draw, Operation
 from hal.step import StaticBatch, StepShape
