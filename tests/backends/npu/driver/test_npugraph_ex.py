@@ -158,7 +158,8 @@ class TestTokens:
         own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
         runner = loaded(path, opened(dtype="bfloat16", num_tokens=384, compiler=compiler, capture_sizes=[8], **own))
         blocks = [[1, 2], [1, 3]]
-        runner.step(runner.batch([[5] * 130, [5] * 128 + [9]], blocks))
+        runner.step(runner.batch([[5] * 130], blocks[:1]))
+        runner.step(runner.batch([[9]], blocks[1:], cached=[128]))
         alone = runner.batch([[7]], blocks[:1], cached=[130])
         same(runner.step(alone).logits.cpu(), eagerly(runner, alone).cpu())
         both = runner.batch([[7], [7]], [blocks[0], [1, 2]], cached=[130, 200])
