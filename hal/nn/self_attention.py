@@ -97,12 +97,12 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
         query, key, value = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
-        if self.norm_over == "width":
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (self._heads(each) for each in (query, key, value))
         gate = None
         if self.gate:
-            query, gate = query.unflatten(1, (-1, 2)).unbind(2)
+            query, gate = query.unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        if self.norm_over == "width":
+            query, key = self.q_norm(query.flatten(1)), self.k_norm(key)
+        query, key, value = (self._heads(each) for each in (query, key, value))
         if self.norm_over == "head":
             query, key = self.q_norm(query), self.k_norm(key)
         if angles is not None:
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(-1, x.shape[-1] // self.head_dim, self.head_dim)
+        return x if x.dim() == 3 else x.view(-1, x.shape[-1] // self.head_dim, self.head_dim)
 
     if TYPE_CHECKING:
         __call__ = forward
