@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from click.testing import CliRunner
@@ -99,6 +100,14 @@ def same(found: Tensor, expected: Tensor, where: str = "") -> None:
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=near, msg=lambda message: f"{where}: {message}")
 
 
+def eager_logits(model: Any, backend: hal.Backend) -> list[Tensor]:
+    """Return the logits of a prompt from the model's Python code."""
+    states = backend.allocate(hal.step.StateSpec(tuple(model.states), next(model.parameters()).dtype, 4, 128))
+    batch = hal.step.Batch.build([list(range(5, 60))], [[1]], block_size=128).to(backend.device.torch)
+    with torch.inference_mode():
+        return [model.logits(model(batch, states.layers)).cpu()]
+
+
 def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
     return hal.Runner(hal.load_model(trained, backend), backend)
 
@@ -143,6 +152,26 @@ class TestTokens:
         (tmp_path / "config.json").unlink()
         (tmp_path / "config.json").write_text(json.dumps(config))
         check(loaded(tmp_path, opened(capture_sizes=[2])), seed=3)
+
+    @thorough(MODE, r"piecewise|\[float16-32-graph")
+    @pytest.mark.parametrize("compiler", ["graph", "piecewise", "npugraph_ex"])
+    @pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("float16", 32)])
+    def test_softcaps_and_sinks(self, opened: Opened, tmp_path: Path, compiler: str, dtype: str, head_dim: int) -> None:
+        """Sinks in the softmax or after it, a softcap, both, and a window: one in each layer."""
+        path = random_checkpoint(tmp_path / "qwen3", head_dim=head_dim, num_hidden_layers=4)
+        own = {} if compiler == "npugraph_ex" else {"cache_dir": None}
+        backend = opened(dtype=dtype, compiler=compiler, capture_sizes=[2, 4], **own)
+        model: Any = hal.load_model(path, backend)
+        layers = ((True, {}), (False, {"softcap": 1.0}), (True, {"softcap": 2.0}), (True, {"window": 20}))
+        plain = [each.clone() for each in eager_logits(model, backend)]
+        for layer, (sinks, options) in zip(model.model.layers, layers, strict=True):
+            inner = layer.self_attn
+            inner.attention.options = attrs.evolve(inner.attention.options, **options)
+            if sinks:
+                values = torch.linspace(-1.0, 2.0, inner.qkv_proj.sizes[0] // head_dim)
+                inner.sinks = torch.nn.Parameter(values.to(inner.o_proj.weight), requires_grad=False)
+        assert not torch.allclose(eager_logits(model, backend)[0], plain[0], atol=0.1), "the options have no effect"
+        check(hal.Runner(model, backend), seed=4, steps=4)
 
     @thorough(MODE)
     @pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
