@@ -96,5 +96,6 @@ def drawn_attention(seed: int, dtype: torch.dtype, **fixed: Any) -> Sample:
         "causal": choose.random() < 0.8,
         "window": window,
         "left_over": 3 if kind == "left over" else 0,
+        "with_sinks": choose.random() < 0.3,
     }
     return attention_arguments(Draw(dtype, "npu", seed), new, lengths, **(given | fixed))

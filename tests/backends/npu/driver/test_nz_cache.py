@@ -141,6 +141,12 @@ def test_attention(fractal: hal.Backend, seed: int, dtype: torch.dtype) -> None:
     check(fractal, "paged_attention", dtype, drawn_attention(seed, dtype, head_dim=128))
 
 
+def test_a_softcap_is_refused(fractal: hal.Backend) -> None:
+    sample = drawn_attention(0, torch.float16, head_dim=128, softcap=30.0)
+    with pytest.raises(OperationError, match=r"softcap=30.0.* FRACTAL_NZ supports only .*\n.*nz_cache"):
+        fractal.ops.paged_attention(*sample)
+
+
 def test_blocks_that_prefill_does_not_take(fractal: hal.Backend) -> None:
     """There is no fallback to the reference, because it reads the canonical layout."""
     sample = attention_arguments(Draw(torch.float16, "npu"), [5], [5], head_dim=64, block_size=16)
