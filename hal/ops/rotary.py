@@ -105,13 +105,24 @@ _SPLIT_AXES = {
 _SPLIT_DTYPES = {"qkv": FLOATING, "q_weight": "qkv", "k_weight": "qkv", "cos": "qkv", "sin": "qkv"}
 
 
+def _wide_split_samples(draw: Draw) -> Iterator[Sample]:
+    yield from _split_samples(draw)
+    for qkv, q_weight, k_weight, *others in _split_samples(draw):
+        yield qkv, q_weight.float(), k_weight.float(), *others
+
+
 @fused_op(
-    samples=_split_samples,
+    samples=_wide_split_samples,
     axes={
         **_SPLIT_AXES,
         "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim", "tokens num_kv_heads head_dim"),
     },
-    dtypes={**_SPLIT_DTYPES, "return": ("qkv", "qkv", "qkv")},
+    dtypes={
+        **_SPLIT_DTYPES,
+        "q_weight": ("qkv", torch.float32),
+        "k_weight": "q_weight",
+        "return": ("qkv", "qkv", "qkv"),
+    },
     rowwise="tokens",
 )
 def split_qkv_rmsnorm_rope(
@@ -130,7 +141,7 @@ def split_qkv_rmsnorm_rope(
 
     Args:
         qkv: ``[tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, floating: query, key, value.
-        q_weight: ``[head_dim]``, of qkv's dtype.
+        q_weight: ``[head_dim]``, of qkv's dtype or float32.
         k_weight: as ``q_weight``.
         cos: ``[tokens, head_dim]``, of qkv's dtype.
         sin: as ``cos``.

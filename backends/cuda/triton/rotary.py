@@ -191,9 +191,8 @@ def _launch(
     require(fits, operation, query, key, cos, sin)
     if query_weight is not None and key_weight is not None:
         fits = query_weight.shape == key_weight.shape == (head_dim,)
-        require(
-            fits and query_weight.dtype is key_weight.dtype is query.dtype, operation, query, query_weight, key_weight
-        )
+        fits = fits and query_weight.dtype is key_weight.dtype and query_weight.dtype in (query.dtype, torch.float32)
+        require(fits, operation, query, query_weight, key_weight)
         query_weight, key_weight = unit_stride(query_weight), unit_stride(key_weight)
     query, key, cos, sin = unit_stride(query), unit_stride(key), unit_stride(cos), unit_stride(sin)
     block = max(triton.next_power_of_2(rotary_dim // 2), 1)
