@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from hal.config.bounds import SEQUENCES
 from hal.device.group import Group
 from hal.errors import BatchError, ConfigError
@@ -17,7 +19,10 @@ from hal.parallel.host_values import gather_values
 
 
 def generate(
-    runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[Token]:
     """Continue all ``prompts``, yielding the tokens of each step in the order of the prompts.
 
@@ -30,12 +35,13 @@ def generate(
         runner: runs the steps.
         prompts: the token ids of each prompt.
         params: one for all prompts, or one for each.
+        tokenizer: the model's; for parameters that are texts.
 
     Raises:
         BatchError: a prompt is empty, longer than the model or the cache, or has a token id out of range. All prompts
             are checked before the first step.
-        ConfigError: ``params`` has another type; or a mask returns something else than its documentation says, or
-            allows no token.
+        ConfigError: ``params`` has another type, needs a tokenizer, or is for :class:`hal.LLM`; or a mask returns
+            something else than its documentation says, or allows no token.
         NumericsError: the logits have a NaN.
         CommunicationError: another data rank raised an exception, has ended, or does not answer within
             ``parallel.timeout``.
@@ -49,8 +55,12 @@ def generate(
         raise BatchError(
             f"got {len(prompts)} prompts and {len(per_prompt)} params", "give one for all prompts, or one for each"
         )
+    for each in per_prompt:
+        if each.n != 1 or each.prompt_logprobs is not None:
+            name = "prompt_logprobs" if each.n == 1 else "n"
+            raise ConfigError(f"{name} is {getattr(each, name)}: hal.generate returns new tokens only", "use hal.LLM")
     requests = [
-        checked(runner, index, prompt, wanted)
+        checked(runner, index, prompt, wanted, tokenizer=tokenizer)
         for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
     ]
     data = runner.backend.mesh.data
@@ -71,7 +81,8 @@ def _run(runner: Runner, requests: Sequence[Request]) -> Iterator[Token]:
 def _tokens(scheduler: Scheduler) -> Iterator[Token]:
     try:
         while not scheduler.idle:
-            yield from scheduler.step()
+            for _, token in scheduler.step():
+                yield token
     finally:
         scheduler.close()  # The caller may stop early.
 

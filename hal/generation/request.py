@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import attrs
+from tokenizers import Tokenizer
 
-from hal.errors import BatchError
+from hal.errors import BatchError, ConfigError
 from hal.execution.runner import Runner
+from hal.generation.generated_text import GeneratedText, special_stops
 from hal.generation.sampling_params import SamplingParams
 
 log = logging.getLogger("hal.generation")
@@ -23,12 +25,19 @@ class Token:
     Attributes:
         prompt_index: the index of the prompt.
         token_id: the token.
-        finished: for the prompt's last token, ``stop`` (a stop token) or ``length`` (no room for more); else None.
+        finished: for the prompt's last token, ``stop`` (a stop token or text) or ``length`` (no room for more); else
+            None.
+        stop: for the prompt's last token, the text of ``SamplingParams.stop`` that it completes; else None.
+        logprob: its log-probability, if ``SamplingParams.logprobs`` is set.
+        top_logprobs: the most likely tokens and their log-probabilities, in descending order.
     """
 
     prompt_index: int
     token_id: int
     finished: Literal["stop", "length"] | None
+    stop: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @attrs.define(eq=False)
@@ -45,6 +54,10 @@ class Request:
         row: its row in the input batch.
         penalties: its row in the table of penalties, from the first step on.
         cancelled: whether its tokens are no longer wanted.
+        stops: the tokens that end the text.
+        bad: sequences of tokens that are not generated.
+        text: the text of the new tokens, if the request has stop texts.
+        leader: a request of the same prompt, whose prompt is to be in the cache first.
     """
 
     prompt_index: int
@@ -60,10 +73,25 @@ class Request:
     row: int = -1
     penalties: int | None = None
     cancelled: bool = False
+    stops: frozenset[int] = frozenset()
+    bad: tuple[tuple[int, ...], ...] = ()
+    text: GeneratedText | None = None
+    leader: Request | None = None
 
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.length :]
+
+    def append(self, token_id: int) -> None:
+        """Add a new token."""
+        self.tokens.append(token_id)
+        if self.text is not None:
+            self.text.push(token_id)
+
+    def token(self, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Token:
+        """Return the last new token."""
+        stop = None if self.text is None else self.text.stopped
+        return Token(self.prompt_index, self.tokens[-1], self.finished, stop, logprob, top)
 
     @property
     def ended(self) -> bool:
@@ -73,16 +101,35 @@ class Request:
     @property
     def finished(self) -> Literal["stop", "length"] | None:
         """The reason, if the last token is known."""
-        if len(self.tokens) > self.length and self.tokens[-1] in self.params.stop_token_ids:
+        if len(self.tokens) > self.length and self.tokens[-1] in self.stops:
+            return "stop"
+        if self.text is not None and self.text.stopped is not None:
             return "stop"
         return "length" if len(self.tokens) == self.length + self.limit else None
 
 
-def checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingParams) -> Request:
+def checked(
+    runner: Runner,
+    index: int,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_length: int | None = None,
+) -> Request:
     """Return the request of a prompt.
+
+    Args:
+        runner: the runner.
+        index: the index of the prompt.
+        tokens: the prompt.
+        params: its parameters.
+        tokenizer: the model's; for stop texts and bad words.
+        max_length: the most tokens of a request; None for the model's maximum.
 
     Raises:
         BatchError: the prompt is empty, longer than the model or the cache, or has a token id out of range.
+        ConfigError: the parameters need a tokenizer, or have a token id out of range.
     """
     try:
         given = list(tokens)
@@ -91,7 +138,8 @@ def checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingP
         prompt = list(map(operator.index, given))
     except TypeError:
         raise BatchError(f"prompt {index} is {tokens!r:.70}", "give each prompt as a list of token ids") from None
-    longest, capacity = runner.model.max_length, runner.spec.num_tokens
+    longest, capacity = max_length or runner.model.max_length, runner.spec.num_tokens
+    vocab_size = runner.model.vocab_size
     if not prompt:
         raise BatchError(f"prompt {index} is empty", "give it at least one token")
     if len(prompt) >= longest:
@@ -99,11 +147,18 @@ def checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingP
             f"prompt {index} has {len(prompt)} tokens; with new tokens, the model takes at most {longest}",
             "shorten the prompt",
         )
-    if not all(0 <= token < runner.model.vocab_size for token in prompt):
+    if not all(0 <= token < vocab_size for token in prompt):
         raise BatchError(
-            f"prompt {index} has a token id out of the range 0 to {runner.model.vocab_size - 1}",
+            f"prompt {index} has a token id out of the range 0 to {vocab_size - 1}",
             "use the tokenizer of the model",
         )
+    if wrong := [token for token in params.logit_bias if not 0 <= token < vocab_size]:
+        raise ConfigError(
+            f"logit_bias of prompt {index} names token {wrong[0]}", f"use token ids from 0 to {vocab_size - 1}"
+        )
+    if tokenizer is None and (params.stop or params.bad_words):
+        name = "stop" if params.stop else "bad_words"
+        raise ConfigError(f"{name} of prompt {index} is text, and there is no tokenizer", "pass tokenizer=")
     limit = min(params.max_new_tokens, longest - len(prompt))
     if limit < params.max_new_tokens:
         log.warning("prompt %d gets %d new tokens, not %d: the model's limit", index, limit, params.max_new_tokens)
@@ -112,4 +167,16 @@ def checked(runner: Runner, index: int, tokens: Sequence[int], params: SamplingP
             f"prompt {index} needs {len(prompt) + limit} tokens of cache, but the cache holds {capacity}",
             "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
         )
-    return Request(index, prompt, params, len(prompt), limit)
+    request = Request(index, prompt, params, len(prompt), limit, stops=params.stop_token_ids)
+    if tokenizer is not None and (params.stop or params.bad_words):
+        request.stops |= special_stops(tokenizer, params)
+        request.text = GeneratedText(tokenizer, prompt, params) if params.stop else None
+        request.bad = tuple(_spellings(tokenizer, params.bad_words))
+    return request
+
+
+def _spellings(tokenizer: Tokenizer, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each word, at the beginning of a text and behind a space."""
+    for word in words:
+        found = {tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (word, f" {word}")}
+        yield from sorted(each for each in found if each)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from hal import ops
+from hal.config.bounds import SEQUENCES
 from hal.errors import ConfigError
 from hal.step.host_copies import to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """The names of the penalties, in the order in which they apply."""
-
+MAX_LOGPROBS = 1000
+"""The most likely tokens that a request may ask for."""
 
 Mask = Callable[[Sequence[int]], Tensor]
 """Return which tokens are allowed next, given those generated so far."""
+
+
+def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else tuple(values) if isinstance(values, Iterable) else (values,)
+
+
+def _biases(values: Any) -> Mapping[int, float]:
+    try:
+        found = {operator.index(token): float(bias) for token, bias in dict(values).items()}
+        if all(math.isfinite(bias) for bias in found.values()):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(f"logit_bias is {values!r:.70}", "give finite numbers by token id, such as {42: -3.5}")
 
 
 def _token_ids(values: Iterable[int]) -> frozenset[int]:
@@ -47,6 +65,18 @@ class SamplingParams:
         mask: called before each new token, with those generated so far. It returns which tokens are allowed next: int32
             ``[words]`` on the CPU, a row of ``allowed`` of :func:`hal.ops.mask_logits`. Ranks that share a prompt each
             call it, and must get the same result.
+        stop: texts that end the text, which is cut before them. One that is a special token of the tokenizer is
+            compared with tokens, others with the text. Needs a tokenizer.
+        ignore_eos: :class:`hal.LLM` does not add the checkpoint's stop tokens.
+        min_new_tokens: the fewest new tokens; 0 or more. Until then, stop tokens are not drawn, and the text is not
+            compared with ``stop``.
+        logit_bias: added to the logits of tokens, by token id.
+        bad_words: texts that are not generated, neither at the beginning of a word nor behind a space. Needs a
+            tokenizer.
+        logprobs: return the log-probability of each new token, and of the ``logprobs`` most likely ones; None for
+            neither. They are those of the model: nothing above changes them.
+        prompt_logprobs: return those of the prompt's tokens; for :class:`hal.LLM`.
+        n: the number of texts of the prompt, for :class:`hal.LLM`; text ``j`` uses ``seed + j``.
 
     Raises:
         ConfigError: a value has another type, or is out of its range.
@@ -63,9 +93,25 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     mask: Mask | None = None
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_biases)
+    bad_words: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
     def __attrs_post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "seed"):
+        if type(self.ignore_eos) is not bool:
+            raise ConfigError(f"ignore_eos is {self.ignore_eos!r:.70}, not True or False", "see hal.SamplingParams")
+        for name in ("stop", "bad_words"):
+            if not all(isinstance(each, str) and each for each in getattr(self, name)):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r:.70}", "give a text, or a list of texts, none of them empty"
+                )
+        asked = [name for name in ("logprobs", "prompt_logprobs") if getattr(self, name) is not None]
+        for name in ("max_new_tokens", "top_k", "seed", "min_new_tokens", "n", *asked):
             if type(getattr(self, name)) is not int:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, not an integer", "see hal.SamplingParams")
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
@@ -86,6 +132,9 @@ class SamplingParams:
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2; 0 for none"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2; 0 for none"),
             "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
+            "n": (1 <= self.n <= SEQUENCES, f"1 to {SEQUENCES}"),
+            **{name: (0 <= getattr(self, name) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}") for name in asked},
         }
         for name, (fits, wanted) in ranges.items():
             if not fits:

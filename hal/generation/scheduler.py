@@ -12,6 +12,8 @@ from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
 from hal.execution.host_copy import HostCopy
 from hal.execution.runner import Runner
+from hal.generation.logit_bias import add_biases
+from hal.generation.logprobs import logprobs_of, read_logprobs
 from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import choose
@@ -74,8 +76,8 @@ class Scheduler:
         while self._running:
             self._give_back(self._running.pop())
 
-    def step(self) -> list[Token]:
-        """Run a step, and return tokens that became known, in the order of the prompts.
+    def step(self) -> list[tuple[Request, Token]]:
+        """Run a step, and return tokens that became known with their requests, in the order of the prompts.
 
         Raises:
             BatchError: the next request has no room, and no other runs.
@@ -107,6 +109,8 @@ class Scheduler:
         while self._waiting and len(self._running) < self._inputs.max_sequences:
             first = self._waiting[0]
             # The last token always runs, for its logits.
+            if self._awaits_its_leader(first):
+                break
             shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
             cached = len(shared) * runner.spec.block_size
             tokens += first.length - cached
@@ -125,7 +129,11 @@ class Scheduler:
             self._running.append(first)
         return admitted
 
-    def _step(self, sequences: list[Request]) -> list[Token]:
+    def _awaits_its_leader(self, request: Request) -> bool:
+        leader = None if self._runner.prefixes is None else request.leader
+        return leader is not None and leader in self._running and not leader.generated
+
+    def _step(self, sequences: list[Request]) -> list[tuple[Request, Token]]:
         """Start a step of sequences, in the order of their rows, and return tokens that became known."""
         runner, inputs = self._runner, self._inputs
         counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
@@ -137,24 +145,30 @@ class Scheduler:
             for each in sequences:
                 each.unread += 1
             found = self._read()  # During the step. Masks need these tokens.
-            with torch.inference_mode():
-                wrong = logits.amax(-1).isnan()
-                chosen = self._choose(sequences, logits).masked_fill_(wrong, 0)  # A next step may read it.
+            entered = runner.backend.enter()  # Another may be active.
+            try:
+                with torch.inference_mode():
+                    wrong = logits.amax(-1).isnan()
+                    chosen = self._choose(sequences, logits).masked_fill_(wrong, 0)  # A next step may read it.
+                    likely = logprobs_of(logits, chosen, [each.params.logprobs for each in sequences])
+            finally:
+                runner.backend.leave(entered)
             for each in sequences:
                 each.drawn += 1
-            self._unread = sequences, HostCopy(runner.backend, chosen, wrong)
+            self._unread = sequences, HostCopy(runner.backend, chosen, wrong, *likely)
             if not self._overlaps:
                 return self._read()
             inputs.extend_pending([each.row for each in sequences], chosen)
         return found
 
     def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
-        """Return the next token of each sequence, on the device."""
+        """Return the next token of each request, on the device."""
         masks = [None if each.ended else each.params.mask for each in sequences]
         table = self._table
         rows = [] if table is None else [self._penalties(table, each) for each in sequences]
         if table is not None and any(rows):
             logits = table.penalize(logits, rows)
+        logits = add_biases(logits, sequences)
         if any(each is not None for each in masks):
             generated = [each.generated for each in sequences]
             allowed = allowed_tokens([each.prompt_index for each in sequences], masks, generated, logits.shape[-1])
@@ -170,7 +184,7 @@ class Scheduler:
             sequence.penalties = table.add(sequence.tokens, sequence.params)
         return sequence.penalties
 
-    def _read(self) -> list[Token]:
+    def _read(self) -> list[tuple[Request, Token]]:
         """Return the tokens of the last step, in the order of the prompts. Waits for it.
 
         Raises:
@@ -179,7 +193,8 @@ class Scheduler:
         if self._unread is None:
             return []
         (sequences, copy), self._unread = self._unread, None
-        chosen, wrong = (each.tolist() for each in copy.wait())
+        chosen, wrong, *likely = (each.tolist() for each in copy.wait())
+        logprobs = read_logprobs(likely, [each.params.logprobs for each in sequences])
         going = [each for each in sequences if not each.ended]
         if bad := [each for each, is_wrong in zip(sequences, wrong, strict=True) if is_wrong and each in going]:
             raise NumericsError(
@@ -192,12 +207,14 @@ class Scheduler:
             if not sequence.ended:
                 if not sequence.generated:  # Its prompt is in the cache. A failure of the device has been raised.
                     self._remember(sequence)
-                sequence.tokens.append(token)
-        found = [Token(each.prompt_index, each.tokens[-1], each.finished) for each in going]
+                sequence.append(token)
+        found = [
+            (each, each.token(*logprob)) for each, logprob in zip(sequences, logprobs, strict=True) if each in going
+        ]
         for each in sequences:
             if each.ended and not each.unread:
                 self._release(each)
-        return sorted(found, key=lambda token: token.prompt_index)
+        return sorted(found, key=lambda pair: pair[0].prompt_index)
 
     def _release(self, sequence: Request) -> None:
         """Free what a finished sequence holds. The last row takes the place of its row."""

@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from hal.generation.generated_text import TextStream
 from hal.generation.request import Token
-from hal.generation.streaming_text import Piece, TextStream, texts_in_order
+from hal.generation.sampling_params import SamplingParams
+from hal.generation.streaming_text import Piece, texts_in_order
 
 BYTE_LEVEL = trained_tokenizer()
 TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models may have more rows
+PARAMS = [SamplingParams(stop_token_ids={0})] * 3
 
 
 def byte_fallback() -> Tokenizer:
@@ -79,19 +82,19 @@ def test_texts_take_turns() -> None:
     a, b = BYTE_LEVEL.encode("a").ids[0], BYTE_LEVEL.encode("b").ids[0]
     steps = [
         [Token(0, a, None), Token(1, b, None), Token(2, b, "length")],
-        [Token(0, a, "length"), Token(1, b, "stop")],
+        [Token(0, a, "length"), Token(1, 0, "stop")],
     ]
     tokens = (token for step in steps for token in step)
-    pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL)
+    pieces = texts_in_order(tokens, [[a], [a], [a]], BYTE_LEVEL, PARAMS)
     assert next(pieces) == Piece(0, "a", a, None)
     assert next(tokens) == Token(1, b, None), "the first text must not wait"
-    pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL)
-    expected = [(0, "a", a, None), (0, "a", a, "length"), (1, "b", b, None), (1, "", b, "stop"), (2, "b", b, "length")]
+    pieces = texts_in_order((token for step in steps for token in step), [[a], [a], [a]], BYTE_LEVEL, PARAMS)
+    expected = [(0, "a", a, None), (0, "a", a, "length"), (1, "b", b, None), (1, "", 0, "stop"), (2, "b", b, "length")]
     assert list(pieces) == [Piece(*each) for each in expected]
 
 
 def test_a_text_that_ends_inside_a_character_says_so() -> None:
     first, *_ = BYTE_LEVEL.encode("\u00ff").ids  # two bytes, which the tokenizer did not merge
     assert streamed(BYTE_LEVEL, [], [first]) == ["", "\N{REPLACEMENT CHARACTER}"]
-    pieces = list(texts_in_order([Token(0, first, "length")], [[1]], BYTE_LEVEL))
+    pieces = list(texts_in_order([Token(0, first, "length")], [[1]], BYTE_LEVEL, PARAMS[:1]))
     assert pieces == [Piece(0, "\N{REPLACEMENT CHARACTER}", first, "length")]

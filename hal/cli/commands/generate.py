@@ -149,7 +149,7 @@ def _print_texts(
     each_params = [attrs.evolve(params, seed=params.seed + index) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
     held: list[Piece] = []  # of the prompt whose JSON is not complete
-    for piece in texts_in_order(generate(runner, tokens, each_params), tokens, tokenizer):
+    for piece in texts_in_order(generate(runner, tokens, each_params, tokenizer), tokens, tokenizer, each_params):
         if not runner.backend.mesh.first:
             continue
         count += 1
