@@ -1,8 +1,8 @@
 """hal: a hardware abstraction layer for running language models on PyTorch.
 
-This module is for those who run models: :func:`hal.open`, :func:`hal.load_model`, :class:`hal.Runner`,
-:func:`hal.generate`. Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors :mod:`hal.vendor`, and engines
-:mod:`hal.step`. Names are imported on first use.
+This module is for those who run models: :class:`hal.LLM`, :func:`hal.open`, :func:`hal.load_model`,
+:class:`hal.Runner`, :func:`hal.generate`. Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors
+:mod:`hal.vendor`, and engines :mod:`hal.step`. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from hal.execution.state_spec import state_spec
     from hal.execution.step_output import StepOutput
     from hal.generation.generate import generate
+    from hal.generation.llm.completion import Completion, Score, TokenLogprob
+    from hal.generation.llm.language_model import LLM
     from hal.generation.request import Token
     from hal.generation.sampling_params import SamplingParams
 
@@ -71,16 +73,20 @@ _HOME = {
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.checkpoint.checkpoint",
     "CompilationConfig": "hal.config",
+    "Completion": "hal.generation.llm.completion",
     "Config": "hal.config",
     "HostCopy": "hal.execution.host_copy",
     "HalError": "hal.errors",
+    "LLM": "hal.generation.llm.language_model",
     "MemoryPlan": "hal.execution.memory_plan",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
     "RandomCheckpoint": "hal.checkpoint.random_weights",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
+    "Score": "hal.generation.llm.completion",
     "StepOutput": "hal.execution.step_output",
+    "TokenLogprob": "hal.generation.llm.completion",
     "Token": "hal.generation.request",
     "active_backend": "hal.drivers.backend",
     "architectures": "hal.checkpoint.model_registry",
@@ -96,10 +102,12 @@ _MODULES = ("errors", "nn", "ops", "step", "vendor")
 
 __all__ = [
     "API_VERSION",
+    "LLM",
     "Backend",
     "CacheConfig",
     "Checkpoint",
     "CompilationConfig",
+    "Completion",
     "Config",
     "HalError",
     "HostCopy",
@@ -109,8 +117,10 @@ __all__ = [
     "RandomCheckpoint",
     "Runner",
     "SamplingParams",
+    "Score",
     "StepOutput",
     "Token",
+    "TokenLogprob",
     "__version__",
     "active_backend",
     "architectures",

@@ -28,7 +28,7 @@ from hal.checkpoint.safetensors_files import (
     tensors_of,
     weight_files,
 )
-from hal.checkpoint.tokenizer_files import read_tokenizer
+from hal.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer
 from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, nearest
 from hal.quantization.checkpoint_format import CheckpointFormat, Quantization
@@ -144,6 +144,11 @@ class Checkpoint:
                 f"eos_token_id in {self.path} is {ids!r:.60}", "make it a token id, or a list of them"
             )
         return frozenset(listed)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer.json."""
+        return is_there(self.path / TOKENIZER)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of tokenizer.json, with what the files beside it say, as transformers 5 reads them.

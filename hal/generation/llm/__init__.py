@@ -1,0 +1,1 @@
+"""hal.LLM: a model by name; its thread, chat templates, scores and embeddings."""

@@ -1,0 +1,390 @@
+"""hal.LLM: a model by name, and texts from it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import Progress
+from hal.errors import BatchError, ConfigError, HalError
+from hal.generation.generated_text import GeneratedText
+from hal.generation.llm.chat_template import ChatTemplate, Message
+from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
+from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
+from hal.generation.llm.engine import open_engine
+from hal.generation.llm.pooling import Pooling
+from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
+from hal.generation.llm.prompts import Prompt, encoded_prompts, joined, listed_prompts
+from hal.generation.llm.serving_loop import ServingLoop
+from hal.generation.logprobs import Logprob
+from hal.generation.request import Request, Token, checked
+from hal.generation.sampling_params import SamplingParams
+
+_SAMPLING = frozenset(each.name for each in attrs.fields(SamplingParams))
+
+
+class LLM:
+    """A language model that continues texts.
+
+    It opens a backend, loads the model and makes a runner, and a thread runs the requests of all callers together:
+    later ones join those that run. A context manager; :meth:`close` frees everything.
+
+    Sampling parameters are the attributes of :class:`hal.SamplingParams`, by name. For those that are not given, the
+    checkpoint's generation_config.json counts. Without a seed, each call draws one. Prompt ``i`` uses the seed plus
+    ``i``; with ``n`` texts a prompt, plus ``n * i``. The checkpoint's stop tokens end a text unless ``ignore_eos`` is
+    given.
+
+    Finished prompts stay in the cache while there is room, and later ones skip the prefix that they share with one,
+    unless ``cache.reuse_prefixes`` is false.
+
+    Threading: any thread may call the methods.
+
+    Args:
+        model: the checkpoint's folder, a name of the Hugging Face Hub such as ``Qwen/Qwen3-0.6B``, or an opened
+            checkpoint.
+        backend: a driver's name, or ``auto``: that of the configuration, or else the available driver of highest
+            priority.
+        dtype: the dtype of weights and cache: ``float32``, ``bfloat16``, ``float16`` or ``auto``, the checkpoint's.
+        compiler: how steps run, such as ``eager`` or ``graph``.
+        revision: the branch, tag or commit of a model of the hub.
+        max_length: the most tokens of a prompt and its text; None for what the model takes and the cache holds.
+        max_sequences: the most texts that are generated together. Others wait.
+        config: further keys of the configuration; see :func:`hal.open`. The ``HAL_*`` environment variables set the
+            keys that are not given.
+        progress: called as weights are loaded.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        defaults: the sampling parameters that it recommends.
+        max_length: the most tokens of a prompt and its text.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or unsafe, or cannot be downloaded.
+        ConfigError: the configuration is invalid, or the cache does not fit the memory.
+        DriverError: the driver is missing or cannot run here.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        backend: str = "auto",
+        dtype: str | None = None,
+        compiler: str | None = None,
+        revision: str | None = None,
+        max_length: int | None = None,
+        max_sequences: int = 64,
+        config: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if isinstance(model, Checkpoint) and revision is not None:
+            raise ConfigError(f"revision is {revision!r}, and the checkpoint is open", "pass it to hal.Checkpoint.open")
+        self.checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model, revision=revision)
+        self.defaults: Mapping[str, Any] = recommended(self.checkpoint)
+        self._stop_token_ids = self.checkpoint.stop_token_ids
+        self._lock = threading.Lock()
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+        with ExitStack() as stack:
+            self._runner, self.max_length = open_engine(
+                self.checkpoint,
+                {"backend": backend, "dtype": dtype, "compiler": compiler},
+                config,
+                stack,
+                max_length=max_length,
+                max_sequences=max_sequences,
+                progress=progress,
+            )
+            self._loop = ServingLoop(self._runner, max_sequences, self.max_length)
+            stack.callback(self._loop.close)
+            # Closes at the end of the program, too.
+            self._finalizer = weakref.finalize(self, stack.pop_all().close)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread, and close runner and backend. Requests of other threads get a ClosedError."""
+        self._finalizer()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self.checkpoint.tokenizer()
+            return self._tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any
+    ) -> list[Completion]:
+        """Continue one prompt or several, and return the texts in their order, ``n`` for each.
+
+        Args:
+            prompts: a text or its token ids, or a list of these.
+            params: the sampling parameters, as they are; instead of ``sampling``.
+            sampling: sampling parameters by name.
+
+        Raises:
+            BatchError: a prompt is empty or too long, or has a token id out of range.
+            ConfigError: a parameter is unknown or out of range.
+            CheckpointError: a prompt is text, and the checkpoint has no tokenizer.
+            NumericsError: the logits have a NaN.
+            ClosedError: the LLM is closed.
+        """
+        return self._complete(self._encoded(prompts), params, sampling)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        params: SamplingParams | None = None,
+        **given: Any,
+    ) -> list[Completion]:
+        """Answer one conversation or several, and return the answers in their order.
+
+        Args:
+            messages: the messages of a conversation, each with ``role`` and ``content``, or a list of conversations.
+            tools: the JSON schemas of functions that the model may call.
+            params: the sampling parameters, as they are.
+            given: sampling parameters by name. Every other name is a switch of the template, such as
+                ``enable_thinking``.
+
+        Raises:
+            ConfigError: the template refuses the messages, or has no such switch.
+            CheckpointError: the checkpoint has no template, or the template fails.
+            HalError: as :meth:`generate`.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        switches = {name: given.pop(name) for name in given.keys() - _SAMPLING}
+        prompts = [self.chat_prompt(each, tools=tools, **switches) for each in conversations]
+        return self._complete(prompts, params, given)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **switches: Any
+    ) -> list[int]:
+        """Return the prompt of a conversation, as the checkpoint's template writes it, for :meth:`stream`.
+
+        The arguments and errors are those of :meth:`chat`.
+        """
+        if self._template is None:
+            self._template = ChatTemplate.read(self.checkpoint.path)
+        text = self._template.render(messages, tools=tools, **switches)
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[str]:
+        """Continue a prompt, and yield its text in pieces, which never split a character.
+
+        Closing the iterator cancels the request. The arguments and errors are those of :meth:`generate`.
+        """
+        request = self._single(prompt, params, sampling)
+        return self._pieces(request, GeneratedText(self.tokenizer, request.tokens, request.params))
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> AsyncIterator[str]:
+        """Continue a prompt as :meth:`stream` does, without blocking the event loop."""
+        request = self._single(prompt, params, sampling)
+        return self._asynchronous_pieces(request, GeneratedText(self.tokenizer, request.tokens, request.params))
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
+        """Return how likely the model finds each continuation of a prompt.
+
+        Two texts are encoded together. If the tokens of the whole do not begin with those of the prompt, each is
+        encoded alone.
+
+        Args:
+            prompts: one for each continuation, or one for all.
+            continuations: the continuations.
+
+        Raises:
+            BatchError: there are not as many prompts, one is empty, or a sequence is too long.
+            CheckpointError: one is text, and the checkpoint has no tokenizer.
+            ClosedError: the LLM is closed.
+        """
+        before, after = listed_prompts(prompts), listed_prompts(continuations)
+        if len(before) == 1:
+            before = before * len(after)
+        if len(before) != len(after):
+            raise BatchError(f"got {len(before)} prompts and {len(after)} continuations", "give one for each")
+        pairs = [joined(*pair, lambda: self.tokenizer) for pair in zip(before, after, strict=True)]
+        whole = [[*prompt, *continuation] for prompt, continuation in pairs]
+        self._check(whole)
+        for index, pair in enumerate(pairs):
+            if not all(pair):
+                raise BatchError(f"prompt or continuation {index} is empty", "give each at least one token")
+        scores = self._scored(whole, [len(prompt) for prompt, _ in pairs])
+        return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
+
+    def embed(self, texts: Prompt | Sequence[Prompt]) -> Tensor:
+        """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.
+
+        Pooling and further layers are those that the checkpoint declares in modules.json, as sentence-transformers
+        writes it. Without it, an embedding is the last token's hidden state.
+
+        Raises:
+            BatchError: a text is empty or too long.
+            CheckpointError: the checkpoint has no tokenizer, or declares a module that hal does not have.
+            ClosedError: the LLM is closed.
+        """
+        prompts = self._encoded(texts)
+        self._check(prompts)
+        pooling = Pooling.read(self.checkpoint.path)
+        if not prompts:
+            return torch.empty(0)
+        done = PoolingPass(self._runner, prompts, pooling.mode)
+        self._loop.run(done)
+        return pooling.apply(torch.stack(done.vectors))
+
+    def _scored(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> list[list[Logprob]]:
+        scoring = ScorePass(self._runner, prompts, starts, top)
+        self._loop.run(scoring)
+        return scoring.scores
+
+    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        return encoded_prompts(prompts, lambda: self.tokenizer)
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Check prompts that generate nothing."""
+        once = SamplingParams(max_new_tokens=1)
+        for index, each in enumerate(prompts):
+            checked(self._runner, index, each, once, max_length=self.max_length + 1)
+
+    def _params(self, params: SamplingParams | None, sampling: Mapping[str, Any], count: int) -> list[SamplingParams]:
+        """Return the parameters of ``count`` prompts."""
+        if params is None:
+            first = merged(self.defaults, self._stop_token_ids, sampling, seed=secrets.randbelow(1 << 32))
+            return [attrs.evolve(first, seed=(first.seed + index * first.n) % (1 << 63)) for index in range(count)]
+        if sampling or not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"params is {params!r:.70}, with {', '.join(sampling) or 'no names'}",
+                "give hal.SamplingParams(...), or sampling parameters by name, such as temperature=0.7",
+            )
+        return [with_stops(params, self._stop_token_ids)] * count
+
+    def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+        tokenizer = self.tokenizer if params.stop or params.bad_words else None
+        return checked(self._runner, index, prompt, params, tokenizer=tokenizer, max_length=self.max_length)
+
+    def _single(self, prompt: Prompt, params: SamplingParams | None, sampling: Mapping[str, Any]) -> Request:
+        (wanted,) = self._params(params, sampling, 1)
+        if wanted.n != 1 or wanted.prompt_logprobs is not None:
+            raise ConfigError("n or prompt_logprobs is set, and a stream has text only", "use generate()")
+        (tokens,) = self._encoded([prompt])
+        return self._request(0, tokens, wanted)
+
+    def _complete(
+        self, prompts: Sequence[list[int]], params: SamplingParams | None, sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        samples: list[tuple[Request, int]] = []
+        for index, (prompt, wanted) in enumerate(
+            zip(prompts, self._params(params, sampling, len(prompts)), strict=True)
+        ):
+            leader: Request | None = None
+            for sample in range(wanted.n):
+                seeded = attrs.evolve(wanted, seed=(wanted.seed + sample) % (1 << 63))
+                request = self._request(index, prompt, seeded)
+                request.leader = leader
+                leader = leader or request
+                samples.append((request, sample))
+        if not samples:
+            return []
+        requests = [request for request, _ in samples]
+        before = self._prompt_logprobs(requests)
+        found = self._run(requests)
+        tokenizer = self.tokenizer if self.checkpoint.has_tokenizer else None
+        return [
+            completion_of(request, found[request], sample, before.get(request.prompt_index), tokenizer)
+            for request, sample in samples
+        ]
+
+    def _prompt_logprobs(self, requests: Sequence[Request]) -> dict[int, list[Logprob]]:
+        first = {each.prompt_index: each for each in requests if each.params.prompt_logprobs is not None}
+        if not first:
+            return {}
+        prompts = [each.tokens[: each.length] for each in first.values()]
+        top = next(iter(first.values())).params.prompt_logprobs
+        return dict(zip(first, self._scored(prompts, [1] * len(prompts), top or 0), strict=True))
+
+    def _run(self, requests: Sequence[Request]) -> dict[Request, list[Token]]:
+        """Run requests, and return the tokens of each."""
+        found: dict[Request, list[Token]] = {each: [] for each in requests}
+        failed: list[HalError] = []
+        left, done = set(requests), threading.Event()
+
+        def deliver(request: Request, token: Token | HalError) -> None:
+            if isinstance(token, HalError):
+                failed.append(token)
+            else:
+                found[request].append(token)
+            if isinstance(token, HalError) or token.finished:
+                left.discard(request)
+                if not left:
+                    done.set()
+
+        self._loop.submit(requests, deliver)
+        try:
+            done.wait()
+        finally:
+            if left:
+                self._loop.cancel(requests)
+        if failed:
+            raise failed[0]
+        return found
+
+    def _pieces(self, request: Request, text: GeneratedText) -> Iterator[str]:
+        arrived: queue.SimpleQueue[Token | HalError] = queue.SimpleQueue()
+        self._loop.submit([request], lambda _, token: arrived.put(token))
+        try:
+            while True:
+                token = arrived.get()
+                yield from _text_of(token, text)
+                if isinstance(token, Token) and token.finished:
+                    return
+        finally:
+            self._loop.cancel([request])
+
+    async def _asynchronous_pieces(self, request: Request, text: GeneratedText) -> AsyncIterator[str]:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Token | HalError]()
+
+        def deliver(_: Request, token: Token | HalError) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, token)
+
+        self._loop.submit([request], deliver)
+        try:
+            while True:
+                token = await arrived.get()
+                for piece in _text_of(token, text):
+                    yield piece
+                if isinstance(token, Token) and token.finished:
+                    return
+        finally:
+            self._loop.cancel([request])
+
+
+def _text_of(token: Token | HalError, text: GeneratedText) -> Iterator[str]:
+    """Yield the text that a token completes, if it does."""
+    if isinstance(token, HalError):
+        raise token
+    if piece := text.push(token.token_id, last=token.finished is not None):
+        yield piece

@@ -1,0 +1,198 @@
+"""Passes over whole prompts that generate nothing: scores and embeddings."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.execution.runner import Runner
+from hal.execution.step_output import StepOutput
+from hal.generation.logprobs import Logprob, logprobs_of, read_logprobs
+from hal.step import NONE, Wanted, to_device
+from hal.step.input_batch import InputBatch
+
+MOST_LOGITS = 1 << 26
+"""The most logits of a step."""
+
+
+@attrs.frozen(eq=False)
+class Chunk:
+    """New tokens of a prompt in a step.
+
+    Attributes:
+        index: the index of the prompt.
+        tokens: the prompt.
+        start: the position of the first new token.
+        stop: that behind the last one.
+    """
+
+    index: int
+    tokens: Sequence[int]
+    start: int
+    stop: int
+
+
+class PromptPass(ABC):
+    """Runs prompts through the model, some at a time, so that other requests can run in between.
+
+    Args:
+        runner: runs the steps.
+        prompts: the token ids of each prompt.
+    """
+
+    max_tokens: int
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> None:
+        self._runner = runner
+        self._waiting = deque(enumerate(prompts))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all prompts have run."""
+        return not self._waiting
+
+    def step(self) -> bool:
+        """Run the next prompts, as many as fit into a step, or a longer one in several. Return whether any had room."""
+        runner = self._runner
+        allocator = runner.prefixes or runner.blocks
+        group: list[tuple[int, Sequence[int]]] = []
+        with ExitStack() as stack:
+            inputs: InputBatch | None = None
+            while self._waiting:
+                index, tokens = self._waiting[0]
+                total = sum(len(each) for _, each in group) + len(tokens)
+                if group and total > self.max_tokens:
+                    break
+                if runner.slots.needed and not runner.slots.num_free:
+                    break
+                if (blocks := allocator.take(runner.spec.blocks_for(len(tokens)))) is None:
+                    break
+                stack.callback(allocator.give_back, blocks)
+                slots = (runner.slots.take(1) or []) if runner.slots.needed else []
+                stack.callback(runner.slots.give_back, slots)
+                if inputs is None:
+                    inputs = runner.input_batch(min(len(self._waiting), self.max_tokens))
+                inputs.add(tokens, blocks, slot=slots[0] if slots else None)
+                group.append((index, tokens))
+                self._waiting.popleft()
+            if inputs is None:
+                return False
+            # Several prompts fit into one step; a single one may need more.
+            longest = max(len(tokens) for _, tokens in group)
+            for start in range(0, longest, self.max_tokens if len(group) == 1 else longest):
+                ends = [min(len(tokens), start + self.max_tokens) for _, tokens in group]
+                chunks = [Chunk(*pair, start, end) for pair, end in zip(group, ends, strict=True)]
+                self._run(inputs, chunks)
+        return True
+
+    def _run(self, inputs: InputBatch, chunks: Sequence[Chunk]) -> None:
+        runner, counts = self._runner, [each.stop - each.start for each in chunks]
+        with runner.uses, runner.backend.translating_errors(), torch.inference_mode():
+            rows = to_device(found, runner.backend.device.torch) if (found := self.rows(chunks)) else NONE
+            output = runner.step(inputs.batch(counts), rows=rows)
+            inputs.advance(counts)
+            self.collect(chunks, output, rows)
+
+    @abstractmethod
+    def rows(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return the tokens of the step that have logits."""
+
+    @abstractmethod
+    def collect(self, chunks: Sequence[Chunk], output: StepOutput, rows: Wanted) -> None:
+        """Read what a step gave."""
+
+
+class ScorePass(PromptPass):
+    """Computes the log-probability of tokens, given those before them.
+
+    Args:
+        runner: runs the steps.
+        prompts: the token ids of each prompt.
+        starts: the first token of each prompt that is scored, 1 or more.
+        top: how many of the most likely tokens to return beside each.
+
+    Attributes:
+        scores: the log-probabilities of each prompt's tokens from its start on.
+    """
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> None:
+        super().__init__(runner, prompts)
+        most = max(16, MOST_LOGITS // runner.model.vocab_size)
+        self.max_tokens = min(runner.backend.config.max_prefill_tokens, most)
+        self._starts, self._top = starts, top
+        self.scores: list[list[Logprob]] = [[] for _ in prompts]
+
+    def _places(self, chunk: Chunk) -> range:
+        """Return the positions whose logits say how likely a scored token is."""
+        return range(max(chunk.start, self._starts[chunk.index] - 1), min(chunk.stop, len(chunk.tokens) - 1))
+
+    def rows(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return the tokens before scored ones."""
+        found, first = list[int](), 0
+        for each in chunks:
+            found += [first + place - each.start for place in self._places(each)]
+            first += each.stop - each.start
+        return found
+
+    def collect(self, chunks: Sequence[Chunk], output: StepOutput, rows: Wanted) -> None:
+        """Read the log-probabilities."""
+        if rows is NONE:
+            return
+        wanted = [(each.index, each.tokens[place + 1]) for each in chunks for place in self._places(each)]
+        device = output.logits.device
+        likely = logprobs_of(
+            output.logits, to_device([token for _, token in wanted], device), [self._top] * len(wanted)
+        )
+        found = read_logprobs([each.tolist() for each in likely], [self._top] * len(wanted))
+        for (index, _), score in zip(wanted, found, strict=True):
+            self.scores[index].append(score)
+
+
+class PoolingPass(PromptPass):
+    """Computes one vector for each prompt from its hidden states.
+
+    Args:
+        runner: runs the steps.
+        prompts: the token ids of each prompt.
+        mode: ``last`` or ``first`` token, or ``mean`` or ``max`` of all.
+
+    Attributes:
+        vectors: those of each prompt: ``[width]``, float32, on the CPU.
+    """
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], mode: str) -> None:
+        super().__init__(runner, prompts)
+        self.max_tokens = runner.backend.config.max_prefill_tokens
+        self._mode = mode
+        self.vectors: list[Any] = [None] * len(prompts)
+
+    def rows(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return none: hidden states suffice."""
+        return []
+
+    def collect(self, chunks: Sequence[Chunk], output: StepOutput, rows: Wanted) -> None:
+        """Pool the hidden states."""
+        parts = output.hidden_states.split([each.stop - each.start for each in chunks])
+        for chunk, hidden in zip(chunks, parts, strict=True):
+            before, index = self.vectors[chunk.index], chunk.index
+            found = self._pooled(hidden, len(chunk.tokens)).float().cpu()
+            if before is None or self._mode == "last":
+                self.vectors[index] = found
+            elif self._mode == "mean":
+                self.vectors[index] = before + found
+            elif self._mode == "max":
+                self.vectors[index] = torch.maximum(before, found)
+
+    def _pooled(self, hidden: Tensor, length: int) -> Tensor:
+        if self._mode == "mean":
+            return hidden.float().sum(0) / length
+        if self._mode == "max":
+            return hidden.amax(0)
+        return hidden[0 if self._mode == "first" else -1]

@@ -1,0 +1,306 @@
+"""Tests for hal.LLM: each request gives what it gives alone, whoever else asks, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from helpers.checkpoints import write_json
+from helpers.reference import TEXTS
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import hal
+from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError
+
+CONFIG = {"cache": {"block_size": 16, "num_tokens": 2048}, "compilation": {"capture_sizes": [1, 2, 4, 8]}}
+
+
+def opened(folder: Path, compiler: str = "graph", **options: Any) -> hal.LLM:
+    return hal.LLM(folder, backend="cpu", dtype="float32", compiler=compiler, max_sequences=8, config=CONFIG, **options)
+
+
+def idle_blocks(llm: hal.LLM) -> int:
+    """Return the free blocks, with those that only the prefix cache keeps."""
+    prefixes = llm._runner.prefixes
+    kept = [] if prefixes is None else [each for each in prefixes._contents if not prefixes._owners[each]]
+    return llm._runner.blocks.num_free + len(kept)
+
+
+@pytest.fixture(scope="module")
+def llm(trained: Path) -> Iterator[hal.LLM]:
+    with opened(trained) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(trained: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
+
+
+def test_random_requests_of_four_threads_give_what_each_gives_alone(trained: Path) -> None:
+    seed = random.randrange(1 << 30)
+    logging.getLogger("tests").info("seed %d", seed)
+    draw = random.Random(seed)
+    jobs = [
+        (
+            draw.choice(TEXTS),
+            {
+                "max_new_tokens": draw.randrange(1, 24),
+                "temperature": draw.choice([0.0, 0.8]),
+                "seed": number,
+                "repetition_penalty": draw.choice([1.0, 1.3]),
+                "logit_bias": draw.choice([{}, {5: 2.0}]),
+                "stop": draw.choice([(), ("\n\n",), ("self",)]),
+                "logprobs": draw.choice([None, 2]),
+            },
+            draw.choice(["generate", "stream", "cancel"]),
+        )
+        for number in range(60)
+    ]
+    found: dict[int, str] = {}
+    problems: list[BaseException] = []
+    with opened(trained) as llm:
+        expected = [llm.generate(text, **sampling)[0].text for text, sampling, _ in jobs]
+        before = idle_blocks(llm)
+
+        def work(share: range) -> None:
+            try:
+                for number in share:
+                    text, sampling, how = jobs[number]
+                    if how == "generate":
+                        found[number] = llm.generate(text, **sampling)[0].text
+                        continue
+                    pieces = llm.stream(text, **sampling)
+                    if how == "stream":
+                        found[number] = "".join(pieces)
+                    else:
+                        assert expected[number].startswith(next(pieces, ""))
+                        pieces.close()  # type: ignore[attr-defined]
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(range(first, 60, 4),)) for first in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        llm.generate("x", max_new_tokens=1)  # After it, the cancelled ones have been dropped.
+        assert not problems
+        assert found == {number: expected[number] for number, (*_, how) in enumerate(jobs) if how != "cancel"}
+        assert idle_blocks(llm) == before
+        assert not llm._loop._deliver
+
+
+def test_text_ids_and_reasons(llm: hal.LLM) -> None:
+    one, two = llm.generate(["import os\n", llm.tokenizer.encode("import os\n").ids], max_new_tokens=5)
+    assert one == attrs.evolve(two, prompt_index=0)
+    assert two.prompt_index == 1
+    assert one.text == llm.tokenizer.decode(list(one.token_ids))
+    assert (one.finish_reason, one.stop, len(one.token_ids)) == ("length", None, 5)
+    assert list(one.prompt_token_ids) == llm.tokenizer.encode("import os\n").ids
+    assert llm.generate([]) == []
+
+
+def test_a_stop_text_cuts_the_text_and_ends_it(llm: hal.LLM) -> None:
+    whole = llm.generate(TEXTS[2], max_new_tokens=40)[0]
+    stop = whole.text[12:15]
+    (cut,) = llm.generate(TEXTS[2], max_new_tokens=40, stop=[stop, "never"])
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == ("stop", stop)
+    assert len(cut.token_ids) < 40
+    pieces = list(llm.stream(TEXTS[2], max_new_tokens=40, stop=stop))
+    assert "".join(pieces) == cut.text
+    (late,) = llm.generate(TEXTS[2], max_new_tokens=40, stop=stop, min_new_tokens=len(cut.token_ids) + 1)
+    assert late.text.startswith(whole.text[: whole.text.index(stop) + len(stop)])
+
+
+def test_samples_of_a_prompt_share_its_prefix(llm: hal.LLM) -> None:
+    prompt = " ".join(TEXTS) * 2
+    tokens: list[int] = []
+    step = llm._runner.step
+
+    def noted(batch: hal.step.Batch, *args: Any, **kwargs: Any) -> hal.StepOutput:
+        tokens.append(batch.num_tokens)
+        return step(batch, *args, **kwargs)
+
+    llm._runner.step = noted  # type: ignore[method-assign]
+    try:
+        found = llm.generate(prompt, n=4, temperature=1.0, seed=3, max_new_tokens=6)
+    finally:
+        del llm._runner.step  # type: ignore[method-assign]
+    length = len(found[0].prompt_token_ids)
+    assert [each.sample_index for each in found] == [0, 1, 2, 3]
+    assert len({each.text for each in found}) > 1
+    assert sum(tokens) < length + 4 * (16 + 6)
+    assert found[2].text == llm.generate(prompt, temperature=1.0, seed=5, max_new_tokens=6)[0].text
+
+
+def test_streams_end_with_their_reader(llm: hal.LLM) -> None:
+    before = idle_blocks(llm)
+
+    async def read(limit: int) -> str:
+        found = ""
+        pieces = llm.astream(TEXTS[1], max_new_tokens=30)
+        async for piece in pieces:
+            found += piece
+            if len(found) >= limit:
+                break
+        await pieces.aclose()  # type: ignore[attr-defined]
+        return found
+
+    async def several() -> list[str]:
+        return list(await asyncio.gather(read(1 << 20), read(3), read(1 << 20)))
+
+    first, cut, third = asyncio.run(several())
+    assert first == third == llm.generate(TEXTS[1], max_new_tokens=30)[0].text
+    assert first.startswith(cut)
+    assert len(cut) < len(first)
+    llm.generate("x", max_new_tokens=1)
+    assert idle_blocks(llm) == before
+
+
+def test_logprobs_are_those_of_transformers(llm: hal.LLM, reference: Any) -> None:
+    (made,) = llm.generate(TEXTS[3], max_new_tokens=6, logprobs=3, prompt_logprobs=2)
+    tokens = torch.tensor([[*made.prompt_token_ids, *made.token_ids]])
+    with torch.no_grad():
+        expected = reference(tokens).logits[0].log_softmax(-1)
+    every = (*(made.prompt_logprobs or ()), *(made.logprobs or ()))
+    assert [each.token_id for each in every] == tokens[0, 1:].tolist()
+    for place, each in enumerate(every):
+        torch.testing.assert_close(each.logprob, expected[place, each.token_id].item(), atol=2e-4, rtol=0)
+        top = expected[place].topk(len(each.top))
+        torch.testing.assert_close(torch.tensor([value for _, value in each.top]), top.values, atol=2e-4, rtol=0)
+    assert {len(each.top) for each in made.logprobs or ()} == {3}
+    assert {len(each.top) for each in made.prompt_logprobs or ()} == {2}
+
+
+def test_scores_are_those_of_transformers(llm: hal.LLM, reference: Any) -> None:
+    continuations = [" sys\n", " os, sys", "x" * 30]
+    scores = llm.score("import", continuations)
+    for text, score in zip(continuations, scores, strict=True):
+        tokens = torch.tensor([llm.tokenizer.encode("import" + text).ids])
+        with torch.no_grad():
+            expected = reference(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        assert [each.token_id for each in score.tokens] == tokens[0, 1:].tolist()
+        torch.testing.assert_close(score.logprob, expected.sum().item(), atol=2e-3, rtol=0)
+    with pytest.raises(BatchError, match="2 prompts and 3 continuations"):
+        llm.score(["a", "b"], continuations)
+
+
+def test_long_prompts_are_scored_and_embedded_in_chunks(trained: Path, reference: Any) -> None:
+    """With chunks of 40 tokens, several prompts share a step, and a long one takes several."""
+    with opened(trained) as llm:
+        llm._runner.backend.configure(attrs.evolve(llm._runner.backend.config, max_prefill_tokens=40))
+        texts = [*TEXTS, TEXTS[-1] * 3]
+        ids = [llm.tokenizer.encode(text).ids for text in texts]
+        vectors = llm.embed(texts)
+        scores = llm.score([each[:1] for each in ids], [each[1:] for each in ids if len(each) > 1] or ids)
+        for tokens, vector, score in zip(ids, vectors, scores, strict=True):
+            with torch.no_grad():
+                found = reference(torch.tensor([tokens]), output_hidden_states=True)
+            torch.testing.assert_close(vector, found.hidden_states[-1][0, -1], atol=2e-4, rtol=1e-3)
+            chosen = found.logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
+            torch.testing.assert_close(score.logprob, chosen.sum().item(), atol=5e-3, rtol=0)
+
+
+def linked(source: Path, folder: Path) -> Path:
+    """Return a folder with the files of a checkpoint."""
+    folder.mkdir()
+    for each in source.iterdir():
+        (folder / each.name).symlink_to(each.resolve())
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens", "cls_token", "max_tokens"])
+def test_embeddings_follow_modules_json(mode: str, trained: Path, tmp_path: Path, reference: Any) -> None:
+    folder = linked(trained, tmp_path / "model")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    write_json(folder / "1_Pooling" / "config.json", {f"pooling_mode_{mode}": True, "pooling_mode_weighted": False})
+    (folder / "2_Dense").mkdir()
+    weight = torch.randn(12, reference.config.hidden_size)
+    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
+    write_json(folder / "2_Dense" / "config.json", {"activation_function": "torch.nn.modules.activation.Tanh"})
+    with opened(folder, "eager") as llm:
+        tokens = llm.tokenizer.encode(TEXTS[2]).ids
+        (found,) = llm.embed(TEXTS[2])
+    with torch.no_grad():
+        hidden = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+    pooled = {
+        "lasttoken": hidden[-1],
+        "mean_tokens": hidden.mean(0),
+        "cls_token": hidden[0],
+        "max_tokens": hidden.amax(0),
+    }
+    expected = torch.nn.functional.normalize((weight @ pooled[mode]).tanh(), dim=-1)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = linked(trained, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    recommended = {"do_sample": True, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2, "eos_token_id": 0}
+    write_json(folder / "generation_config.json", recommended)
+    with opened(folder, "eager") as llm:
+        assert llm.defaults == {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}
+        assert "recommends repetition_penalty 1.2, temperature 1.0, top_k 5, top_p 0.9" in caplog.text
+        explicit = hal.SamplingParams(
+            temperature=1.0, top_k=5, top_p=0.9, repetition_penalty=1.2, seed=4, max_new_tokens=9
+        )
+        by_name = llm.generate(TEXTS[0], seed=4, max_new_tokens=9)[0]
+        assert by_name.text == llm.generate(TEXTS[0], explicit)[0].text
+        assert by_name.text != llm.generate(TEXTS[0], seed=4, max_new_tokens=9, temperature=0)[0].text
+    write_json(folder / "generation_config.json", {"do_sample": False, "temperature": 0.7})
+    with opened(folder, "eager") as llm:
+        assert llm.defaults == {"temperature": 0.0}
+    write_json(folder / "generation_config.json", {"temperature": -1})
+    with pytest.raises(CheckpointError, match=r"generation_config.json: temperature is -1, out of its range"):
+        opened(folder, "eager")
+
+
+def test_mistakes_are_named(llm: hal.LLM) -> None:
+    with pytest.raises(ConfigError, match=r"no sampling parameter 'temprature'\n.*did you mean 'temperature'"):
+        llm.generate("x", temprature=1)
+    with pytest.raises(ConfigError, match="params is"):
+        llm.generate("x", hal.SamplingParams(), temperature=1)
+    with pytest.raises(BatchError, match="prompt 1 is empty"):
+        llm.generate(["x", ""])
+    with pytest.raises(BatchError, match="prompts is 3"):
+        llm.generate(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stream has text only"):
+        llm.stream("x", n=2)
+    with pytest.raises(ConfigError, match=r"parallel asks for 2 ranks"):
+        hal.LLM(llm.checkpoint, config={"parallel": {"tensor": 2}})
+
+
+def test_a_failing_mask_ends_its_request_and_not_the_llm(llm: hal.LLM) -> None:
+    def fail(generated: Any) -> torch.Tensor:
+        raise ZeroDivisionError("oops")
+
+    with pytest.raises(BatchError, match="ZeroDivisionError: oops"):
+        llm.generate("x", mask=fail)
+    assert llm.generate("x", max_new_tokens=2)[0].finish_reason == "length"
+
+
+def test_closing_ends_what_runs(trained: Path) -> None:
+    llm = opened(trained, "eager")
+    pieces = llm.stream(TEXTS[0], max_new_tokens=900)
+    next(pieces)
+    llm.close()
+    with pytest.raises(ClosedError, match=r"hal.LLM is closed"):
+        list(pieces)
+    with pytest.raises(ClosedError):
+        llm.generate("x")
+    llm.close()
