@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import attrs
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, le, optional
 
 from hal.nn import (
     FULL,
@@ -30,6 +30,8 @@ from hal.nn import (
     check_window,
 )
 
+_FACTOR = [ge(1.0), le(2.0**16)]
+
 
 @attrs.frozen(kw_only=True)
 class Gemma3Config(DecoderConfig):
@@ -41,11 +43,11 @@ class Gemma3Config(DecoderConfig):
     head_dim: int = 256
     hidden_act: ActivationName = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: float = attrs.field(default=256.0, validator=gt(0.0))
+    query_pre_attn_scalar: float = attrs.field(default=256.0, validator=_FACTOR)
     sliding_window: int | None = attrs.field(default=4096, validator=check_window)
     sliding_window_pattern: int = attrs.field(default=6, validator=ge(1))
     layer_types: tuple[LayerType, ...] | None = attrs.field(default=None, validator=check_layer_types)
-    final_logit_softcapping: float | None = attrs.field(default=None, validator=optional(gt(0.0)))
+    final_logit_softcapping: float | None = attrs.field(default=None, validator=optional(_FACTOR))
     use_bidirectional_attention: Literal[False] = False
     local_rope: RopeParameters = attrs.field(factory=RopeParameters)
 
@@ -53,7 +55,8 @@ class Gemma3Config(DecoderConfig):
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = FULL) -> Self:
         """Read a checkpoint's config.json. Older ones have the rope parameters of full layers beside a local base."""
         given = {key: value for key, value in config.items() if key != "_sliding_window_pattern"}  # as layer_types
-        given["hidden_act"] = given.pop("hidden_activation", None)
+        if "hidden_activation" in given:
+            given["hidden_act"] = given.pop("hidden_activation")
         base, scaling = given.pop("rope_local_base_freq", None), given.pop("rope_scaling", None)
         local = RopeParameters.from_config({**given, "rope_theta": base or 1e4}, SLIDING)
         given |= {"rope_theta": given.get("rope_theta") or 1e6, "rope_scaling": scaling}
