@@ -289,6 +289,17 @@ class TestSaved:
         assert (first[2].dtype, second[2].dtype) == (torch.float32, torch.int64)
         assert torch.equal(operation.reference(*first), loaded.results("first")["result"])
 
+    def test_options(self, tmp_path: Path) -> None:
+        operation = ops.operation("paged_attention")
+        sample = [each for each in operation.samples(ops.Draw()) if each[-1].softcap is not None][1]
+        given = dict(zip(operation.signature.parameters, sample, strict=True))
+        result = {"result": operation.reference(*sample)}
+        evidence = Evidence(Call(0, 0, operation.name, "a", "a.0"), operation, given, given, result, result)
+        save(evidence, ("cpu", "acme"), torch.float32, tmp_path / "call")
+        loaded = SavedCall.load(tmp_path / "call")
+        assert loaded.arguments("first")[-1] == sample[-1]
+        assert torch.equal(operation.reference(*loaded.arguments("second")), result["result"])
+
     def test_a_folder_that_is_taken_or_holds_nothing(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         faulty(fault="nothing")
         (tmp_path / CALL).write_text("{}")
