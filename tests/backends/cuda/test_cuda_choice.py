@@ -18,6 +18,7 @@ from hal.backends.cuda import libraries
 from hal.backends.cuda.attention import ByLength, TorchAttention
 from hal.backends.cuda.choice import Library, choose
 from hal.backends.cuda.libraries import flashinfer_library, torch_library, triton_library
+from torch import Tensor
 
 from hal import ops
 from hal.errors import ConfigError
@@ -211,17 +212,28 @@ class TestByLength:
     """Attention chooses one of two kernels by lengths known on the host."""
 
     @pytest.mark.parametrize(
-        ("queries", "kind"),
-        [([1, 1, 1], "short"), ([0, 1, 1], "short"), ([5, 31], "short"), ([1, 32], "long"), ([40], "long")],
+        ("queries", "softcap", "sinks", "kind"),
+        [
+            ([1, 1, 1], None, None, "short"),
+            ([0, 1, 1], None, None, "short"),
+            ([5, 31], None, None, "short"),
+            ([1, 32], None, None, "long"),
+            ([40], None, None, "long"),
+            ([40], 30.0, None, "short"),
+            ([40], None, torch.zeros(2), "short"),
+        ],
     )
-    def test_it_depends_on_the_longest(self, queries: list[int], kind: str) -> None:
+    def test_it_depends_on_the_longest(
+        self, queries: list[int], softcap: float | None, sinks: Tensor | None, kind: str
+    ) -> None:
         called: list[str] = []
         attend = ByLength(lambda *args: called.append("short"), lambda *args: called.append("long"))
         starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         lengths = torch.tensor(queries, dtype=torch.int32)
         query, cache = torch.zeros(sum(queries), 2, 8), torch.zeros(1, 4, 1, 8)
         table = torch.zeros(len(queries), 1, dtype=torch.int32)
-        attend(query, cache, cache, table, starts, lengths, starts, lengths, 1.0, True, None)
+        options = ops.AttentionOptions(1.0, softcap=softcap)
+        attend(query, cache, cache, table, starts, lengths, starts, lengths, sinks, options)
         assert called == [kind]
         attend.captured()
         assert called == [kind, "short"]
