@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 import attrs
@@ -40,18 +40,27 @@ def renamed(given: Mapping[str, T], model: CausalLM, known: Collection[str]) -> 
         model: its attributes ``base_name``, ``other_names`` and ``tied`` declare the names.
         known: the model's names.
     """
-    layers = {name.rpartition(".")[0] for name in known}
-    found: dict[str, T] = {}
+    spell, found = speller(model, known), dict[str, T]()
     for name, value in given.items():
-        spelled = name
-        if name not in known and name.rpartition(".")[0] not in layers:
-            spelled = next((each for each in _spellings(name, model) if each.rpartition(".")[0] in layers), name)
+        spelled = spell(name)
         # A name that another tensor has, too, stays, and is refused as superfluous.
         found[name if spelled in given or spelled in found else spelled] = value
     for name, source in model.tied.items():
         if name in found and source not in found:
             found[source] = found.pop(name)
     return found
+
+
+def speller(model: CausalLM, known: Collection[str]) -> Callable[[str], str]:
+    """Return a function that returns the model's name of a tensor; for the arguments, see :func:`renamed`."""
+    layers = {name.rpartition(".")[0] for name in known}
+
+    def spell(name: str) -> str:
+        if name in known or name.rpartition(".")[0] in layers:
+            return name
+        return next((each for each in _spellings(name, model) if each.rpartition(".")[0] in layers), name)
+
+    return spell
 
 
 def check_no_fused_experts(model: CausalLM, path: object) -> None:

@@ -88,7 +88,7 @@ class LayerFilling:
 
     Attributes:
         fillings: the tensors to read, the largest last, so that the layer is complete soon after it is allocated.
-        sources: the names of their checkpoint tensors.
+        pieces: what each checkpoint tensor that this rank reads fills, by the tensor's name.
         bindings: the declarations.
         quantized: the quantized layer, or None.
     """
@@ -110,9 +110,12 @@ class LayerFilling:
             for each in bindings
         ]
         self.fillings = sorted((each for each in made if each.pieces), key=lambda each: each.nbytes)
-        self.sources = frozenset(piece.source for each in self.fillings for piece in each.pieces)
+        self.pieces: dict[str, list[tuple[Filling, Piece]]] = {}
+        for each in self.fillings:
+            for piece in each.pieces:
+                self.pieces.setdefault(piece.source, []).append((each, piece))
         self._computing, self._mesh, self.quantized = computing, mesh, quantized
-        self._tied_use = None if self.sources.isdisjoint(tied) else bindings[0].weight.tied_use
+        self._tied_use = None if self.pieces.keys().isdisjoint(tied) else bindings[0].weight.tied_use
 
     @property
     def complete(self) -> bool:
@@ -144,10 +147,8 @@ class LayerFilling:
             device = backend.device.torch if filling.on_device else "cpu"
             return torch.empty(filling.shape, dtype=filling.dtype, device=device)
 
-        for filling in self.fillings:
-            for piece in filling.pieces:
-                if piece.source == name:
-                    filling.put(piece, 0, values[tuple(slice(*each) for each in piece.taken)], allocate)
+        for filling, piece in self.pieces[name]:
+            filling.put(piece, 0, values[tuple(slice(*each) for each in piece.taken)], allocate)
 
     def finish(self) -> Tensors:
         """Return the layer's new tensors, and forget what was put.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import attrs
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
-from hal.checkpoint.tensor_names import renamed
+from hal.checkpoint.tensor_names import renamed, speller
 from hal.checkpoint.validate import tensor_problems
+from hal.checkpoint.weight_bindings import Binding, Piece
 from hal.checkpoint.weight_filling import LayerFilling
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ModelError, nearest
@@ -33,14 +33,106 @@ class LoadedWeights:
     layers: tuple[LayerFilling, ...]
     dtype: torch.dtype
 
-    @property
-    def readers(self) -> dict[str, list[LayerFilling]]:
-        """What reads a checkpoint tensor, by the tensor's name."""
-        found: dict[str, list[LayerFilling]] = {}
-        for layer in self.layers:
-            for name in layer.sources:
-                found.setdefault(name, []).append(layer)
-        return found
+
+class _Replacement:
+    """A replacement of weights.
+
+    Attributes:
+        known: the layer, the piece and the binding of each checkpoint tensor, also those of other ranks, by its name.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, loaded: LoadedWeights) -> None:
+        self._model, self._backend, self._loaded = model, backend, loaded
+        self.known: dict[str, list[tuple[LayerFilling, Piece, Binding]]] = {}
+        for layer in loaded.layers:
+            for binding in layer.bindings:
+                for piece in binding.pieces():
+                    self.known.setdefault(piece.source, []).append((layer, piece, binding))
+
+    def check(self, given: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError unless tensors have the names, shapes, dtypes and numbers of those that were loaded."""
+        layers = dict.fromkeys(layer for name in given for layer, *_ in self.known.get(name, ()))
+        problems = [problem for name, tensor in given.items() for problem in self._problems(name, tensor)]
+        for layer in layers:
+            held = layer.bindings[0].full_name if layer.quantized is None else layer.path
+            beside = next((name for name in layer.pieces if name in given), "another tensor of its layer")
+            missing = sorted(layer.pieces.keys() - given.keys())
+            problems += [f"{name} is missing, which {held} holds together with {beside}" for name in missing]
+        problems += _tied_problems(self._model, given, self._loaded.dtype)
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise CheckpointError(
+                f"the new tensors do not fit the loaded {type(self._model).__name__}, which is unchanged: {shown}",
+                "pass tensors with the names, shapes and dtypes of its checkpoint, all of a merged layer together",
+            )
+        for layer in layers:
+            if layer.quantized is not None:
+                for name in layer.pieces:
+                    layer.put(name, given[name], self._backend)
+                layer.finish()
+
+    def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors by the model's names, each after a check of its name, shape and dtype."""
+        model, spell, seen = self._model, speller(self._model, self.known), set[str]()
+        for given, tensor in tensors:
+            spelled = spell(given)
+            name, values = model.tied.get(spelled, spelled), tensor.detach()
+            problems = list(self._problems(name, values))
+            if name in seen and name not in model.tied.values():
+                problems.append(f"{given} is given twice")
+            elif name in seen and not self._holds(name, values):
+                problems.append(f"{given} is tied to another tensor, but their values differ")
+            if problems:
+                raise CheckpointError(
+                    f"the new tensors do not fit the loaded {type(model).__name__}: {'; '.join(problems)}",
+                    "pass tensors with the names, shapes and dtypes of its checkpoint",
+                )
+            if name not in seen:
+                seen.add(name)
+                yield name, values
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write checked tensors into the layers that read them, each layer as soon as it has all."""
+        begun: dict[LayerFilling, set[str]] = {}
+        try:
+            for name, tensor in tensors:
+                for layer in dict.fromkeys(layer for layer, *_ in self.known.get(name, ()) if name in layer.pieces):
+                    missing = begun.setdefault(layer, set(layer.pieces))
+                    missing.discard(name)
+                    layer.put(name, tensor, self._backend)
+                    if not missing:
+                        del begun[layer]
+                        layer.replace(self._backend)
+        finally:
+            for layer in begun:
+                layer.release()
+        for layer, missing in begun.items():
+            raise CheckpointError(
+                f"{min(missing)} is missing, which {layer.bindings[0].full_name} holds together with "
+                f"{min(layer.pieces.keys() - missing)}",
+                "pass all tensors of a merged or a quantized layer",
+            )
+
+    def _problems(self, name: str, tensor: Tensor) -> Iterator[str]:
+        """Yield why a tensor has not the name, shape or dtype of one that was loaded."""
+        if name not in self.known and name not in self._model.tied:
+            if not name.endswith(self._model.ignored):
+                yield f"{name} is not in the model ({nearest(name, {*self.known, *self._model.tied})})"
+        elif tensor.dtype not in _NAMES:
+            yield f"{name} is {tensor.dtype}, which no checkpoint has"
+        else:
+            info = TensorInfo(Path(), tuple(tensor.shape), _NAMES[tensor.dtype])
+            for _, piece, binding in self.known.get(name, ()):
+                yield from tensor_problems(info, piece, binding)
+
+    def _holds(self, name: str, values: Tensor) -> bool:
+        """Return whether a layer holds the values of a checkpoint tensor, which no driver prepares."""
+        for layer in dict.fromkeys(layer for layer, *_ in self.known[name]):
+            for filling, piece in layer.pieces.get(name, ()):
+                held = getattr(layer.module, filling.name)[tuple(slice(*each) for each in piece.target)]
+                if not torch.equal(held, values[tuple(slice(*each) for each in piece.taken)].to(held)):
+                    return False
+        return True
 
 
 def replace_tensors(
@@ -63,124 +155,17 @@ def replace_tensors(
             f"{type(model).__name__} was not loaded by hal.load_model, so its weights have no names",
             "copy into its parameters, or load it from a checkpoint",
         )
-    readers = loaded.readers
-    if not isinstance(tensors, Mapping):
-        _write(model, loaded, backend, _checked(model, loaded, tensors))
+    replacement = _Replacement(model, backend, loaded)
+    if isinstance(tensors, Mapping):
+        given = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, replacement.known)
+        replacement.check(given)  # Nothing is refused from here on.
+        replacement.write(given.items())
         return
-    given = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, readers)
-    layers = [layer for layer in loaded.layers if not layer.sources.isdisjoint(given)]
-    _check(model, loaded, layers, given)
-    for layer in layers:
-        if layer.quantized is not None:  # Its numbers may be invalid. Nothing is refused from here on.
-            for name in layer.sources:
-                layer.put(name, given[name], backend)
-            layer.finish()
-    _write(model, loaded, backend, ((name, each) for name, each in given.items() if name in readers))
-
-
-def _write(model: CausalLM, loaded: LoadedWeights, backend: Backend, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write checked tensors into the layers that read them, each layer as soon as it has all."""
-    readers, begun = loaded.readers, dict[LayerFilling, set[str]]()
     try:
-        for name, tensor in tensors:
-            for layer in readers[name]:
-                missing = begun.setdefault(layer, set(layer.sources))
-                missing.discard(name)
-                layer.put(name, tensor, backend)
-                if not missing:
-                    del begun[layer]
-                    layer.replace(backend)
-    finally:
-        for layer in begun:
-            layer.release()
-    if begun:
-        layer, missing = next(iter(begun.items()))
-        raise CheckpointError(
-            f"the new tensors lack {min(missing)}, which {layer.bindings[0].full_name} holds together with "
-            f"{min(layer.sources - missing)}; {type(model).__name__} is partly replaced",
-            "pass all tensors of a merged or a quantized layer, and load the model again",
-        )
-
-
-def _checked(
-    model: CausalLM, loaded: LoadedWeights, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by the names of the model, each after its name, shape and dtype were checked."""
-    readers, seen = loaded.readers, set[str]()
-    for given, tensor in tensors:
-        ((name, values),) = renamed({given: tensor.detach()}, model, readers).items()
-        if name.endswith(model.ignored) and name not in readers:
-            continue
-        problems = [] if name in readers else [f"{name} is not in the model ({nearest(name, readers)})"]
-        problems += _tensor_problems(readers.get(name, []), {name: values})
-        if name in seen:
-            tied = {*model.tied, *model.tied.values()}
-            if given not in tied:
-                problems.append(f"{given} is given twice")
-            elif not all(map(partial(_holds, name=name, values=values), readers[name])):
-                problems.append(f"{given} is tied to another tensor, but their values differ")
-        if problems:
-            raise CheckpointError(
-                f"the new tensors do not fit the loaded {type(model).__name__}, which is partly replaced: "
-                f"{'; '.join(problems)}",
-                "pass tensors with the names, shapes and dtypes of its checkpoint, and load the model again",
-            )
-        if name not in seen:
-            seen.add(name)
-            yield name, values
-
-
-def _holds(layer: LayerFilling, name: str, values: Tensor) -> bool:
-    """Return whether a layer holds the values of a checkpoint tensor as they are."""
-    for filling in layer.fillings:
-        held = getattr(layer.module, filling.name)
-        for piece in (each for each in filling.pieces if each.source == name):
-            part = held[tuple(slice(*each) for each in piece.target)]
-            if not torch.equal(part, values[tuple(slice(*each) for each in piece.taken)].to(part)):
-                return False
-    return True
-
-
-def _tensor_problems(layers: Iterable[LayerFilling], given: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield why tensors have not the shapes and dtypes of those that were loaded."""
-    for name, tensor in given.items():
-        if tensor.dtype not in _NAMES:
-            yield f"{name} is {tensor.dtype}, which no checkpoint has"
-    infos = {
-        name: TensorInfo(Path(), tuple(tensor.shape), _NAMES[tensor.dtype])
-        for name, tensor in given.items()
-        if tensor.dtype in _NAMES
-    }
-    for layer in layers:
-        for binding in layer.bindings:
-            for piece in binding.pieces():
-                if piece.source in infos:
-                    yield from tensor_problems(infos[piece.source], piece, binding)
-
-
-def _check(model: CausalLM, loaded: LoadedWeights, layers: list[LayerFilling], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the tensors have the names, shapes and dtypes of those that were loaded."""
-    problems = list(_tensor_problems(layers, given))
-    for layer in layers:
-        held = layer.bindings[0].full_name if layer.quantized is None else layer.path
-        beside = min(layer.sources & given.keys())
-        problems += [
-            f"{name} is missing, which {held} holds together with {beside}"
-            for name in sorted(layer.sources - given.keys())
-        ]
-    names = {*loaded.readers, *model.tied}
-    problems += [
-        f"{name} is not in the model ({nearest(name, names)})"
-        for name in given
-        if name not in names and not name.endswith(model.ignored)
-    ]
-    problems += _tied_problems(model, given, loaded.dtype)
-    if problems := list(dict.fromkeys(problems)):
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(
-            f"the new tensors do not fit the loaded {type(model).__name__}, which is unchanged: {shown}",
-            "pass tensors with the names, shapes and dtypes of its checkpoint, all of a merged layer together",
-        )
+        replacement.write(replacement.checked(tensors))
+    except CheckpointError as error:
+        problem = f"{error.problem}; the model may be partly replaced"
+        raise CheckpointError(problem, f"{error.remedy}, and load the model again") from None
 
 
 def _tied_problems(model: CausalLM, given: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:

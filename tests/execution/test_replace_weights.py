@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,53 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, kind: str, change: Ch
     with pytest.raises(CheckpointError, match=problem):
         hal.replace_weights(runner, given)
     assert all(torch.equal(each, before[name]) for name, each in held(runner.model).items())
+    hal.replace_weights(runner, tensors(second))  # nothing is left of the failure
+    assert torch.equal(logits(runner), logits(runner_of(second, opened())))
+
+
+def streamed(given: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and overwrite each before the next. Only the last one may be held meanwhile."""
+    alive: list[weakref.ref[Tensor]] = []
+    for name in list(given):
+        values = given[name].clone()
+        alive.append(weakref.ref(values))
+        yield name, values
+        values.fill_(77)
+        del values
+        assert sum(each() is not None for each in alive) <= 1
+
+
+@pytest.mark.parametrize("order", ["as stored", "reversed"])
+@pytest.mark.parametrize("kind", ["tied", "experts", "compressed-tensors/w8a8", "modelslim/w8a8_dynamic/experts"])
+def test_a_stream_is_copied_tensor_by_tensor(tmp_path: Path, kind: str, order: str) -> None:
+    first, second = two_checkpoints(tmp_path, kind)
+    runner, expected = runner_of(first, opened()), logits(runner_of(second, opened()))
+    given = tensors(second)
+    if kind == "tied":
+        given["lm_head.weight"] = given[EMBEDDING]
+    if order == "reversed":
+        given = dict(reversed(given.items()))
+    hal.replace_weights(runner, streamed(given))
+    assert torch.equal(logits(runner), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda given: given.append(("nonsense", torch.ones(1))), "nonsense is not in the model"),
+        (lambda given: given.append((QUERY, torch.ones(3, 4))), rf"{QUERY} is \[3, 4\], not .*{QUERY} is given twice"),
+        (lambda given: given.append(("lm_head.weight", dict(given)[EMBEDDING] + 1)), "but their values differ"),
+        (lambda given: given.remove(next(each for each in given if each[0] == QUERY)), f"{QUERY} is missing, which"),
+    ],
+)
+def test_what_a_stream_must_not_have(
+    tmp_path: Path, change: Callable[[list[tuple[str, Tensor]]], object], problem: str
+) -> None:
+    first, second = two_checkpoints(tmp_path, "tied")
+    runner, given = runner_of(first, opened()), list(tensors(second).items())
+    change(given)
+    with pytest.raises(CheckpointError, match=f"(?s){problem}.*may be partly replaced.*load the model again"):
+        hal.replace_weights(runner, iter(given))
     hal.replace_weights(runner, tensors(second))  # nothing is left of the failure
     assert torch.equal(logits(runner), logits(runner_of(second, opened())))
 
