@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import write_json
+from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
 from helpers.distributions import install
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import hal
 from hal.checkpoint import safetensors_files
 from hal.checkpoint.safetensors_files import TensorSlice
-from hal.checkpoint.weight_bindings import Binding, bindings_of
+from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import (
     Assembly,
@@ -26,6 +27,7 @@ from hal.nn import (
     Concatenated,
     Consumer,
     Embedding,
+    GroupedLinear,
     Linear,
     Merged,
     MergedLinear,
@@ -195,7 +197,91 @@ def test_names_are_relative(path: str, source: str, name: str) -> None:
     assert source_name(path, source) == name
 
 
+def grouped(weight: Weight) -> Binding:
+    assert weight.sizes is not None
+    return Binding("layer", nn.Module(), "weight", weight, torch.empty(weight.shape(weight.sizes), device="meta"))
+
+
+def test_groups_and_packed_numbers_are_counted_in_elements() -> None:
+    """Parts of 64 and 32 rows, of which each rank gets half; scales of 16 x 32; eight columns in a number."""
+    parts = Concatenated("rows", (64, 32))
+    given: dict[str, Any] = {"shard": "rows", "assemble": parts, "sizes": (96, 80)}
+    scale = grouped(Weight(("a", "b"), "rows columns", **given, group_sizes={"rows": 16, "columns": 32}))
+    assert [each.source_shape for each in scale.pieces()] == [(4, 3), (2, 3)]
+    assert scale.local_shape(2) == (3, 3)
+    taken = [(each.taken, each.target) for each in scale.pieces(1, 2)]
+    assert taken == [(((2, 4), (0, 3)), ((0, 2), (0, 3))), (((1, 2), (0, 3)), ((2, 3), (0, 3)))]
+    packed = grouped(Weight(("a", "b"), "rows columns", **given, packing={"columns": 8}))
+    assert packed.pieces(1, 2)[1].taken == ((16, 32), (0, 10))
+
+
+def test_blocks_of_fused_experts() -> None:
+    """MXFP4 of one tensor for all experts: 16 bytes for each 32 inputs, and a scale."""
+    with torch.device("meta"):
+        layer = GroupedLinear(4, 64, {"gate": 8, "up": 8}, shard="out_features")
+    axes, groups = "out_features in_features", {"in_features": 32}
+    blocks = layer.declare(
+        "blocks", f"{axes} bytes", fused="gate_up_blocks", group_sizes=groups, sizes={"bytes": 16}, dtype=torch.uint8
+    )
+    scales = layer.declare("scales", axes, fused="gate_up_scales", group_sizes=groups, dtype=torch.uint8)
+    assert [grouped(each).pieces()[0].source_shape for each in (blocks, scales)] == [(4, 16, 2, 16), (4, 16, 2)]
+    assert [piece.taken[1] for piece in grouped(blocks).pieces(1, 2)] == [(4, 8), (12, 16)]
+    layer.shard = "num_experts"
+    scales = layer.declare("scales", axes, fused="gate_up_scales", group_sizes=groups, dtype=torch.uint8)
+    assert grouped(scales).pieces(1, 2)[0].taken == ((2, 4), (0, 16), (0, 2))
+
+
+def test_ranks_within_one_group_read_its_scale() -> None:
+    scale = grouped(Weight(("a",), "rows columns", "columns", sizes=(4, 64), group_sizes={"columns": 64}))
+    assert scale.local_shape(2) == (4, 1)
+    assert [scale.pieces(rank, 2)[0].taken for rank in range(2)] == [((0, 4), (0, 1))] * 2
+
+
+def test_the_pieces_of_a_tensor_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a load: validation, reading and the record for replacing take the same."""
+    folder = quantize_checkpoint(random_checkpoint(tmp_path / "plain", **EXPERTS), tmp_path / "int8", "w8a16").path
+    computed, compute = Counter[str](), Binding._pieces
+
+    def counted(self: Binding, rank: int, ranks: int) -> tuple[Piece, ...]:
+        computed[self.full_name] += 1
+        return compute(self, rank, ranks)
+
+    monkeypatch.setattr(Binding, "_pieces", counted)
+    model = hal.load_model(folder, hal.open("cpu"))
+    assert len(computed) >= len(list(model.parameters()))
+    assert set(computed.values()) == {1}
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
+    "groups without sizes": (
+        lambda: Weight(("a",), "rows columns", group_sizes={"rows": 2}),
+        r"is declared with group_sizes=\{'rows': 2\}, packing=\{\} and sizes=None",
+    ),
+    "packing of no axis": (
+        lambda: Weight(("a",), "rows columns", sizes=(4, 6), packing={"row": 2}),
+        r"packing=\{'row': 2\}",
+    ),
+    "sizes of other axes": (lambda: Weight(("a",), "rows columns", sizes=(4,)), r"declared with sizes=\(4,\)"),
+    "another shape": (
+        lambda: binding_of(Weight(("a",), "rows columns", sizes=(4, 6)), (4, 5)),
+        r"with the axes 'rows columns' of 4, 6 elements and has the shape \[4, 5\]",
+    ),
+    "a cut inside a group": (
+        lambda: grouped(Weight(("a",), "rows columns", "columns", sizes=(4, 96), group_sizes={"columns": 32})).pieces(
+            0, 2
+        ),
+        "layer.weight: a cut between 2 ranks at element 48 of columns is inside a group of 32",
+    ),
+    "a cut inside a packed number": (
+        lambda: grouped(Weight(("a",), "rows columns", "rows", sizes=(8, 4), packing={"rows": 8})).pieces(0, 2),
+        "a cut between 2 ranks at element 4 of rows is inside a group of 8",
+    ),
+    "a part inside a group": (
+        lambda: grouped(
+            Weight(("a", "b"), "rows", None, Concatenated("rows", (24, 8)), sizes=(32,), group_sizes={"rows": 16})
+        ),
+        "layer.weight: a part starts at element 24 of rows, inside a group of 16",
+    ),
     "a shard that is no axis": (lambda: Weight(("a",), "rows columns", "row"), "shard='row', which is not one of its"),
     "axes of one name": (lambda: Weight(("a",), "rows rows"), "declared with axes='rows rows'"),
     "axes that are no names": (lambda: Weight(("a",), "rows 3"), "declared with axes='rows 3'"),
