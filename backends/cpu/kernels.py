@@ -15,6 +15,7 @@ from hal import ops
 from hal.errors import OperationError
 from hal.ops import AttentionOptions
 from hal.ops.kernels import torch_kernels
+from hal.ops.kernels.composed_attention import one_by_one
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
@@ -71,7 +72,8 @@ def paged_attention(
     """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time.
 
     It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
-    into 0, which would hide a broken model; the reference runs in this case, and for softcaps and sinks.
+    into 0, which would hide a broken model; the reference runs in this case. Softcaps and sinks are composed of smaller
+    operations.
     """
     reference = partial(
         ops.operation("paged_attention").reference,
@@ -92,7 +94,7 @@ def paged_attention(
     if not inside or max(lengths, default=0) > block_table.shape[1] * block_size or min(lengths, default=0) < 0:
         _refuse_outside(block_table, lengths, num_blocks, block_size)
     if sinks is not None or options.softcap is not None:
-        return reference()  # type: ignore[no-any-return]
+        return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     broken = bool(lengths) and not _finite(query)
     for row, length in enumerate(lengths):

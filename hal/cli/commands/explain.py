@@ -69,9 +69,9 @@ def command(
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
 
     Prints the calls and duration of each stage; for each rewrite, the number of sites where it was applied, and of
-    matching sites where it was skipped, with reasons; the fused operations without a kernel on the backend; where the
-    step is split; and, on devices that count them, the launches of a layer before and after. Reports if the compiler
-    applies no rewrites.
+    matching sites where it was skipped, with reasons; the fused operations without a kernel on the backend; the options
+    that a kernel lacks; where the step is split; and, on devices that count them, the launches of a layer before and
+    after. Reports if the compiler applies no rewrites.
 
     With --tensor-parallel, --data-parallel and --experts, prints a rank's weights, and for each layer its collectives:
     how many a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the

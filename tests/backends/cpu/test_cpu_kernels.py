@@ -143,6 +143,14 @@ def test_attention_of_long_prompts(
         assert_agree(ops.operation("paged_attention"), dtype, native.kernels["paged_attention"](*arguments), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_without_native_kernels(dtype: torch.dtype) -> None:
+    operation = ops.operation("paged_attention")
+    for number, sample in enumerate(operation.samples(Draw(dtype, seed=4))):
+        found = by_torch.paged_attention(*sample)
+        assert_agree(operation, dtype, found, operation.reference(*sample), f"sample {number}")
+
+
 def test_scores_of_any_sign_and_size(native: hal.Backend) -> None:
     """A tile of scores of -inf, between others; scales of 0 and below; a query that sees only -inf."""
     query, caches = torch.randn(600, 1, 16), [torch.randn(44, 32, 1, 16) for _ in range(2)]
