@@ -109,7 +109,7 @@ def _event_wait(target: Target) -> None:
     _chain(target.device, "event")
 
 
-def _current(device: Device) -> int | None:
+def current_stream(device: Device) -> int | None:
     """Return the id of the current stream, or None on the CPU."""
     if device.torch.type == "cpu":
         return None
@@ -118,27 +118,27 @@ def _current(device: Device) -> int | None:
 
 def _restored(target: Target) -> None:
     device = target.device
-    before = _current(device)
+    before = current_stream(device)
     outer, inner = device.stream(), device.stream()
     with outer as entered:
         require(entered is outer, "entering a stream returns another object")
-        within = _current(device)
+        within = current_stream(device)
         with inner:
             pass
-        require(_current(device) == within, "leaving an inner stream did not restore the outer one")
-    require(_current(device) == before, "leaving a stream did not restore the one before")
+        require(current_stream(device) == within, "leaving an inner stream did not restore the outer one")
+    require(current_stream(device) == before, "leaving a stream did not restore the one before")
 
 
 def _restored_after_an_error(target: Target) -> None:
     device = target.device
-    before, passed_on = _current(device), False
+    before, passed_on = current_stream(device), False
     try:
         with device.stream():
             raise KeyError("raised inside")
     except KeyError:
         passed_on = True
     require(passed_on, "a stream swallowed the exception raised in its block")
-    require(_current(device) == before, "the previous stream was not restored after an exception")
+    require(current_stream(device) == before, "the previous stream was not restored after an exception")
 
 
 def _query(target: Target) -> None:

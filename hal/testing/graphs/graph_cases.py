@@ -13,8 +13,9 @@ from torch import Tensor
 from hal import ops
 from hal.drivers.backend import Backend
 from hal.testing.case import Case, require
+from hal.testing.devices.stream_cases import current_stream
 from hal.testing.graphs import failed_capture_cases, host_value_cases
-from hal.testing.graphs.failed_capture_cases import Planted, refused
+from hal.testing.graphs.failed_capture_cases import Planted, refused, works_again
 from hal.testing.graphs.filled_tensors import SHAPE, filled, holds
 from hal.testing.graphs.replays import check_replay
 from hal.testing.target import Target
@@ -25,7 +26,7 @@ Check = Callable[[Backend], None]
 def cases(target: Target) -> Iterator[Case]:
     """Yield ``graphs/<check>``, ``graphs/host-values/<check>`` and ``graphs/replay/<operation>``."""
     checks: list[tuple[str, Check]] = [
-        ("inputs-in-place", _inputs_in_place),
+        ("inputs-in-place", inputs_in_place),
         ("addresses", _addresses),
         ("structure", _structure),
         ("no-python", _glue),
@@ -34,6 +35,7 @@ def cases(target: Target) -> Iterator[Case]:
         ("reserved-outputs", _reserved_outputs),
         ("reset", _reset),
         ("pieces", _pieces),
+        ("broken-piece", _broken_piece),
         *failed_capture_cases.CHECKS.items(),
         ("on-a-stream", _on_a_stream),
         ("back-to-back", _back_to_back),
@@ -51,7 +53,8 @@ def _on(target: Target, check: Check) -> None:
     check(target.activated())
 
 
-def _inputs_in_place(backend: Backend) -> None:
+def inputs_in_place(backend: Backend) -> None:
+    """Check that each replay reads its input anew."""
     x, graph = filled(backend), backend.graph()
     output = graph.capture(lambda: x * 2 + 1)
     for value in (1.0, 5.0, -3.0, 5.0):
@@ -172,6 +175,26 @@ def _pieces(backend: Backend) -> None:
     holds(again.outputs, 3.0, "a graph that was ended before its block raised")
 
 
+def _broken_piece(backend: Backend) -> None:
+    """What is raised inside the second capture of a block comes out as it is; the first graph stays captured."""
+    x, graphs, found = filled(backend), [backend.graph() for _ in range(2)], list[BaseException]()
+    error = KeyboardInterrupt("planted")
+    try:
+        with backend.capturing() as captures:
+            captures.begin(graphs[0])
+            captures.end(x + 1)
+            captures.begin(graphs[1], pool=graphs[0].pool)
+            x.add_(1)
+            raise error
+    except KeyboardInterrupt as raised:
+        found.append(raised)
+    require(found == [error] and error.__cause__ is None, f"{error!r} inside a capture became {found}")
+    x.fill_(5.0)
+    graphs[0].replay()
+    holds(graphs[0].outputs, 6.0, "the graph before one whose capture raised")
+    works_again(backend, graphs[1], x)
+
+
 def _reset(backend: Backend) -> None:
     x, graph = filled(backend), backend.graph()
     graph.capture(lambda: x * 2)
@@ -184,8 +207,9 @@ def _reset(backend: Backend) -> None:
 
 
 def _on_a_stream(backend: Backend) -> None:
-    x, graph = filled(backend), backend.graph()
+    x, graph, before = filled(backend), backend.graph(), current_stream(backend.device)
     output = graph.capture(lambda: x * 3, stream=backend.device.stream())
+    require(current_stream(backend.device) == before, "a capture on a stream left that stream current")
     x.fill_(2.0)
     graph.replay()
     holds(output, 6.0, "a graph captured on a stream of the caller's")

@@ -14,6 +14,7 @@ from hal.drivers.backend import Backend
 from hal.errors import HostValueError
 from hal.ops.declaration.samples import Draw
 from hal.ops.tolerance import assert_agree, error
+from hal.step.state import StateSpec
 from hal.testing.case import require
 
 ROWS, BLOCKS_EACH, HEADS, KV_HEADS = 5, 3, 4, 2
@@ -30,11 +31,7 @@ class Attend:
         draw = Draw(dtype, backend.device.torch, seed)
         self.options = ops.AttentionOptions(head_dim**-0.5)
         self.query = draw.normal(ROWS, HEADS, head_dim)
-        if backend.state_layout == "canonical":
-            shape = (ROWS * BLOCKS_EACH, size, KV_HEADS, head_dim)
-            self.caches = draw.normal(*shape), draw.normal(*shape)
-        else:
-            self.caches = _filled(backend, draw, head_dim)
+        self.caches = _filled(backend, draw, head_dim)
         self.table = draw.permutation(ROWS * BLOCKS_EACH).view(ROWS, BLOCKS_EACH)
         self.starts = torch.arange(ROWS + 1, dtype=torch.int32)
         self.lens = torch.ones(ROWS, dtype=torch.int32)
@@ -94,8 +91,6 @@ class Attend:
 
 
 def _filled(backend: Backend, draw: Draw, head_dim: int) -> tuple[Tensor, Tensor]:
-    from hal.step import StateSpec
-
     blocks, size = ROWS * BLOCKS_EACH, backend.block_size
     state = backend.allocate(StateSpec.key_value(1, KV_HEADS, head_dim, draw.dtype, blocks, size)).layers[0]
     cache = state["key"], state["value"]
