@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,29 +89,3 @@ def test_work_that_failed_is_said_and_all_is_freed(npu: Opened, trained: Path) -
     assert runner.closed
     assert emulator.live_handles()["graph"] == graphs - 2
     backend.close()
-
-
-@thorough(MODE, r"\[(?!graph)")
-@pytest.mark.parametrize("compiler", ["graph", "npugraph_ex"])
-def test_while_another_thread_generates(npu: Opened, trained: Path, compiler: str) -> None:
-    """The thread gets ClosedError between two steps; nothing that still runs is freed."""
-    backend = opened_for(npu, compiler)
-    runner = hal.Runner(hal.load_model(trained, backend), backend)
-    begun, raised = threading.Event(), []
-
-    def generate() -> None:
-        try:
-            for _ in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=1000)):
-                begun.set()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    assert begun.wait(60)
-    backend.close()
-    thread.join(60)
-    assert [type(each) for each in raised] == [ClosedError]
-    assert not runner.blocks._taken
-    npu()
-    assert torch.ones(2, device="npu").add(1).tolist() == [2.0, 2.0]
