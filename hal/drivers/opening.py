@@ -27,7 +27,17 @@ def probe_driver(driver: Driver, options: Mapping[str, Any]) -> Probe:
         DriverError: the probe raised.
     """
     with _name_driver(driver.name):
-        return _probe(driver, options)
+        try:
+            probe: Any = driver.probe_for(options)
+        except HalError:
+            raise  # an option is invalid
+        except (Exception, SystemExit) as error:
+            raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
+        if not isinstance(probe, Probe):
+            raise DriverIncompatible(
+                f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.vendor.Probe", REPORT
+            )
+        return probe
 
 
 def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
@@ -39,7 +49,35 @@ def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
         DriverError: the driver raised another exception. A HalError is passed on, with the driver's name added.
     """
     with _name_driver(driver.name):
-        return _open(driver, options)
+        try:
+            backend: Any = driver.open(options)
+        except HalError:
+            raise
+        except (ImportError, OSError) as error:  # a missing library
+            raise DriverUnavailable(
+                f"opening the driver {driver.name} failed: {error}",
+                "install the missing library, or choose another backend",
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise DriverError(
+                f"opening the driver {driver.name} raised {describe_exception(error)}",
+                f"{REPORT}, or choose another backend",
+            ) from error
+        if not isinstance(backend, Backend):
+            raise DriverIncompatible(
+                f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
+            )
+        try:
+            check_opened(driver.name, backend)
+        except BaseException:
+            _withdraw(backend)
+            raise
+        if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
+            raise DriverIncompatible(
+                f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
+                f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
+            )
+        return backend
 
 
 def configure_backend(backend: Backend, settings: Config) -> None:
@@ -74,38 +112,6 @@ def _name_driver(name: str) -> Iterator[None]:
         raise named.with_traceback(error.__traceback__) from error.__cause__  # as if the driver had raised it
 
 
-def _open(driver: Driver, options: Mapping[str, Any]) -> Backend:
-    try:
-        backend: Any = driver.open(options)
-    except HalError:
-        raise
-    except (ImportError, OSError) as error:  # a missing library
-        raise DriverUnavailable(
-            f"opening the driver {driver.name} failed: {error}",
-            "install the missing library, or choose another backend",
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise DriverError(
-            f"opening the driver {driver.name} raised {describe_exception(error)}",
-            f"{REPORT}, or choose another backend",
-        ) from error
-    if not isinstance(backend, Backend):
-        raise DriverIncompatible(
-            f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
-        )
-    try:
-        check_opened(driver.name, backend)
-    except BaseException:
-        _withdraw(backend)
-        raise
-    if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
-        raise DriverIncompatible(
-            f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
-            f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
-        )
-    return backend
-
-
 def _withdraw(backend: Backend) -> None:
     """Withdraw the kernel table of an incomplete backend, which exists until the next garbage collection.
 
@@ -114,17 +120,3 @@ def _withdraw(backend: Backend) -> None:
     table = vars(backend).get("table")  # absent if the constructor of hal.Backend was not called
     if isinstance(table, Table):
         withdraw(table)
-
-
-def _probe(driver: Driver, options: Mapping[str, Any]) -> Probe:
-    try:
-        probe: Any = driver.probe_for(options)
-    except HalError:
-        raise  # an option is invalid
-    except (Exception, SystemExit) as error:
-        raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
-    if not isinstance(probe, Probe):
-        raise DriverIncompatible(
-            f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.vendor.Probe", REPORT
-        )
-    return probe
