@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hal
+from hal.bench.contenders.shapes import SHAPES
 from hal.checkpoint.loading import check_shared
 from hal.cli import main
 from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig, bounds, read
@@ -243,24 +244,7 @@ class TestRanks:
             connect(ParallelConfig(tensor=2, timeout=100), "gloo")
 
 
-SPARSE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "dtype": "float32",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": True,
-}
+SPARSE = SHAPES["tiny-experts"] | {"num_hidden_layers": 1, "num_key_value_heads": 4}
 
 
 class TestRunners:

@@ -19,6 +19,28 @@ _QWEN3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+_TINY: dict[str, Any] = {
+    "dtype": "float32",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _QWEN3
     | {
@@ -44,20 +66,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 64,
         "tie_word_embeddings": False,
     },
-    "qwen3-235b-a22b": _QWEN3
+    "qwen3-235b-a22b": _QWEN3_MOE
     | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 1536,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
     },
     "llama-3.2-1b": {
         "architectures": ["LlamaForCausalLM"],
@@ -86,53 +101,16 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         },
     },
     # Qwen3-30B-A3B has 48 such layers, which need 57 GiB.
-    "qwen3-30b-a3b-4-layers": _QWEN3
+    "qwen3-30b-a3b-4-layers": _QWEN3_MOE
     | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_hidden_layers": 4,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
     },
     # No existing models: small, for trying the command.
-    "tiny-experts": _QWEN3
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "float32",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": True,
-    },
-    "tiny": _QWEN3
-    | {
-        "dtype": "float32",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-    },
+    "tiny-experts": _QWEN3_MOE | _TINY | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "tiny": _QWEN3 | _TINY,
 }
 """config.json by name."""

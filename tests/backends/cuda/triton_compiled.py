@@ -14,6 +14,7 @@ from hal.backends.cuda.triton import KERNELS
 from helpers.triton_checking import EXPERTS
 from helpers.triton_compiling import Compiling, empty
 
+from hal.bench.contenders.shapes import SHAPES
 from hal.ops import AttentionOptions
 
 pytest_plugins = ("helpers.triton_compiling",)
@@ -36,7 +37,9 @@ def attend(
 
 def rows() -> dict[str, tuple[Any, ...]]:
     """Arguments of the size that Qwen3-8B has, of every kernel but attention and experts'."""
-    heads, kv_heads, head_dim, hidden, inner = 32, 8, 128, 4096, 12288
+    config = SHAPES["qwen3-8b"]
+    heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     x, weight, merged = empty(TOKENS, hidden), empty(hidden), empty(TOKENS, 2 * inner)
     scale, offset = torch.ones(1), torch.ones(1, dtype=torch.int32)
     qkv, norm, angles = empty(TOKENS, (heads + 2 * kv_heads) * head_dim), empty(head_dim), empty(TOKENS, head_dim)

@@ -14,9 +14,13 @@ from hal.backends.cuda.triton import KERNELS
 from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
 from torch import Tensor
 
+from hal.bench.contenders.shapes import SHAPES
+
 pytest_plugins = ("helpers.triton_compiling",)
 
-HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+CONFIG = SHAPES["qwen3-30b-a3b-4-layers"]
+HIDDEN, WIDTH = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"]
+NUM_EXPERTS, TOP_K = CONFIG["num_experts"], CONFIG["num_experts_per_tok"]
 TOKENS = (8, 512, 4096)
 """A decode, and prefills of few tokens and of many."""
 
