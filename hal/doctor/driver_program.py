@@ -116,19 +116,22 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
 
 def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
     """Check and measure the device of ``backend``, which must be active."""
-    from hal.doctor.checks import Skipped, checks
+    from hal.doctor.checks import checks
     from hal.doctor.speed_probe import measures
+    from hal.testing.case import NotApplicable
 
     for name, check in checks(backend):
         tell("at", f"checking {name} on {backend.device.torch}")
         try:
             with backend.translating_errors():
                 found = Check(name, "passed", check())
-        except Skipped as reason:
+        except NotApplicable as reason:
             found = Check(name, "skipped", str(reason))
         except HalError as error:
             found = Check(name, "failed", error.problem, error.remedy)
-        except AssertionError as error:  # a wrong result; the message has several lines
+        except AssertionError as error:  # a wrong result, or an exception of a kernel; the message has several lines
+            if error.__cause__ is not None:
+                traceback.print_exc()
             found = Check(name, "failed", " ".join(str(error).split()), f"{REPORT}, or run its conformance tests")
         except Exception as error:
             traceback.print_exc()

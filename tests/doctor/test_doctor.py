@@ -400,8 +400,8 @@ def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
     ("name", "failed", "detail"),
     [
         ("WrongEpsilon", "rms_norm", "times the allowed difference"),
-        ("RaisingKernel", "silu_and_mul", "it raised RuntimeError('unit 3 is on fire')"),
-        ("Stale", "graph", "of a replayed graph"),
+        ("RaisingKernel", "silu_and_mul", "it raised RuntimeError: unit 3 is on fire"),
+        ("Stale", "graph", "a replay after the input was set to 5.0"),
     ],
 )
 def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, detail: str) -> None:
