@@ -99,7 +99,7 @@ def collective_calls(step: TracedStep, model: CausalLM) -> list[CollectiveCall]:
 def called(graph: fx.Graph) -> Iterator[tuple[fx.Node, Operation]]:
     """Yield the calls of operations in a graph."""
     for node in graph.nodes:
-        operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
+        operation = ops.operation_of_node(node.target)
         if operation is not None:
             yield node, operation
 

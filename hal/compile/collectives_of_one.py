@@ -11,7 +11,7 @@ from hal import ops
 from hal.compile.collective_calls import GROUP
 from hal.compile.fx.clean import needless_copies
 from hal.compile.fx.symbolic_sizes import value
-from hal.compile.rewrite.pattern import outputs_of, trace_function
+from hal.compile.rewrite.pattern import copy_calls, trace_function
 from hal.compile.rewrite.rewrite import of_operation
 from hal.device.group import group
 from hal.ops.declaration.operation import Operation
@@ -30,7 +30,7 @@ def collectives_of_one(graph: fx.GraphModule) -> int:
     left = list(graph.graph.nodes)
     while left:
         node = left.pop()
-        operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
+        operation = ops.operation_of_node(node.target)
         if operation is None or not operation.collective:
             continue
         arguments = operation.node_arguments(node.args, node.kwargs)
@@ -54,15 +54,8 @@ def _inline(graph: fx.Graph, node: fx.Node, operation: Operation, arguments: lis
 
     tensor: Any = next(each for each in values if isinstance(each, Tensor))
     traced = trace_function(body, values, tensor.fake_mode).graph
-    tensors = iter([each for each in arguments if isinstance(value(each), Tensor)])
-    copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(node):
-        for each in traced.nodes:
-            if each.op == "placeholder":
-                copies[each] = next(tensors)
-            elif each.op == "call_function":
-                copies[each] = graph.node_copy(each, copies.__getitem__)
-    results = [copies[each] for each in outputs_of(traced)]
+        made, results = copy_calls(traced, graph, [each for each in arguments if isinstance(value(each), Tensor)])
     if isinstance(value(node), Tensor):
         node.replace_all_uses_with(results[0])
     for user in list(node.users):
@@ -70,4 +63,4 @@ def _inline(graph: fx.Graph, node: fx.Node, operation: Operation, arguments: lis
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)
-    return [copy for each, copy in copies.items() if each.op == "call_function"]
+    return made

@@ -79,7 +79,7 @@ class _Bodies(fx.Interpreter):
         self._opaque = opaque
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+        operation = ops.operation_of_node(target)
         if operation is None:
             return super().call_function(target, args, kwargs)
         return self._meaning(operation)(*operation.node_form.pack(args, kwargs))

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal import ops
 from hal.compile.fx.make_graph import make_graph
+from hal.compile.fx.normalize import RESHAPES
 from hal.compile.fx.symbolic_sizes import same_size, value
 from hal.drivers.backend import Backend
 from hal.ops.declaration.node_form import is_options
@@ -57,7 +58,6 @@ METHODS = frozenset(
     }
 )
 """Overloads of ATen that become methods of the same name if they have no keyword arguments."""
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 def lower(graph: fx.Graph, fixed: Mapping[fx.Node, Tensor] | None = None) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
     """
     count = 0
     for node in list(graph.nodes):
-        operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
+        operation = ops.operation_of_node(node.target)
         kernel = None if operation is None else backend.kernels.get(operation.name)
         if operation is None or operation.name in keep or not isinstance(kernel, PreparingKernel):
             continue

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +32,7 @@ class PassManager:
 
     def __init__(self, graph: fx.GraphModule, mode: FakeTensorMode) -> None:
         self._graph, self._mode = graph, mode
-        self._passes: list[tuple[str, Callable[[], PassReport]]] = []
+        self._passes: list[Callable[[], PassReport]] = []
 
     def add(self, which: Rewrite | Pass, **options: Any) -> PassManager:
         """Add a rewrite, or a function of a GraphModule, which is called with ``options``. Return this manager.
@@ -50,29 +49,25 @@ class PassManager:
                     f"the rewrite {which.name} takes no options, but got {', '.join(options)}", "leave them out"
                 )
             prepare(which)
-            self._passes.append((which.name, lambda: self._rewrite(which)))
+            self._passes.append(lambda: self._rewrite(which))
         elif callable(which):
             name = getattr(which, "__name__", repr(which))
-            self._passes.append((name, lambda: self._call(name, which, options)))
+            self._passes.append(lambda: self._call(name, which, options))
         else:
             raise CompileError(f"{which!r} is not a pass", "give a Rewrite, or a function of a GraphModule")
         return self
 
-    def apply(self, expected: Mapping[str, int] | None = None) -> Report:
+    def apply(self) -> Report:
         """Apply all passes.
-
-        Args:
-            expected: for the report, the expected number of applications of rewrites, by name.
 
         Raises:
             CompileError: a pass raised, or a replacement returns other shapes or dtypes than its pattern.
         """
         normalize(self._graph.graph)
-        reports = [run() for _, run in self._passes]
+        reports = tuple(run() for run in self._passes)
         self._graph.graph.lint()
         self._graph.recompile()
-        counts = expected or {}
-        return Report(tuple(attrs.evolve(each, expected=counts.get(each.name)) for each in reports))
+        return Report(reports)
 
     def _rewrite(self, which: Rewrite) -> PassReport:
         report = RewriteApplication(which, self._graph, self._mode).run()

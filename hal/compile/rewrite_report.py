@@ -21,7 +21,6 @@ class PassReport:
         matches: the sites of a rewrite, as the names of the inserted nodes.
         near_misses: the sites that match a rewrite's structure but were skipped, with the reasons.
         seconds: the duration.
-        expected: the expected number of applications of a rewrite, if given.
         changes: the number of changes that a function returned, or None.
         declined: those of ``near_misses`` that an optional rewrite's ``when`` skipped.
     """
@@ -30,7 +29,6 @@ class PassReport:
     matches: tuple[str, ...]
     near_misses: tuple[str, ...]
     seconds: float
-    expected: int | None = None
     changes: int | None = None
     declined: frozenset[str] = frozenset()
 
@@ -57,14 +55,12 @@ class Report:
     def __getitem__(self, name: str) -> PassReport:
         return next(each for each in self.passes if each.name == name)
 
-    def below_expected(self, expected: Mapping[str, int] | None = None) -> list[str]:
+    def below_expected(self, expected: Mapping[str, int]) -> list[str]:
         """Return a warning, with the reasons, for each rewrite that was applied less often than expected.
 
         Args:
-            expected: numbers by name; None for those of :meth:`hal.compile.pass_manager.PassManager.apply`.
+            expected: numbers by name.
         """
-        if expected is None:
-            expected = {each.name: each.expected for each in self.passes if each.expected is not None}
         applied: Counter[str] = Counter()
         reasons: dict[str, Counter[str]] = {}
         for each in self.passes:
@@ -111,7 +107,6 @@ class Report:
         lines = []
         for each in self.passes:
             count = len(each.matches) if each.changes is None else each.changes
-            of_expected = "" if each.expected is None else f" of {each.expected} expected"
-            lines.append(f"{each.name}: applied at {count} sites{of_expected}, {each.seconds * 1e3:.1f} ms")
+            lines.append(f"{each.name}: applied at {count} sites, {each.seconds * 1e3:.1f} ms")
             lines += [f"  skipped at {times} sites: {reason}" for reason, times in each.reasons.most_common(3)]
         return "\n".join(lines)

@@ -234,5 +234,5 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def operation_of(node: fx.Node) -> str | None:
     """Return the name of the operation that a node calls, or None."""
-    found = ops.operation_of_node(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    found = ops.operation_of_node(node.target)
     return None if found is None else found.name

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.rewriting import rewrite_of, trace
+from helpers.rewriting import trace
 from torch import Tensor
 
 from hal import ops
-from hal.compile.rewrite.rewrite import Rewrite, example
+from hal.compile.rewrite.rewrite import Rewrite
 from hal.ops import FLOATING, Draw
 
 EPS = 1e-6
@@ -145,11 +145,17 @@ def test_a_sum_that_is_read_before_the_norm() -> None:
     fires("add_rms_norm", function, *norm_inputs())
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_mixed_dtypes(which: int) -> None:
-    given = [each.bfloat16() if index == which else each for index, each in enumerate(norm_inputs())]
-    names = ("x", "residual", "weight")
-    reason = f"{names[0]} is {'bfloat16' if which == 0 else 'float32'} and {names[max(which, 1)]} is"
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (0, "x is bfloat16 and residual is float32"),
+        (1, "x is float32 and residual is bfloat16"),
+        (2, "weight is bfloat16, but declared float32"),
+    ],
+)
+def test_mixed_dtypes(index: int, reason: str) -> None:
+    given = list(norm_inputs())
+    given[index] = given[index].bfloat16()
     keeps_off("add_rms_norm", reason, add_norm, *given)
 
 
@@ -398,7 +404,7 @@ def test_reads_and_writes_in_another_order() -> None:
         axes={"key": rows, "value": rows, "keys": cache, "values": cache, "slots": "tokens"},
         dtypes={"key": FLOATING, "value": "key", "keys": "key", "values": "key", "slots": torch.int32},
     )
-    inputs = example(rewrite_of("store_kv_cache"))
+    inputs = next(iter(ops.operation("store_kv_cache").samples(Draw())))
     keeps_off(rewrite, "are in another order", behind, *inputs)
     fires(rewrite, before, *inputs)
 

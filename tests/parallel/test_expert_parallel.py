@@ -198,7 +198,7 @@ def test_collectives_of_a_layer(
             forget_group(each)
     found = Counter[str]()
     for node in step.graph.graph.nodes:
-        operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
+        operation = ops.operation_of_node(node.target)
         if operation is not None and operation.collective:
             found[operation.name] += 1
     assert found == {name: count * len(layers) for name, count in COLLECTIVES[mode, tensor, data].items()}

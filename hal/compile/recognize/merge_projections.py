@@ -137,7 +137,7 @@ def _groups(graph: fx.Graph, places: Mapping[fx.Node, int]) -> list[list[fx.Node
     """Return the projections that can be merged: a gate with what it is multiplied by, or all others of one input."""
     by_input: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        operation = ops.operation_of_node(node.target) if node.op == "call_function" else None
+        operation = ops.operation_of_node(node.target)
         if operation is not None and operation.name == "linear" and all(each in places for each in _weights(node)):
             dtypes = tuple(value(each).dtype for each in _weights(node))
             by_input.setdefault((node.args[0], dtypes), []).append(node)

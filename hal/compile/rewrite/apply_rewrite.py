@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal.compile.fx.alias_analysis import AliasAnalysis, may_overlap, written
 from hal.compile.fx.normalize import same_shape, value
 from hal.compile.rewrite.match import Match, Matcher, NearMiss
-from hal.compile.rewrite.pattern import outputs_of, signature, trace_function
+from hal.compile.rewrite.pattern import copy_calls, signature, trace_function
 from hal.compile.rewrite.proof_samples import as_list, check_same_results
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport
@@ -137,15 +137,8 @@ class RewriteApplication:
 
     def _put_function(self, match: Match, values: Sequence[Any]) -> tuple[list[fx.Node], list[fx.Node]]:
         traced = trace_function(self._rewrite.replacement, values, self._mode).graph
-        nodes = iter([each for each in match.arguments if isinstance(each, fx.Node)])
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in traced.nodes:
-            if node.op == "placeholder":
-                copies[node] = next(nodes)
-            elif node.op == "call_function":
-                copies[node] = self._graph.node_copy(node, copies.__getitem__)
-        made = [copy for node, copy in copies.items() if node.op == "call_function"]
-        results = [copies[each] for each in outputs_of(traced)]
+        tensors = [each for each in match.arguments if isinstance(each, fx.Node)]
+        made, results = copy_calls(traced, self._graph, tensors)
         self._check_same_results(match, [value(each) for each in results])
         return made, results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -77,6 +77,28 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node]:
     if returned is None:
         return []
     return [returned] if isinstance(returned, fx.Node) else [each for each in returned if each is not None]
+
+
+def copy_calls(traced: fx.Graph, into: fx.Graph, tensors: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Copy a traced function's calls to where ``into`` inserts nodes.
+
+    Args:
+        traced: the graph of the function.
+        into: another graph.
+        tensors: the nodes of ``into`` for the placeholders, in order.
+
+    Returns:
+        The copies, and those of them that are the function's results.
+    """
+    given = iter(tensors)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(given)
+        elif node.op == "call_function":
+            copies[node] = into.node_copy(node, copies.__getitem__)
+    made = [copy for node, copy in copies.items() if node.op == "call_function"]
+    return made, [copies[each] for each in outputs_of(traced)]
 
 
 def names_of(pattern: Callable[..., Any], count: int) -> tuple[str, ...]:

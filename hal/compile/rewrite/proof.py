@@ -61,7 +61,7 @@ def check_rewrite(
             if rewrite.constraints.results and (reason := rewrite.constraints.unmet_results(sample, results)):
                 raise _failed(rewrite, what, reason, "correct the axes and dtypes of `return`, or leave it out")
             _demand_equal(rewrite, dtype, _run(rewrite.replacement, sample), expected, f"{what}: its sides differ")
-            graph, mode = _traced(rewrite, sample)
+            graph, mode = trace_alone(rewrite, sample)
             first = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if len(first.matches) != 1:
                 raise _failed(
@@ -82,7 +82,7 @@ def _check_inapplicable(rewrite: Rewrite, dtype: torch.dtype, device: torch.devi
         what = f"inapplicable sample {number} of {dtype}"
         if rewrite.when(*sample) is None:
             raise _failed(rewrite, what, "`when` gives no reason", "let `when` refuse it, or move it to samples")
-        graph, mode = _traced(rewrite, sample)
+        graph, mode = trace_alone(rewrite, sample)
         done = PassManager(graph, mode).add(rewrite).apply().passes[0]
         if done.matches:
             raise _failed(
@@ -97,7 +97,7 @@ def _check_violations(rewrite: Rewrite) -> None:
                 _run(rewrite.pattern, arguments)
             except Exception:  # The pattern rejects these arguments, so no graph contains it with them.
                 continue
-            graph, mode = _traced(rewrite, arguments)
+            graph, mode = trace_alone(rewrite, arguments)
             done = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if done.matches:
                 raise _failed(
@@ -120,7 +120,8 @@ def _run_graph(graph: fx.GraphModule, sample: Sample) -> tuple[Any, list[Any]]:
     return _run(lambda *given: graph(*(each for each in given if isinstance(each, Tensor))), sample)
 
 
-def _traced(rewrite: Rewrite, sample: Sample) -> tuple[fx.GraphModule, FakeTensorMode]:
+def trace_alone(rewrite: Rewrite, sample: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
+    """Return a graph of the rewrite's pattern for a sample, and the mode of its fake tensors."""
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in sample]
 
@@ -134,7 +135,7 @@ def _traced(rewrite: Rewrite, sample: Sample) -> tuple[fx.GraphModule, FakeTenso
 
 def _demand_equal(rewrite: Rewrite, dtype: torch.dtype, found: Any, expected: Any, what: str) -> None:
     target = rewrite.replacement
-    operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+    operation = ops.operation_of_node(target)
     try:
         assert_agree(operation, dtype, found, expected)
     except AssertionError as error:

@@ -187,7 +187,7 @@ def _distinct(forms: Iterable[PatternVariant]) -> list[PatternVariant]:
 def _derived(rewrite: Rewrite) -> bool:
     """Return whether the rewrite is derived from an operation's declaration, and so both sides agree."""
     target = rewrite.replacement
-    operation = ops.operation_of_node(target) if isinstance(target, torch._ops.OpOverload) else None
+    operation = ops.operation_of_node(target)
     return operation is not None and operation.fused and rewrite.pattern is of_operation(operation).pattern
 
 
@@ -257,10 +257,6 @@ def derived(
     return sorted(rewrites, key=lambda each: -prepare(each)[0].calls)
 
 
-def example(rewrite: Rewrite) -> Sample:
-    """Return the largest sample, whose sizes show the pattern's structure: a size of 1 may hide some of it."""
-    return _largest(rewrite.samples(Draw()))
-
-
 def _largest(samples: Iterable[Sample]) -> Sample:
+    """Return the largest sample, whose sizes show the pattern's structure: a size of 1 may hide some of it."""
     return max(samples, key=lambda sample: sum(each.numel() for each in sample if isinstance(each, Tensor)))

@@ -16,7 +16,6 @@ from types import FunctionType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
@@ -42,7 +41,7 @@ DEFAULT_TOLERANCE: Tolerance = MappingProxyType(
 log = logging.getLogger("hal.ops")
 _catalogue: dict[str, Operation] = {}
 _by_function: dict[Callable[..., Any], Operation] = {}
-_by_node: dict[OpOverload, Operation] = {}
+_by_node: dict[object, Operation] = {}
 
 
 class Operation:
@@ -311,9 +310,9 @@ def operation(which: str | Callable[..., Any]) -> Operation:
     return found
 
 
-def operation_of_node(overload: OpOverload) -> Operation | None:
-    """Return the operation that a graph node calls, or None if it is not declared with :func:`op`."""
-    return _by_node.get(overload)
+def operation_of_node(target: object) -> Operation | None:
+    """Return the operation that a graph node with this target calls, or None if it calls none."""
+    return _by_node.get(target)
 
 
 def activate(resolver: Resolver) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from hal import ops
 from hal.ops.declaration.operation import Operation
@@ -72,13 +70,18 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
     Returns:
         False if ``reader`` exceeds the number of intermediates.
     """
+    from hal.compile.fx.clean import CLEANUPS
+    from hal.compile.optimize import all_passes
+    from hal.compile.pass_manager import PassManager
+    from hal.compile.rewrite.proof import trace_alone
+    from hal.compile.rewrite.rewrite import of_operation
+
     backend = target.activated()
     target.require_canonical(operation)
     call = Call(operation, dtype, largest_sample(operation), "rewrite")
     given, wanted = call.arguments(backend.device.torch), call.arguments("cpu")
     shown = describe(operation, wanted)
-    plain, _ = _traced(operation, given)
-    changed, mode = _traced(operation, given)
+    (plain, _), (changed, mode) = (trace_alone(of_operation(operation), given) for _ in range(2))
     where = "alone"
     if reader is not None:
         places = _intermediates(plain.graph)
@@ -87,10 +90,6 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
         where = f"with another reader of {places[reader]}"
         for graph in (plain, changed):
             _read(graph, _intermediates(graph.graph)[reader])
-    from hal.compile.fx.clean import CLEANUPS
-    from hal.compile.optimize import all_passes
-    from hal.compile.pass_manager import PassManager
-
     manager = PassManager(changed, mode)
     for each in (*all_passes(backend), *CLEANUPS):
         manager.add(each)
@@ -108,20 +107,6 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
         problem = f"the results of the graph {where} differ after the passes: {problem}"
         raise Failure([problem], operation.name, *shown) from None
     return True
-
-
-def _traced(operation: Operation, given: list[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
-    from hal.compile.rewrite.pattern import trace_function
-    from hal.compile.rewrite.rewrite import of_operation
-
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
-    pattern = of_operation(operation).pattern
-
-    def function(*arguments: Any) -> Any:
-        return tree_map_only(Tensor, torch.clone, pattern(*arguments))
-
-    return trace_function(function, fakes, mode), mode
 
 
 def _intermediates(graph: fx.Graph) -> list[fx.Node]:
