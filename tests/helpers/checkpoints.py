@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from hal.testing.models.random_checkpoint import tensor_shapes
 
 INDEX = "model.safetensors.index.json"
 EXPERTS: dict[str, Any] = {
@@ -74,7 +75,7 @@ def random_checkpoint(folder: Path, *, shards: int = 1, seed: int = 0, **overrid
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Return the tensors of a Qwen3 of this config, by checkpoint name."""
+    """Return the tensors of a model of this config, by checkpoint name."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["dtype"])
 
@@ -83,40 +84,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
         # Norms are near one; a projection preserves the magnitude of its input.
         return (1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5).to(dtype)
 
-    return {name: draw(shape) for name, shape in _shapes(config)}
-
-
-def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    yield "model.embed_tokens.weight", (config["vocab_size"], width)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (width,)
-        yield f"{prefix}.post_attention_layernorm.weight", (width,)
-        for part, rows, columns in (
-            ("q_proj", queries, width),
-            ("k_proj", keys, width),
-            ("v_proj", keys, width),
-            ("o_proj", width, queries),
-        ):
-            yield f"{prefix}.self_attn.{part}.weight", (rows, columns)
-            if config["attention_bias"]:
-                yield f"{prefix}.self_attn.{part}.bias", (rows,)
-        yield f"{prefix}.self_attn.q_norm.weight", (head,)
-        yield f"{prefix}.self_attn.k_norm.weight", (head,)
-        experts, size = [f"{prefix}.mlp"], inner
-        if "num_experts" in config and layer not in config.get("mlp_only_layers", ()):
-            yield f"{prefix}.mlp.gate.weight", (config["num_experts"], width)
-            experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
-            size = config["moe_intermediate_size"]
-        for each in experts:
-            yield f"{each}.gate_proj.weight", (size, width)
-            yield f"{each}.up_proj.weight", (size, width)
-            yield f"{each}.down_proj.weight", (width, size)
-    yield "model.norm.weight", (width,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (config["vocab_size"], width)
+    return {name: draw(shape) for name, shape in tensor_shapes(config)}
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> None:

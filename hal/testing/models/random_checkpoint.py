@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +77,7 @@ def checkpoint(family: str, head_dim: int = HEAD_DIM) -> Path:
     path = Path(folder.name)
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(len(family))
-    weights = {name: _drawn(name, shape, generator) for name, shape in _shapes(config)}
+    weights = {name: _drawn(name, shape, generator) for name, shape in tensor_shapes(config)}
     save_file(weights, str(path / "model.safetensors"))
     return path
 
@@ -98,7 +98,8 @@ def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Ten
     return (values * 64).round() / 64 if len(shape) == 1 else values.bfloat16().half().float()
 
 
-def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of a checkpoint with this config.json."""
     width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], width)
@@ -118,7 +119,7 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         if config["model_type"].startswith("qwen3"):
             for norm in ("q_norm", "k_norm"):
                 yield f"{prefix}.self_attn.{norm}.weight", (head,)
-        if "num_experts" not in config or layer in config["mlp_only_layers"]:
+        if "num_experts" not in config or layer in config.get("mlp_only_layers", ()):
             yield from _mlp(f"{prefix}.mlp", width, inner)
             continue
         yield f"{prefix}.mlp.gate.weight", (config["num_experts"], width)

@@ -47,20 +47,17 @@ class ComparedCall:
         self.results: Any = None
 
     def run(self, run: Kernel) -> None:
-        """Call ``run`` with the prepare_weights arguments.
+        """Call ``run`` with prepared weights.
 
         Raises:
             Failure: the call raised an exception, which is the cause of the failure.
         """
-        arguments = self._prepared()
+        arguments = prepare_weights(self.backend, self.operation, self.given, self.dtype)
         try:
             self.results = run(*arguments)
         except Exception as error:
             problem = f"it raised {type(error).__name__}: {error}"
             raise Failure([problem], self.operation.name, *describe(self.operation, self.wanted)) from error
-
-    def _prepared(self) -> list[Any]:
-        return prepare_weights(self.backend, self.operation, self.given, self.dtype)
 
     def _guarded(self, arguments: list[Any]) -> tuple[list[Any], list[Tensor]]:
         margins = []
