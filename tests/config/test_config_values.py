@@ -31,6 +31,7 @@ from hal.config.reading import INERT_MODEL_KEYS
 from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
+from hal.nn import DecoderConfig
 from hal.nn.rotary import KEYS_BESIDE, ROPE_TYPES
 from hal.quantization.format_registry import config_keys
 from hal.step import ALL
@@ -61,6 +62,7 @@ NOT_FINITE = ("Infinity", "-Infinity", "NaN")
 ARCHITECTURES = sorted(
     each.name for each in importlib.metadata.entry_points(group=GROUP) if each.value.startswith("hal.models.")
 )
+LLAMA = "LlamaForCausalLM"
 ROPE = {
     "rope_theta": 1e4,
     "factor": 2.0,
@@ -71,11 +73,9 @@ ROPE = {
 
 
 def declared(architecture: str) -> set[str]:
-    """Return the keys of all configurations declared in the model's module, and of their base classes."""
+    """Return the keys that the model's configuration and its base classes declare."""
     module = sys.modules[find_model(architecture).__module__]
-    configs = [each for each in vars(module).values() if isinstance(each, type) and attrs.has(each)]
-    assert configs, f"{module.__name__} declares no configuration"
-    return {field.name for each in configs for field in attrs.fields(each)}
+    return {field.name for field in attrs.fields(getattr(module, re.sub("ForCausalLM$", "Config", architecture)))}
 
 
 def config_of(architecture: str) -> dict[str, Any]:
@@ -133,7 +133,6 @@ def test_what_is_tried_is_what_there_is(checkpoint: Path, cpu: hal.Backend) -> N
     computes(checkpoint, cpu)
 
 
-MODEL_KEYS = sorted(set().union(*map(declared, ARCHITECTURES)))
 ROPE_KEYS = [
     (rope_type, key)
     for rope_type, cls in ROPE_TYPES.items()
@@ -141,8 +140,14 @@ ROPE_KEYS = [
 ]
 
 
-@thorough(FAMILY, r"\[(Mistral|Qwen3)|\[(Mixtral|Qwen2Moe)")
-@pytest.mark.parametrize("key", [*MODEL_KEYS, "rope_parameters", "rope_scaling", "rope_theta"])
+OF_ALL = {field.name for field in attrs.fields(DecoderConfig)} | {"rope_parameters", "rope_scaling", "rope_theta"}
+"""Keys that one class reads for all families; they are tried with Llama's."""
+MODEL_KEYS = [(LLAMA, key) for key in sorted(OF_ALL)]
+MODEL_KEYS += [(each, key) for each in ARCHITECTURES for key in sorted(declared(each) - OF_ALL)]
+
+
+@thorough(FAMILY, r"\[(?!Llama)")
+@pytest.mark.parametrize(("checkpoint", "key"), MODEL_KEYS, indirect=["checkpoint"])
 def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
     found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]
@@ -150,7 +155,7 @@ def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
 
 
 @thorough(FAMILY)
-@pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
+@pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *config_keys(), "a_key_of_nobody"}))
 def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
@@ -159,7 +164,7 @@ def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) 
     assert not any(found), "\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("checkpoint", ARCHITECTURES[:1], indirect=True)
+@pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize(("rope_type", "key"), ROPE_KEYS)
 def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
@@ -179,9 +184,7 @@ def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.
 def test_models_that_are_made_without_a_file(architecture: str, name: str) -> None:
     """A config given as a Python dict instead of a JSON file."""
     model, config = find_model(architecture), config_of(architecture)
-    module = sys.modules[model.__module__]
-    own = {field.name for field in attrs.fields(getattr(module, re.sub("ForCausalLM$", "Config", architecture)))}
-    for key in [*sorted(own - {"rope"}), "rope_theta"]:
+    for key in [*sorted(declared(architecture) - {"rope"}), "rope_theta"]:
         with pytest.raises(ConfigError, match=key):
             make_model(model, {**config, key: VALUES[name]})
 

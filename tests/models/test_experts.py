@@ -80,7 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @thorough(DRAW, r"\[.*, 1(0[2-9]|[1-3]\d)\)|\[.*, 101\)")
-@thorough(EXHAUSTIVE, r"\[.*, 1[23]\d\)-graph")
+@thorough(EXHAUSTIVE, r"\[.*, 1[23]\d\)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
@@ -101,14 +101,14 @@ def test_logits_of_compiled_steps(case: Case, compiler: str) -> None:
 
 def test_the_configurations_cover_what_they_should() -> None:
     for family in FAMILIES:
-        for seeds in (SEEDS, COMPILED):
+        for seeds in (SEEDS, SEEDS[:20], COMPILED):
             configs = [draw_config(family, seed) for seed in seeds]
             experts = {getattr(each, "num_experts", None) or each.num_local_experts for each in configs}
-            assert len(experts) >= (4 if seeds is SEEDS else 2)
-            assert len({each.num_experts_per_tok for each in configs}) >= (7 if seeds is SEEDS else 2)
+            assert len(experts) >= (2 if seeds is COMPILED else 4)
+            assert len({each.num_experts_per_tok for each in configs}) >= (2 if seeds is COMPILED else 7)
         if family != "mixtral":
             assert {bool(each.mlp_only_layers) for each in configs} == {False, True}
-            every = [draw_config(family, seed) for seed in SEEDS]
+            every = [draw_config(family, seed) for seed in SEEDS[:20]]  # those of `make test-all`
             assert {(each.norm_topk_prob, each.decoder_sparse_step) for each in every} == {
                 (norm, step) for norm in (False, True) for step in (1, 2)
             }

@@ -36,7 +36,7 @@ from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-SEEDS = range(30, 70)  # test_the_configurations_cover_what_they_should checks these seeds.
+SEEDS = range(30, 70)  # test_the_configurations_cover_what_they_should checks those of `make test-all`, the first 22.
 SENSITIVE_SEED = 32  # Two layers, one of them with a window, and an explicit layer_types.
 
 
@@ -101,7 +101,7 @@ def check(case: Case, compiler: str) -> None:
 
 
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
-@thorough(EXHAUSTIVE, r"\[.*seed=[56]\d.*graph")
+@thorough(EXHAUSTIVE, r"\[seed=([56]\d-graph|5[2-9]|6\d)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
@@ -115,6 +115,7 @@ def test_logits_through_inductor(case: Case) -> None:
 
 
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
+@thorough(EXHAUSTIVE, r"\[seed=(5[2-9]|6\d)")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
     assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
@@ -146,7 +147,7 @@ def test_sliding_window_matters(case: Case) -> None:
 
 
 def test_the_configurations_cover_what_they_should() -> None:
-    every, compiled = ([draw_config(seed) for seed in seeds] for seeds in (SEEDS, COMPILED))
+    every, compiled = ([draw_config(seed) for seed in seeds] for seeds in (SEEDS[:22], COMPILED))
 
     def drawn(value: Callable[[Any], Any], configs: Sequence[Any] = every) -> set[Any]:
         return {value(config) for config in configs}
