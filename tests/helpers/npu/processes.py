@@ -29,7 +29,7 @@ def python(*arguments: str, code: int = 0, **environ: str) -> subprocess.Complet
         env=environment(**environ),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == code, result.stdout + result.stderr
