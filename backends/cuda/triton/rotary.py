@@ -94,11 +94,12 @@ def _heads(
             tl.store(target + other, tl.load(source + other, mask=mask), mask=mask)
     elif value is not None:
         head = (tile - query_tiles - kv_tiles) * heads + tl.arange(0, heads)[:, None]
-        mask = (head < num_kv_heads) & (column < half)
-        source = value + token * value_token + head * value_head + column
-        target = new_value + place * (num_kv_heads * head_dim) + head * head_dim + column
-        tl.store(target, tl.load(source, mask=mask), mask=mask)
-        tl.store(target + half, tl.load(source + half, mask=mask), mask=mask)
+        # Names of their own: a name that both branches assign must have the same shape in both.
+        taken = (head < num_kv_heads) & (column < half)
+        given = value + token * value_token + head * value_head + column
+        slot = new_value + place * (num_kv_heads * head_dim) + head * head_dim + column
+        tl.store(slot, tl.load(given, mask=taken), mask=taken)
+        tl.store(slot + half, tl.load(given + half, mask=taken), mask=taken)
 
 
 def rotary_embedding(
