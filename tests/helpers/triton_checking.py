@@ -69,9 +69,9 @@ def check(
         before = clones(given)
         with fencing(side):
             found = (kernel or KERNELS[name])(*given)
-        for argument, place in places.items():
-            if isinstance(given[place], Tensor) and argument not in operation.mutates:
-                assert same_bits(given[place], before[place]), f"{name} wrote into {argument}"
+        for argument, now, was in zip(places, given, before, strict=False):  # Arguments with defaults may be left out.
+            if isinstance(now, Tensor) and argument not in operation.mutates:
+                assert same_bits(now, was), f"{name} wrote into {argument}"
         mutated = [given[places[argument]] for argument in operation.mutates]
         assert_agree(operation, dtype, (found, mutated), (wanted, [expected[places[a]] for a in operation.mutates]))
         runs.append([value.clone() for value in tree_leaves((found, mutated)) if isinstance(value, Tensor)])
