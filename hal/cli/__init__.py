@@ -1,4 +1,4 @@
-"""The ``hal`` command: generate text, measure, compare, quantize, and inspect drivers and operations.
+"""The ``hal`` command: generate text, converse, measure, compare, quantize, and inspect drivers and operations.
 
 ``main`` is the console script. Each command is a module and imports heavy packages only when it runs. Installed
 packages contribute commands through the entry-point group ``hal.commands``.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from hal.cli.commands import backends, bench, compare, doctor, explain, generate, new_driver, ops, quantize
+from hal.cli.commands import backends, bench, chat, compare, doctor, explain, generate, new_driver, ops, quantize
 from hal.cli.console import logging_to_stderr
 from hal.cli.plugin_commands import ContributedCommands
 from hal.version import __version__
@@ -24,6 +24,7 @@ def main(context: click.Context, verbose: int) -> None:
 
 
 main.add_command(generate.command)
+main.add_command(chat.command)
 main.add_command(bench.command)
 main.add_command(compare.command)
 main.add_command(quantize.command)

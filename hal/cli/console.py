@@ -174,3 +174,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         console.print(table)
     for line in captured.get().splitlines():
         echo(line.rstrip())
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar of bytes on stderr, if ``shown`` and it is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn(title), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -13,6 +13,8 @@ from hal.errors import BatchError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from hal.generation.llm.chat_template import ChatTemplate
+
 PROMPT = "A prompt, used verbatim. Repeatable."
 PROMPTS_FILE = "A UTF-8 file with one prompt per line, used verbatim, after those of --prompt. - reads stdin."
 STDIN = "<stdin>"
@@ -57,13 +59,18 @@ class Prompts:
                 raise BatchError(f"{origin} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
         return cls(texts, origins, stdin)
 
-    def encode(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Return the token ids of each prompt.
+    def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[list[int]]:
+        """Return the token ids of each prompt, or, with a template, of the conversation that it begins.
 
         Raises:
             BatchError: a prompt has no tokens.
         """
-        encoded: list[list[int]] = [tokenizer.encode(text).ids for text in self.texts]
+        encoded: list[list[int]] = [
+            tokenizer.encode(text).ids
+            if template is None
+            else tokenizer.encode(template.render([{"role": "user", "content": text}]), add_special_tokens=False).ids
+            for text in self.texts
+        ]
         for ids, origin in zip(encoded, self.origins, strict=True):
             if not ids:
                 raise BatchError(f"{origin} is empty", "remove it, or write at least one character")

@@ -22,6 +22,7 @@ NOT_RUN = {
     r"^python -m pip install -e '\.\[npu": "the environment has torch-npu, in a folder apart",
     r"vllm|sglang|SGLANG|VLLM|^curl": "tests/engines runs the engines, in environments of their own",
     r"path/to/|script\.py|pytest tests$": "it names a file of the reader's",
+    r"Qwen/|SmolLM2": "it downloads a model",
     r"--shapes|transformers_speed": "it takes minutes",
     r"pytest": "it takes minutes; test_documentation.py runs the tests of pages",
     r"^touch pyproject|^pip install -e \.$|--backend faulty": "it is about a package that the reader writes",

@@ -7,25 +7,24 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import click
-from click.core import ParameterSource
 
 from hal.cli import ranks
 from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.console import progress_bar
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
+from hal.cli.sampling_options import REVISION, WITHOUT_EFFECT, params_of, sampling_options
 from hal.cli.stdout import ResultCommand, echo
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hal.checkpoint.loading import Progress
     from hal.execution.runner import Runner
     from hal.generation.sampling_params import SamplingParams
     from hal.generation.streaming_text import Piece
@@ -33,18 +32,9 @@ if TYPE_CHECKING:
 
 MAX_CACHE_TOKENS = 65536
 """Maximum size of the cache by default; prompts that do not fit wait."""
-SAMPLING = {
-    "temperature": "0 selects the most likely token.",
-    "top_k": "Keep only the TOP_K most likely tokens; 0 keeps all.",
-    "top_p": "Keep the most likely tokens whose probabilities sum to this value.",
-    "min_p": "Keep tokens with at least this fraction of the highest probability.",
-    "seed": "Prompt i uses SEED + i. By default, a random seed, which is printed.",
-}
-PENALTIES = {
-    "repetition_penalty": "Divide positive logits of the prompt's and the new tokens, multiply others; 1 for none.",
-    "frequency_penalty": "Subtracted from a token's logit for each time that it was generated; -2 to 2.",
-    "presence_penalty": "Subtracted from the logit of a token that was generated; -2 to 2.",
-}
+SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
+CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
+STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
 
@@ -58,14 +48,9 @@ log = logging.getLogger("hal.cli")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help=SAMPLING["temperature"])
-@click.option("--top-k", type=int, default=0, show_default=True, help=SAMPLING["top_k"])
-@click.option("--top-p", type=float, default=1.0, show_default=True, help=SAMPLING["top_p"])
-@click.option("--min-p", type=float, default=0.0, show_default=True, help=SAMPLING["min_p"])
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help=PENALTIES["repetition_penalty"])
-@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help=PENALTIES["frequency_penalty"])
-@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help=PENALTIES["presence_penalty"])
-@click.option("--seed", type=int, help=SAMPLING["seed"])
+@sampling_options(SEED)
+@click.option("--chat", is_flag=True, help=CHAT)
+@click.option("--revision", metavar="REVISION", help=REVISION)
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
 @click.option("--emulate", is_flag=True, help=EMULATE)
@@ -73,11 +58,15 @@ log = logging.getLogger("hal.cli")
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @ranks.parallel(DATA_PARALLEL)
 @click.option("--json", "as_json", is_flag=True, help=JSON)
+@click.option("--stream", is_flag=True, help=STREAM)
 def command(
     checkpoint: Path,
     prompts: Sequence[str],
     prompts_file: BinaryIO | None,
-    seed: int | None,
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    chat: bool,
+    revision: str | None,
     dtype: str | None,
     backend: str | None,
     emulate: bool,
@@ -87,7 +76,7 @@ def command(
     data_parallel: int | None,
     experts: str | None,
     as_json: bool,
-    **sampling: Any,
+    stream: bool,
 ) -> None:
     """Continue prompts with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
 
@@ -95,14 +84,17 @@ def command(
     and if there are several, preceded by a line with the prompt. Everything else goes to stderr.
 
     With --json, each prompt is an object with the keys index, prompt, text, token_ids and finished: the number of the
-    prompt, the prompt, its continuation, the new tokens, and "stop" for a stop token, which the text leaves out, or
-    "length".
+    prompt, the prompt, its continuation, the new tokens, and "stop" for a stop token or text, which the text leaves
+    out, or "length". With --stream, text and token_ids are those of a piece, and finished is null before the last.
+
+    Sampling follows the checkpoint's generation_config.json, if it has one; options override it.
 
     HAL_* environment variables set the configuration; an option overrides a single key.
     """
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import bounds, read
+    from hal.generation.llm.chat_template import ChatTemplate
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
     given = Prompts.read(prompts, prompts_file)
@@ -110,10 +102,11 @@ def command(
         settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
     )
     read(hal.Config, settings, "configuration")
-    opened = Checkpoint.open(checkpoint)
-    params = hal.SamplingParams(**sampling, seed=seed or 0, stop_token_ids=opened.stop_token_ids)
+    opened = Checkpoint.open(checkpoint, revision=revision)
+    params = params_of(opened, {"max_new_tokens": max_new_tokens, **sampling})
     tokenizer = opened.tokenizer()
-    tokens = given.encode(tokenizer)
+    template = ChatTemplate.read(opened.path) if chat else None
+    tokens = given.encode(tokenizer, template)
     if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, given.stdin):
         return
 
@@ -122,16 +115,17 @@ def command(
             settings["options"] = {**settings.get("options", {}), **options}
             config = read(hal.Config, settings, "configuration")
             on = hal.open(config)
-        params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32) if seed is None else seed, on.mesh))
-        with _progress_bar("loading", shown=on.mesh.first) as progress:
+        if "seed" not in sampling:
+            params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32), on.mesh))
+        with progress_bar("loading", shown=on.mesh.first) as progress:
             model = hal.load_model(opened, on, progress=progress)
         if "num_tokens" not in settings.get("cache", {}):
             num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
             on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
         if on.mesh.first:
-            _print_notes(params, seed)
+            _print_notes(params, sampling)
         with on, hal.Runner(model, on, max_sequences=min(len(tokens), bounds.SEQUENCES)) as runner:
-            _print_texts(runner, given.texts, tokens, params, tokenizer, as_json)
+            _print_texts(runner, given.texts, tokens, params, tokenizer, as_json, stream)
 
 
 def _print_texts(
@@ -141,6 +135,7 @@ def _print_texts(
     params: SamplingParams,
     tokenizer: Tokenizer,
     as_json: bool,
+    stream: bool,
 ) -> None:
     """Generate, and print the texts if this is the rank that prints. Prompt ``i`` uses the seed plus ``i``."""
     from hal.generation.generate import generate
@@ -155,7 +150,7 @@ def _print_texts(
         count += 1
         if as_json:
             held.append(piece)
-            if piece.finished:
+            if piece.finished or stream:
                 echo(_as_json(texts[piece.prompt_index], held))
                 held.clear()
             continue
@@ -189,25 +184,10 @@ def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, bloc
     return max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
 
 
-def _print_notes(params: SamplingParams, seed: int | None) -> None:
+def _print_notes(params: SamplingParams, sampling: Mapping[str, Any]) -> None:
     """Warn of options without effect, and print a random seed for reproduction."""
-    source = click.get_current_context().get_parameter_source
-    given = [name for name in SAMPLING if name != "temperature" and source(name) is not ParameterSource.DEFAULT]
-    if params.temperature == 0 and given:
+    if params.temperature == 0 and (given := [name for name in WITHOUT_EFFECT if name in sampling]):
         unused = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         log.warning("%s: no effect, because temperature 0 selects the most likely token", unused)
-    elif params.temperature > 0 and seed is None:
+    elif params.temperature > 0 and "seed" not in sampling:
         click.echo(f"seed {params.seed}", err=True)
-
-
-@contextmanager
-def _progress_bar(title: str, *, shown: bool = True) -> Iterator[Progress]:
-    """Show a progress bar of bytes on stderr, if ``shown`` and it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn(title), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -8,7 +8,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from hal.generation.llm.serving_loop import ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
 from hal.generation.sampling_params import SamplingParams
+from hal.generation.streaming_text import Piece
 
 _SAMPLING = frozenset(each.name for each in attrs.fields(SamplingParams))
 
@@ -199,6 +200,10 @@ class LLM:
 
         Closing the iterator cancels the request. The arguments and errors are those of :meth:`generate`.
         """
+        return _texts(self.pieces(prompt, params, **sampling))
+
+    def pieces(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[Piece]:
+        """Continue a prompt as :meth:`stream` does, and yield a piece for each token. The last has the reason."""
         request = self._single(prompt, params, sampling)
         return self._pieces(request, GeneratedText(self.tokenizer, request.tokens, request.params))
 
@@ -352,15 +357,14 @@ class LLM:
             raise failed[0]
         return found
 
-    def _pieces(self, request: Request, text: GeneratedText) -> Iterator[str]:
+    def _pieces(self, request: Request, text: GeneratedText) -> Iterator[Piece]:
         arrived: queue.SimpleQueue[Token | HalError] = queue.SimpleQueue()
         self._loop.submit([request], lambda _, token: arrived.put(token))
+        finished = None
         try:
-            while True:
-                token = arrived.get()
-                yield from _text_of(token, text)
-                if isinstance(token, Token) and token.finished:
-                    return
+            while finished is None:
+                yield (piece := _piece(arrived.get(), text))
+                finished = piece.finished
         finally:
             self._loop.cancel([request])
 
@@ -371,20 +375,26 @@ class LLM:
             loop.call_soon_threadsafe(arrived.put_nowait, token)
 
         self._loop.submit([request], deliver)
+        finished = None
         try:
-            while True:
-                token = await arrived.get()
-                for piece in _text_of(token, text):
-                    yield piece
-                if isinstance(token, Token) and token.finished:
-                    return
+            while finished is None:
+                piece = _piece(await arrived.get(), text)
+                finished = piece.finished
+                if piece.text:
+                    yield piece.text
         finally:
             self._loop.cancel([request])
 
 
-def _text_of(token: Token | HalError, text: GeneratedText) -> Iterator[str]:
-    """Yield the text that a token completes, if it does."""
+def _piece(token: Token | HalError, text: GeneratedText) -> Piece:
     if isinstance(token, HalError):
         raise token
-    if piece := text.push(token.token_id, last=token.finished is not None):
-        yield piece
+    added = text.push(token.token_id, last=token.finished is not None)
+    return Piece(token.prompt_index, added, token.token_id, token.finished)
+
+
+def _texts(pieces: Iterator[Piece]) -> Iterator[str]:
+    with closing(pieces):  # type: ignore[type-var]
+        for piece in pieces:
+            if piece.text:
+                yield piece.text

@@ -1,0 +1,69 @@
+"""The options of sampling, which ``hal generate`` and ``hal chat`` share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from hal.checkpoint.checkpoint import Checkpoint
+    from hal.generation.sampling_params import SamplingParams
+
+OPTIONS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 selects the most likely token."),
+    "top_k": (int, "Keep only the TOP_K most likely tokens; 0 keeps all."),
+    "top_p": (float, "Keep the most likely tokens whose probabilities sum to this value."),
+    "min_p": (float, "Keep tokens with at least this fraction of the highest probability."),
+    "repetition_penalty": (
+        float,
+        "Divide positive logits of the prompt's and the new tokens, multiply others; 1 for none.",
+    ),
+    "frequency_penalty": (float, "Subtracted from a token's logit for each time that it was generated; -2 to 2."),
+    "presence_penalty": (float, "Subtracted from the logit of a token that was generated; -2 to 2."),
+}
+"""The parameters whose default is the checkpoint's, in generation_config.json."""
+GREEDY = "Select the most likely token, whatever the checkpoint recommends."
+STOP = "Ends the text, which is cut before it. Repeatable."
+REVISION = "The branch, tag or commit of a model of the hub."
+WITHOUT_EFFECT = ("top_k", "top_p", "min_p", "seed")
+"""The parameters without effect at temperature 0."""
+
+
+def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the options to a command, which gets them as one argument ``sampling``: those given, by name.
+
+    Args:
+        seed: the help of ``--seed``.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def with_sampling(*args: Any, greedy: bool, stop: Sequence[str], **given: Any) -> Any:
+            names = (*OPTIONS, "seed")
+            sampling = {name: value for name in names if (value := given.pop(name)) is not None}
+            if greedy and sampling.setdefault("temperature", 0.0) != 0:
+                raise click.UsageError(f"--greedy and --temperature {sampling['temperature']:g} exclude each other.")
+            if stop:
+                sampling["stop"] = stop
+            return command(*args, sampling=sampling, **given)
+
+        found: Callable[..., Any] = with_sampling
+        found = click.option("--stop", multiple=True, metavar="TEXT", help=STOP)(found)
+        found = click.option("--greedy", is_flag=True, help=GREEDY)(found)
+        found = click.option("--seed", type=int, help=seed)(found)
+        for name, (kind, text) in reversed(OPTIONS.items()):
+            option = f"--{name.replace('_', '-')}"
+            found = click.option(option, type=kind, help=f"{text} By default, as the checkpoint recommends.")(found)
+        return found
+
+    return decorate
+
+
+def params_of(checkpoint: Checkpoint, sampling: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters that the options give, with the checkpoint's for the others."""
+    from hal.generation.llm.checkpoint_defaults import merged, recommended
+
+    return merged(recommended(checkpoint), checkpoint.stop_token_ids, sampling, seed=0)
