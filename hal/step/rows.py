@@ -63,7 +63,7 @@ def check_rows(rows: Any, batch: Batch) -> Wanted:
                 f"rows has {wrong}, out of the range 0 to {tokens - 1}",
                 "count tokens from the batch's first; negative numbers would select padding",
             )
-    return to_device(rows, batch.token_ids.device)
+    return to_device(rows, batch.token_ids.device) if rows.is_cpu else rows
 
 
 def last_rows(num_tokens: Sequence[int], num_logits: Sequence[int]) -> Wanted:

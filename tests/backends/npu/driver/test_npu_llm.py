@@ -1,0 +1,92 @@
+"""Tests of hal.LLM on an asynchronous device: requests of several threads, options of sampling, and closing."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference import TEXTS
+
+import hal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=["eager", "graph"])
+def llm(request: pytest.FixtureRequest, trained: Path) -> Iterator[hal.LLM]:
+    cache = {"num_tokens": 4096, "reuse_prefixes": False}
+    config = {"cache": cache, "compilation": {"capture_sizes": [2, 8]}}
+    with hal.LLM(
+        trained, backend="npu", dtype="float16", compiler=request.param, max_sequences=8, config=config
+    ) as made:
+        yield made
+    hal.open("cpu")
+
+
+def test_requests_of_two_threads_give_what_each_gives_alone(llm: hal.LLM) -> None:
+    seed = random.randrange(1 << 30)
+    logging.getLogger("tests").info("seed %d", seed)
+    draw = random.Random(seed)
+    jobs = [
+        (
+            draw.choice(TEXTS),
+            {
+                "max_new_tokens": draw.randrange(1, 12),
+                "temperature": draw.choice([0.0, 0.8]),
+                "seed": number,
+                "frequency_penalty": draw.choice([0.0, 0.5]),
+                "logit_bias": draw.choice([{}, {5: 2.0}]),
+                "stop": draw.choice([(), ("self",)]),
+                "logprobs": draw.choice([None, 2]),
+            },
+        )
+        for number in range(16)
+    ]
+    expected = [llm.generate(text, **sampling)[0].text for text, sampling in jobs]
+    free = llm._runner.blocks.num_free
+    found: dict[int, str] = {}
+    cancelled: list[int] = []
+
+    def work(numbers: range) -> None:
+        for number in numbers:
+            text, sampling = jobs[number]
+            pieces: Any = llm.stream(text, **sampling)
+            if number % 5 == 4:
+                assert expected[number].startswith(next(pieces, ""))
+                pieces.close()
+                cancelled.append(number)
+            else:
+                found[number] = "".join(pieces)
+
+    threads = [threading.Thread(target=work, args=(range(first, 16, 2),)) for first in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    llm.generate("x", max_new_tokens=2)
+    assert sorted(cancelled) == [4, 9, 14]
+    assert found == {number: text for number, text in enumerate(expected) if number not in cancelled}
+    assert llm._runner.blocks.num_free == free
+
+
+def test_logprobs_scores_and_embeddings_are_the_cpus(llm: hal.LLM, trained: Path) -> None:
+    options = {"max_new_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}
+    (made,) = llm.generate(TEXTS[1], **options)
+    (score,) = llm.score("import", " os\n")
+    vector = llm.embed(TEXTS[1])
+    with hal.LLM(trained, backend="cpu", dtype="float32") as reference:
+        (expected,) = reference.generate(TEXTS[1], **options)
+        assert made.token_ids == expected.token_ids
+        for ours, theirs in ((made.logprobs, expected.logprobs), (made.prompt_logprobs, expected.prompt_logprobs)):
+            for mine, right in zip(ours or (), theirs or (), strict=True):
+                assert mine.token_id == right.token_id
+                assert abs(mine.logprob - right.logprob) < 0.05
+                assert len(mine.top) == len(right.top)
+        assert abs(score.logprob - reference.score("import", " os\n")[0].logprob) < 0.05
+        torch.testing.assert_close(vector, reference.embed(TEXTS[1]), atol=0.1, rtol=0.05)
