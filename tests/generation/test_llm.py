@@ -294,6 +294,14 @@ def test_a_failing_mask_ends_its_request_and_not_the_llm(llm: hal.LLM) -> None:
     assert llm.generate("x", max_new_tokens=2)[0].finish_reason == "length"
 
 
+def test_operations_keep_their_backend(trained: Path) -> None:
+    active = hal.open("cpu")
+    with opened(trained, "eager") as llm:
+        llm.generate("x", max_new_tokens=2, temperature=0.5)
+        assert hal.active_backend() is active
+    assert hal.ops.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-6).shape == (1, 4)
+
+
 def test_closing_ends_what_runs(trained: Path) -> None:
     llm = opened(trained, "eager")
     pieces = llm.stream(TEXTS[0], max_new_tokens=900)

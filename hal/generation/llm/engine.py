@@ -61,7 +61,7 @@ def open_engine(
             f"parallel asks for {ranks} ranks, and hal.LLM runs in one process",
             "use hal.generate in each rank, or `hal generate` with --tensor-parallel or --data-parallel",
         )
-    backend = stack.enter_context(open_backend(settings))
+    backend = stack.enter_context(open_backend(settings, activate=False))
     model = load_model(checkpoint, backend, progress=progress)
     if "reuse_prefixes" not in cache and not states_per_sequence(model):
         cache["reuse_prefixes"] = True
