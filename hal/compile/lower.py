@@ -101,6 +101,8 @@ def _lower_node(node: fx.Node) -> None:
     if not isinstance(target, torch._ops.OpOverload):
         return
     operation = ops.operation_of_node(target)
+    if operation is not None and operation.node_form.has_variable_options(node.args):
+        return  # the node makes an object of the options at each call
     if operation is not None:
         node.target = operation.function
         node.args, node.kwargs = tuple(operation.node_form.pack(node.args, node.kwargs)), {}

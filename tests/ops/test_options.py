@@ -146,6 +146,22 @@ class TestNodes:
         assert node.args[2:] == (2.0, 0.0, 3)
         assert len(graphs) == 2
 
+    @pytest.mark.parametrize("compiler", [{}, {"compiler": "inductor"}], ids=["hal", "inductor"])
+    def test_options_that_differ_between_calls(
+        self, declared: ops.Operation, cpu: hal.Backend, compiler: dict[str, str]
+    ) -> None:
+        """Dynamo makes a number symbolic that has changed once."""
+
+        def call(x: Tensor, by: float, limit: int) -> Tensor:
+            return declared.function(x, None, Scaling(by, limit=limit)) + 1
+
+        compiled: Any = torch.compile(call, backend="hal", options=compiler)
+        x = torch.randn(2, 4)
+        with torch.no_grad():
+            for by, limit in ((2.0, 3), (3.0, 4), (3.5, 2), (0.5, 7)):
+                torch.testing.assert_close(compiled(x, by, limit), call(x, by, limit))
+        torch.compiler.reset()
+
 
 class TestDeclarations:
     @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import attrs
+import torch
+from torch import fx
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_options(kind: Any) -> bool:
@@ -83,7 +87,13 @@ class NodeForm:
         if self.options is None:
             return args
         options: Any = self.options
-        return (*args[: self._before], _packed(options, *args[self._before :]))
+        fields = args[self._before :]
+        symbolic = any(isinstance(each, _SYMBOLIC) for each in fields)  # as in a trace; such numbers have no hash
+        return (*args[: self._before], options(*fields) if symbolic else _packed(options, *fields))
+
+    def has_variable_options(self, args: Sequence[Any]) -> bool:
+        """Return whether an option of a call in a graph is another node's result."""
+        return self.options is not None and any(isinstance(each, fx.Node) for each in args[self._before :])
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
