@@ -104,11 +104,9 @@ class LayerFilling:
     ) -> None:
         self.module, self.path, self.bindings = bindings[0].module, bindings[0].path, tuple(bindings)
         self._declared = {each.name: each.weight for each in bindings} if quantized is None else quantized.declared
-        made = [
-            # A scheme computes with other tensors on the CPU.
-            Filling(each, computing, mesh, present, on_device=each.name in self._declared)
-            for each in bindings
-        ]
+        # A scheme computes with tensors that the layer does not read itself on the CPU.
+        on_device = {name for name, each in self._declared.items() if each.sources}
+        made = [Filling(each, computing, mesh, present, on_device=each.name in on_device) for each in bindings]
         self.fillings = sorted((each for each in made if each.pieces), key=lambda each: each.nbytes)
         self.pieces: dict[str, list[tuple[Filling, Piece]]] = {}
         for each in self.fillings:

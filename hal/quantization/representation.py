@@ -24,7 +24,7 @@ class StoredLayer:
     Attributes:
         layer: the model's layer, without values.
         names: the names of its parts in the checkpoint, expert by expert.
-        tensors: this rank's tensors. Those that the layer declares are on its device, and others on the CPU.
+        tensors: this rank's tensors. Those that the layer declares with sources are on its device, others on the CPU.
         first_expert: the first of the experts that this rank holds.
     """
 

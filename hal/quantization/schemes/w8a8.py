@@ -120,12 +120,12 @@ class ModelSlimStatic(StaticInput, ModelSlimRows):
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        found, deq_scale = super().decode(stored), stored["deq_scale"].cpu()
+        found, deq_scale = super().decode(stored), stored["deq_scale"]
         if deq_scale.dtype == torch.int64:
             bits = (deq_scale >= 0) & (deq_scale < 1 << 32)
             stored.check_rows(bits, "deq_scale of {} is I64, with values that are not float32 bit patterns")
             deq_scale = deq_scale.to(torch.int32).view(torch.float32)
-        counts, sums = stored["quant_bias"].cpu().double(), int8_row_sums(stored["weight"])
+        counts, sums = stored["quant_bias"].double(), int8_row_sums(stored["weight"])
         offset = rows_of(stored, stored["input_offset"])
         return {**found, "deq_scale": deq_scale.float(), "counts": counts + offset * sums, "row_sums": sums}
 
