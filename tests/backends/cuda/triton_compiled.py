@@ -77,6 +77,30 @@ def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
         assert re.search(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b32", kernel.ptx), name
 
 
+def test_variants_of_rows_fit(compiling: Compiling) -> None:
+    """Parts of heads, adjacent pairs, other activations, and norms with float32 weights."""
+    arguments, before = rows(), len(compiling.compiled)
+    query, key, angles, _ = arguments["rotary_embedding"]
+    part = angles[:, : angles.shape[1] // 4]
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("rotary_embedding", (query, key, part, part)),
+        ("rotary_embedding", (query, key, part, part, True)),
+        ("rotary_embedding", (query, key, angles, angles, True)),
+        ("gelu_and_mul", (*arguments["gelu_and_mul"][:1], "none")),
+        ("clipped_silu_and_mul", (*arguments["clipped_silu_and_mul"][:3], True)),
+    ]
+    for name in ("rms_norm", "add_rms_norm"):
+        *others, weight, eps = arguments[name]
+        calls.append((name, (*others, weight.float(), eps)))
+    qkv, q_weight, k_weight, *others = arguments["split_qkv_rmsnorm_rope"]
+    calls.append(("split_qkv_rmsnorm_rope", (qkv, q_weight.float(), k_weight.float(), *others)))
+    for name, given in calls:
+        KERNELS[name](*given)
+    kernels = compiling.compiled[before:]
+    assert len(kernels) == len(calls)
+    assert [kernel.name for kernel in kernels if kernel.spilled] == []
+
+
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 def test_attention_fits(head_dim: int, dtype: torch.dtype, compiling: Compiling) -> None:
     before = len(compiling.compiled)
