@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from hal.generation.llm.language_model import LLM
     from hal.generation.request import Token
     from hal.generation.sampling_params import SamplingParams
+    from hal.generation.streaming_text import Piece
 
 _HOME = {
     "Backend": "hal.drivers.backend",
@@ -81,6 +82,7 @@ _HOME = {
     "MemoryPlan": "hal.execution.memory_plan",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
+    "Piece": "hal.generation.streaming_text",
     "RandomCheckpoint": "hal.checkpoint.random_weights",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",
@@ -114,6 +116,7 @@ __all__ = [
     "MemoryPlan",
     "ParallelConfig",
     "PhaseConfig",
+    "Piece",
     "RandomCheckpoint",
     "Runner",
     "SamplingParams",

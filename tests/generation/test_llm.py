@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,12 @@ from transformers import AutoModelForCausalLM
 
 import hal
 from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError
+from hal.generation.request import Request
 
-CONFIG = {"cache": {"block_size": 16, "num_tokens": 2048}, "compilation": {"capture_sizes": [1, 2, 4, 8]}}
+CONFIG: dict[str, Any] = {
+    "cache": {"block_size": 16, "num_tokens": 2048},
+    "compilation": {"capture_sizes": [1, 2, 4, 8]},
+}
 
 
 def opened(folder: Path, compiler: str = "graph", **options: Any) -> hal.LLM:
@@ -268,6 +274,33 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
     write_json(folder / "generation_config.json", {"temperature": -1})
     with pytest.raises(CheckpointError, match=r"generation_config.json: temperature is -1, out of its range"):
         opened(folder, "eager")
+
+
+def test_requests_leave_nothing_behind(trained: Path) -> None:
+    config = {**CONFIG, "cache": {**CONFIG["cache"], "reuse_prefixes": False}}
+    with hal.LLM(trained, backend="cpu", dtype="float32", compiler="eager", config=config) as llm:
+
+        def ask(count: int) -> int:
+            for number in range(count):
+                sampling = {"max_new_tokens": 3, "temperature": 0.5, "presence_penalty": 0.5, "logit_bias": {5: 1.0}}
+                llm.generate(TEXTS[number % len(TEXTS)], stop="zz", logprobs=1, **sampling)
+                pieces = llm.stream(TEXTS[0], **sampling)
+                next(pieces)
+                pieces.close()  # type: ignore[attr-defined]
+            llm.embed("x")
+            llm.score("x", "y")
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            before = ask(20)
+            after = ask(60)
+        finally:
+            tracemalloc.stop()
+        assert after - before < 40_000, "bytes after 120 more requests"
+        assert not [each for each in gc.get_objects() if type(each) is Request]
+        assert llm._runner.blocks.num_free == llm._runner.spec.num_blocks - 1
 
 
 def test_mistakes_are_named(llm: hal.LLM) -> None:

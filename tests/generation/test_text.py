@@ -68,6 +68,19 @@ def test_any_tokens_of_any_tokenizer_can_be_read(tokens: list[int]) -> None:
     "".join(streamed(tokenizer, [257], tokens)).encode()
 
 
+@given(st.text("a\u00e9 \u65e5\U0001f600\u0301\U0001f1e9\U0001f1ea", max_size=8), st.data())
+def test_emoji_cut_anywhere_join_to_the_text_with_byte_fallback(text: str, data: st.DataObject) -> None:
+    """Each byte is a token, so that every character of more than one byte is cut."""
+    tokenizer = byte_fallback()
+    tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    parts = streamed(tokenizer, [257], tokens)
+    assert "".join(parts) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+    cut = tokens[: data.draw(st.integers(0, len(tokens)))]
+    found = "".join(streamed(tokenizer, [257], cut)).rstrip("\N{REPLACEMENT CHARACTER}")
+    assert text.startswith(found)
+
+
 @pytest.mark.parametrize(("prompt", "expected"), [([], ["the", " the"]), ([257], [" the", " the"])])
 def test_a_word_reads_as_it_does_after_the_prompt(prompt: list[int], expected: list[str]) -> None:
     assert streamed(byte_fallback(), prompt, [257, 257]) == [*expected, ""]

@@ -97,8 +97,7 @@ class ServingLoop:
         while self._await_work():
             try:
                 if not self._run_passes() or not self._scheduler.idle:
-                    for request, token in self._scheduler.step():
-                        self._hand_over(request, token)
+                    self._step()
             except HalError as error:
                 self._fail(error)
             except Exception as error:  # A caller's mask may raise anything.
@@ -107,6 +106,10 @@ class ServingLoop:
                 failed.__cause__ = error
                 self._fail(failed)
         self._fail(_closed())
+
+    def _step(self) -> None:
+        for request, token in self._scheduler.step():
+            self._hand_over(request, token)
 
     def _await_work(self) -> bool:
         """Wait for work, and make the calls of other threads. Return whether the loop is open."""
