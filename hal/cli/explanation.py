@@ -35,6 +35,7 @@ def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stag
         HalError: what a runner would raise, or log as a warning if ``on_capture_error`` is ``eager``.
     """
     config = on.config.compilation.of("decode")
+    echo(f"{_prefill_line(on.config.compilation)}\n")
     if captures_python(config, size):
         limit = config.torch_compile_max_bs
         echo(f"{UNTRACED} captured without compiling, because torch_compile_max_bs is {limit}; {NO_REWRITES}")
@@ -47,6 +48,16 @@ def explain_step(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stag
     else:
         return _rewritten(model, on, size)
     return (), None
+
+
+def _prefill_line(config: CompilationConfig) -> str:
+    """Return how prefill steps run."""
+    compiler = config.of("prefill").compiler
+    if compiler != "eager":
+        return f"prefill steps have the compiler {compiler}"
+    if config.of("decode").compiler == "eager" or config.prefill.compiler == "eager":
+        return f"prefill steps: {UNTRACED} run eagerly"
+    return "prefill steps are traced once for all sizes, rewritten, and run uncaptured"
 
 
 def captures_python(config: CompilationConfig, size: int) -> bool:

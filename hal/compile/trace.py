@@ -125,7 +125,8 @@ class TracedStep:
         if asked:
             raise CompileError(
                 f"{type(model).__name__} depends on sizes: {', '.join(map(str, asked))} holds for some only",
-                'remove Python code that depends on sizes, or use the compiler "graph", which traces for each size',
+                "remove Python code that depends on sizes, or set compilation.on_capture_error to eager, with which "
+                "such steps run the model's Python",
             )
 
     @property

@@ -51,7 +51,7 @@ class CompilationConfig:
             per batch size. ``piecewise`` captures decode and prefill steps in pieces, between the ``splitting_ops``.
             ``piecewise_eager`` does so from the model's Python code, without a trace or passes. ``inductor`` compiles
             decode steps with torch.compile. Drivers add others; ``hal backends`` lists them. Prefill is captured if
-            the compiler captures pieces or ``prefill`` says so.
+            the compiler captures pieces or ``prefill`` says so; otherwise it runs optimized code, uncaptured.
         splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
             None (``null``) means ``paged_attention``.
         passes: passes by name. False disables one. True warns if a rewrite matches nowhere. All are on by default.
@@ -60,8 +60,9 @@ class CompilationConfig:
         queries: the numbers of new tokens per sequence that count as decode steps and are captured whole. A verifier
             of ``k`` draft tokens adds ``k + 1``.
         torch_compile_max_bs: larger decode batches are captured from the model's Python code; None sets no limit.
-        on_capture_error: ``raise``, or ``eager``, which runs that batch size uncaptured and logs a warning once. If
-            ranks step together, all of them do.
+        on_capture_error: ``raise`` refuses a model when the runner is made, if a size cannot be captured or compiled,
+            or if the steps that no graph holds cannot be traced. ``eager`` logs a warning once: that size runs
+            uncaptured, and steps that cannot be traced run the model's Python. If ranks step together, all of them do.
         debug: check before each replay that the addresses of weights, caches and inputs are those of the capture, and
             fill what a step returned with NaN in the next.
         cache_dir: the folder of the cache of a driver's compiler, for the next start; None means its default.

@@ -27,9 +27,11 @@ class Form(ABC):
     Attributes:
         with_logits: whether its steps compute the logits of all their tokens. Otherwise the runner computes those that
             are asked for.
+        uncaptured: runs a step of any shape without graphs, if the form has such code. The runner then traces none.
     """
 
     with_logits: bool = False
+    uncaptured: Callable[[Batch], Outputs] | None = None
 
     @abstractmethod
     def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
@@ -58,11 +60,14 @@ class Compiler(ABC):
             capture sizes.
         any_shape: whether its forms run steps of any shape. Otherwise they run only steps whose sequences all have the
             same number of queries, which is one of the configured ``queries``.
+        traces: whether its steps are traced. If so, a model that cannot be traced for steps that no graph holds is
+            refused, unless ``on_capture_error`` is ``eager``. Otherwise such steps run the model's Python.
     """
 
     name: ClassVar[str]
     reads: ClassVar[frozenset[str]] = frozenset()
     any_shape: ClassVar[bool] = False
+    traces: ClassVar[bool] = True
 
     def unsupported(self, backend: Any) -> str | None:
         """Return why the compiler does not support a :class:`hal.Backend`, or None if it does."""

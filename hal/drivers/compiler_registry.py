@@ -81,11 +81,14 @@ _DEFAULTS = attrs.asdict(CompilationConfig(), recurse=False)
 def _check_readers(backend: Any, config: CompilationConfig, compilers: Mapping[str, str]) -> None:
     """Raise ConfigError for a phase's key that its compiler ignores, and for a common key that every phase ignores."""
     known = [backend.compiler(name) for name in backend.compilers if name != EAGER]
+    captured = next((each for each in compilers.values() if each != EAGER), EAGER)
     for key in ("splitting_ops", "passes", "torch_compile_max_bs", "cache_dir", "queries"):
         readers = {each.name for each in known if key in each.reads}
         held = []  # the compilers of the phases that use the common value of the key
         for phase, compiler in compilers.items():
             own = getattr(getattr(config, phase), key, None)
+            if key == "passes" and getattr(config, phase).compiler != EAGER:
+                compiler = captured if compiler == EAGER else compiler  # It rewrites steps that are not captured, too.
             if own and compiler not in readers:
                 raise _unread(f"{phase}.{key}", f"the compiler {compiler!r} does not read it", readers)
             if not own or key == "passes":

@@ -48,6 +48,7 @@ class PiecewiseEagerCompiler(_Capturing):
     name = "piecewise_eager"
     reads = frozenset({"splitting_ops", "passes"})
     any_shape = True
+    traces = False
 
     def make(self, context: FormContext) -> Form:
         from hal.execution.pieces.piecewise_eager import PiecewiseEagerForm

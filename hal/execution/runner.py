@@ -121,17 +121,10 @@ class Runner(Closable):
         phases: tuple[Phase, ...] = ("decode", "prefill")
         compilation = backend.config.compilation
         chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
-        uncaptured: dict[Phase, Uncaptured] = {
-            phase: Uncaptured(
-                model,
-                states,
-                backend,
-                compilation.of(phase).passes if chosen and getattr(compilation, phase).compiler != EAGER else None,
-            )
-            for phase in phases
-        }
-        if uncaptured["prefill"].passes == uncaptured["decode"].passes:
-            uncaptured["prefill"] = uncaptured["decode"]
+        uncaptured: dict[Phase, Uncaptured] = {phase: self._uncaptured(phase, chosen) for phase in phases}
+        first, second = uncaptured.values()
+        if (first.passes, first.otherwise_python) == (second.passes, second.otherwise_python):
+            uncaptured["prefill"] = first
         self._steps = Steps(model, frozenset(compilation.queries), uncaptured, lockstep, debug=compilation.debug)
         if not chosen:
             return
@@ -140,7 +133,11 @@ class Runner(Closable):
         try:
             with backend.translating_errors(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
-                    self._steps.forms[phase] = self._make_form(phase, all_agree)
+                    form = self._steps.forms[phase] = self._make_form(phase, all_agree)
+                    uncaptured[phase].step = uncaptured[phase].step or form.uncaptured
+                for each in uncaptured.values():
+                    if not each.otherwise_python:  # else when a step first needs it
+                        each.prepare()
         finally:
             backend.leave(token)
 
@@ -165,6 +162,16 @@ class Runner(Closable):
                 self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
             )
         )
+
+    def _uncaptured(self, phase: Phase, chosen: Sequence[Phase]) -> Uncaptured:
+        """Return what runs the steps of a phase that no form accepts, given the phases that are not eager."""
+        compilation = self.backend.config.compilation
+        config = compilation.of(phase)
+        if not chosen or getattr(compilation, phase).compiler == EAGER:
+            return Uncaptured(self.model, self.states, self.backend, None)
+        compiler = self.backend.compiler(compilation.of(phase if phase in chosen else chosen[0]).compiler)
+        python = not compiler.traces or config.on_capture_error == "eager"
+        return Uncaptured(self.model, self.states, self.backend, config.passes, otherwise_python=python)
 
     @property
     def _running(self) -> Steps:

@@ -21,64 +21,71 @@ from hal.step import Batch, StateMemory
 
 log = logging.getLogger("hal.execution")
 
-Run = Callable[..., Outputs]
-
 
 @attrs.define(eq=False)
 class Uncaptured:
-    """The model's step and its logits, traced and optimized when they first run.
-
-    A model that cannot be traced for all sizes at once runs as Python, after one warning.
+    """The model's step and its logits for any number of tokens: optimized code, or the model's Python.
 
     Attributes:
         model: the model.
         states: its states.
         backend: runs the steps.
         passes: the configured passes; None to run the model's Python code.
+        otherwise_python: whether a model that cannot be traced runs as Python, after one warning.
+        step: the optimized step; a form that has it may set it.
     """
 
     model: CausalLM
     states: StateMemory
     backend: Backend
     passes: Mapping[str, bool] | None
-    _step: Run | None = None
-    _logits: Run | None = None
+    otherwise_python: bool = False
+    step: Callable[[Batch], Outputs] | None = None
+    _logits: Callable[..., Outputs] | None = None
+
+    def prepare(self) -> None:
+        """Trace and optimize the step for all sizes at once, unless that is done.
+
+        Raises:
+            CompileError: the model cannot be traced, or a pass failed.
+        """
+        if self.step is None and self.passes is not None:
+            self.step = self._made(partial(self._optimized_step, self.passes))
 
     def run(self, batch: Batch) -> Outputs:
         """Return the hidden states and the extra tensors of a batch."""
-        if self._step is None and self.passes is not None:
-            self._step = self._made(self._optimized_step)
-        if self._step is None:
+        self.prepare()
+        if self.step is None:
             return flat_outputs(self.model, self.model(batch, self.states.layers))
-        return self._step(*batch.tensors())
+        return self.step(batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states, ``[rows, width]``."""
         if self._logits is None and self.passes is not None:
             self._logits = self._made(partial(self._optimized_logits, hidden, self.passes))
-        if self._logits is None:
-            return self.model.logits(hidden)
-        return self._logits(hidden)[0]
+        return self.model.logits(hidden) if self._logits is None else self._logits(hidden)[0]
 
-    def _optimized_step(self) -> Run:
-        assert self.passes is not None
+    def _optimized_step(self, passes: Mapping[str, bool]) -> Callable[[Batch], Outputs]:
         sizes = StepSizes(None, tokens=self.backend.config.max_prefill_tokens)
-        step = optimize_model(self.model, self.states, sizes, self.backend, self.passes)
+        step = optimize_model(self.model, self.states, sizes, self.backend, passes)
         step.traced.check_any_size(self.model)
         step.hoist(self.backend)
-        return step.lowered()
+        lowered = step.lowered()
+        return lambda batch: lowered(*batch.tensors())
 
-    def _optimized_logits(self, hidden: Tensor, passes: Mapping[str, bool]) -> Run:
+    def _optimized_logits(self, hidden: Tensor, passes: Mapping[str, bool]) -> Callable[..., Outputs]:
         trace = partial(trace_logits, self.model, hidden, whole=kept_whole(self.backend), decompose=False)
         step = optimize(trace, self.backend, passes)
         step.traced.check_any_size(self.model)
         step.hoist(self.backend)
         return step.lowered()
 
-    def _made(self, make: Callable[[], Run]) -> Any:
+    def _made(self, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except CompileError as error:
+            if not self.otherwise_python:
+                raise
             self.passes = None
             # A record may be kept, and the error's traceback would keep the runner.
             log.warning(

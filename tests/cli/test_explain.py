@@ -79,27 +79,35 @@ class TestExplain:
         assert text.count("eager: paged_attention") == 4
 
     @pytest.mark.parametrize(
-        ("config", "said"),
+        ("config", "prefill", "said"),
         [
-            ({"compiler": "eager"}, "the model's Python code is run eagerly; no rewrite is applied"),
+            (
+                {"compiler": "eager"},
+                "prefill steps: the model's Python code is run eagerly",
+                "the model's Python code is run eagerly; no rewrite is applied",
+            ),
             (
                 {"compiler": "piecewise_eager"},
+                "prefill steps have the compiler piecewise_eager",
                 "the model's Python code is captured in 5 pieces; the 4 calls between them, of paged_attention, run "
                 "eagerly; no rewrite is applied",
             ),
             (
                 {"compiler": "graph", "torch_compile_max_bs": 1},
+                "prefill steps are traced once for all sizes, rewritten, and run uncaptured",
                 "the model's Python code is captured without compiling, because torch_compile_max_bs is 1; "
                 "no rewrite is applied",
             ),
         ],
         ids=["eager", "piecewise_eager", "torch_compile_max_bs"],
     )
-    def test_modes_without_a_trace(self, config: dict[str, Any], said: str, trained: Path, tmp_path: Path) -> None:
+    def test_modes_without_a_trace(
+        self, config: dict[str, Any], prefill: str, said: str, trained: Path, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "dump"
         options = "--compilation-config", json.dumps(config), "--dump", str(folder)
         lines = self.run(str(trained), "--backend", "cpu", *options)
-        assert lines[1:] == ["", said, "", f"no graph to write to {folder}"]
+        assert lines[1:] == ["", prefill, "", said, "", f"no graph to write to {folder}"]
         assert not folder.exists()
 
     def test_inductor(self, trained: Path, tmp_path: Path) -> None:

@@ -108,11 +108,14 @@ class TestConfigurations:
                 "decode.splitting_ops is set, but the compiler 'graph'",
             ),
             (
-                {"prefill": {"compiler": "piecewise"}, "decode": {"passes": {"add_rms_norm": False}}},
+                {
+                    "prefill": {"compiler": "piecewise"},
+                    "decode": {"compiler": "eager", "passes": {"add_rms_norm": False}},
+                },
                 "decode.passes is set, but the compiler 'eager'",
             ),
             (
-                {"compiler": "graph", "prefill": {"passes": {"add_rms_norm": False}}},
+                {"compiler": "graph", "prefill": {"compiler": "eager", "passes": {"add_rms_norm": False}}},
                 "prefill.passes is set, but the compiler 'eager'",
             ),
             (
@@ -202,7 +205,9 @@ class TestConfigurations:
 class TestTraces:
     @pytest.mark.parametrize("doubles_above", [None, 0, 1, 2, 4, 16, 100])
     def test_python_that_depends_on_sizes_is_followed(self, doubles_above: int | None) -> None:
-        runner = hal.Runner(Toy(doubles_above), opened(compiler="graph", capture_sizes=list(SIZES)))
+        runner = hal.Runner(
+            Toy(doubles_above), opened(compiler="graph", capture_sizes=list(SIZES), on_capture_error="eager")
+        )
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
 
@@ -211,7 +216,9 @@ class TestTraces:
         runner = hal.Runner(Toy(), opened(compiler="graph", capture_sizes=list(SIZES)))
         steps = optimized(runner)
         assert len({id(step) for size, step in steps.items() if size > 1}) == 1
-        runner = hal.Runner(Toy(doubles_above=4), opened(compiler="graph", capture_sizes=list(SIZES)))
+        runner = hal.Runner(
+            Toy(doubles_above=4), opened(compiler="graph", capture_sizes=list(SIZES), on_capture_error="eager")
+        )
         steps = optimized(runner)
         assert steps[5] is steps[17]
         assert steps[2] is steps[3]
@@ -226,7 +233,7 @@ class TestTraces:
                 logits = super().forward(batch, states)
                 return logits * 2 if batch.num_tokens == 5 else logits
 
-        runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        runner = hal.Runner(Doubles(), opened(compiler="graph", capture_sizes=list(SIZES), on_capture_error="eager"))
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
         steps = optimized(runner)
@@ -239,7 +246,7 @@ class TestTraces:
                 new = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
                 return super().forward(batch, states) * new[:, None] + batch.kv_lens[-1:]
 
-        runner = hal.Runner(Lengths(), opened(compiler="graph", capture_sizes=list(SIZES)))
+        runner = hal.Runner(Lengths(), opened(compiler="graph", capture_sizes=list(SIZES), on_capture_error="eager"))
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
 
@@ -282,9 +289,25 @@ class TestTraces:
         assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
         assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
 
-    def test_piecewise_refuses_a_model_that_asks_for_sizes(self) -> None:
-        with pytest.raises(CompileError, match=r"depends on sizes: s\d+ "):
-            hal.Runner(Attending(doubles_above=4), opened(compiler="piecewise"))
+    @pytest.mark.parametrize("compiler", ["graph", "piecewise"])
+    def test_a_model_that_asks_for_sizes_is_refused(self, compiler: str, caplog: pytest.LogCaptureFixture) -> None:
+        """One trace serves the steps that no graph holds. Otherwise they run the model's Python, if that is allowed."""
+        with pytest.raises(CompileError, match=r"depends on sizes: s\d+ .*\n.*on_capture_error"):
+            hal.Runner(Attending(doubles_above=4), opened(compiler=compiler))
+        runner = hal.Runner(Attending(doubles_above=4), opened(compiler=compiler, on_capture_error="eager"))
+        batch = runner.batch([[5, 6, 7, 8, 9], [4]], [[1], [2]])
+        for _ in range(2):
+            runner.step(batch)
+        assert caplog.text.count("steps that no graph holds run the Python code of Attending") == 1
+        with torch.inference_mode():
+            expected = runner.model(batch, runner.states.layers)
+        torch.testing.assert_close(runner.step(batch).hidden_states, expected)
+
+    def test_piecewise_eager_needs_no_trace(self, caplog: pytest.LogCaptureFixture) -> None:
+        sizes = {"capture_sizes": [2], "prefill": {"capture_sizes": [4]}}
+        runner = hal.Runner(Attending(doubles_above=4), opened(compiler="piecewise_eager", **sizes))
+        runner.step(runner.batch([[5] * 6], [[1]]))
+        assert "steps that no graph holds run the Python code of Attending" in caplog.text
 
     def test_inductor_refuses_it_for_more_than_one_sequence(self) -> None:
         with pytest.raises(CompileError, match=r"depends on sizes: s\d+ .*4"):

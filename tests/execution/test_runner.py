@@ -30,7 +30,7 @@ class Toy(CausalLM):
 
     vocab_size, max_length, states = 11, 64, (key_value_states(1, 8),)
 
-    def __init__(self, *, reads_above: int = 1000) -> None:
+    def __init__(self, *, reads_above: int | None = None) -> None:
         super().__init__()
         self.embedding = Embedding(self.vocab_size, 8)
         torch.nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ class Toy(CausalLM):
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         hidden = self.embedding(batch.token_ids)
-        if batch.num_sequences > self.reads_above:
+        if self.reads_above is not None and batch.num_sequences > self.reads_above:
             hidden = hidden * float(hidden.abs().max())
         return hidden
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +225,14 @@ class TestRowsOfEngines:
     def test_what_is_refused(self, tokens: Any, logits: Any, problem: str) -> None:
         with pytest.raises(BatchError, match=problem):
             last_rows(tokens, logits)
+
+
+def test_passes_of_prefill_apply_to_its_uncaptured_steps(caplog: pytest.LogCaptureFixture, trained: Path) -> None:
+    caplog.set_level(logging.INFO, "hal.compile")
+    backend = opened("graph", prefill={"passes": {"add_rms_norm": False}})
+    hal.Runner(hal.load_model(trained, backend), backend)
+    reports = [each.getMessage() for each in caplog.records if each.getMessage().startswith("optimized a step")]
+    applied = ["add_rms_norm: applied" in each for each in reports]
+    assert applied[-1] is False  # The trace of prefill is the last one.
+    assert all(applied[:-1])
+    assert len(applied) > 1

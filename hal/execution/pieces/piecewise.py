@@ -60,6 +60,7 @@ class PiecewiseForm(TokenForm):
             )
         step.hoist(backend, keep=at)
         self.split = split(step.traced, at=at)
+        self.uncaptured = self._without_graphs
         self.num_graphs = sum(each.captured for each in self.split.segments)
         if not self.num_graphs:
             raise ConfigError("nothing can be captured between the splitting operations", "split at fewer operations")
@@ -68,14 +69,22 @@ class PiecewiseForm(TokenForm):
         return [largest]
 
     def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
-        def run() -> None:
-            assert self.split is not None
-            values = _values_of(largest.batch)
-            for segment in self.split.segments:
-                results = segment.run(*[values[name] for name in segment.inputs])
-                values.update(zip((each.name for each in segment.outputs), results, strict=True))
+        return partial(self._without_graphs, largest.batch)
 
-        return run
+    def _without_graphs(self, batch: Batch) -> Outputs:
+        """Run a step of any shape on the code that was split."""
+        assert self.split is not None
+        values = _values_of(batch)
+        expiring: dict[int, list[str]] = defaultdict(list)
+        for index, segment in enumerate(self.split.segments):
+            results = segment.run(*[values[name] for name in segment.inputs])
+            for output, result in zip(segment.outputs, results, strict=True):
+                values[output.name] = result
+                expiring[output.last].append(output.name)
+            del results
+            for name in expiring.pop(index, ()):
+                del values[name]
+        return tuple(values[name] for name in self.split.returned)
 
     def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan:
         return partial(self._run, bucket, batch)
