@@ -15,8 +15,11 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
 from torch import Tensor
 
 import hal
+from hal.checkpoint.weight_replacement import replace_tensors
+from hal.device.group import Group
 from hal.errors import CheckpointError, ModelError
 from hal.nn import CausalLM
+from hal.parallel import Mesh
 
 COMPILERS = ("eager", "graph", "piecewise", "inductor")
 QUANTIZED = tuple(
@@ -198,6 +201,24 @@ def test_what_a_stream_must_not_have(
         hal.replace_weights(runner, iter(given))
     hal.replace_weights(runner, tensors(second))  # nothing is left of the failure
     assert torch.equal(logits(runner), logits(runner_of(second, opened())))
+
+
+@pytest.mark.parametrize("kind", ["experts", "compressed-tensors/w8a8/experts"])
+@pytest.mark.parametrize("experts", ["split", "all_gather"])
+def test_a_rank_keeps_its_part(tmp_path: Path, kind: str, experts: str) -> None:
+    """All tensors are given to each rank, also those of experts that only other ranks hold."""
+    first, second = two_checkpoints(tmp_path, kind)
+    group = Group("pair", 1, 2, object())
+    mesh = Mesh(tensor=group) if experts == "split" else Mesh(tensor=group, expert=group)
+    shared = {} if experts == "split" else {"parallel": {"tensor": 2, "experts": experts}}
+    config = {"backend": "cpu", "dtype": "float32", **shared}
+    with hal.open(config, mesh=mesh) as backend, torch.inference_mode():
+        model, expected = hal.load_model(first, backend), held(hal.load_model(second, backend))
+        replace_tensors(model, backend, tensors(second))
+        assert all(torch.equal(each, expected[name]) for name, each in held(model).items())
+        replace_tensors(model, backend, iter(tensors(first).items()))
+        wanted = held(hal.load_model(first, backend))
+        assert all(torch.equal(each, wanted[name]) for name, each in held(model).items())
 
 
 def test_a_model_that_was_not_loaded(cpu: hal.Backend, tmp_path: Path) -> None:
