@@ -298,7 +298,12 @@ def test_the_template_for_tools_is_chosen_by_name(trained: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big|failed"),
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "1000000000 is too large"),
+        ("{{ 'a'.ljust(10 ** 9) }}", "1000000000 is too large"),
+        ("{{ 'a' | center(width=10 ** 9) }}", "1000000000 is too large"),
+        ("{{ '{:999999999}'.format(1) }}", "too wide a text"),
+        ("{{ '%999999999d' % 1 }}", "too wide a text"),
+        ("{{ '%999999999d' | format(1) }}", "too wide a text"),
         (
             "{% for a in range(90000) %}{% for b in range(90000) %}{{ a }}{% endfor %}{% endfor %}",
             "takes longer than 0.3 seconds",

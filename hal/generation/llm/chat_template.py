@@ -6,7 +6,9 @@ limited time.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,18 +61,49 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    """Jinja's sandbox, which also refuses what takes much memory in one call."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a product or a power, unless the result is huge."""
-        if operator == "**":
+        """Compute a product, a power or a formatted text."""
+        if operator == "%":
+            _check_format(left)
+        elif operator == "**":
             if abs(left) > 1 << 32 or abs(right) > 64:
-                raise _Raised(f"{left} ** {right} is too large")
+                raise SecurityError(f"{left} ** {right} is too large")
         else:
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, str | list | tuple) and len(sequence) * count > MOST:
-                    raise _Raised(f"a sequence of {len(sequence) * count} elements is too long")
+                    raise SecurityError(f"a sequence of {len(sequence) * count} elements is too long")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function or method, such as ``ljust``."""
+        _check_sizes(args, kwargs)
+        _check_format(getattr(getattr(function, "__wrapped__", function), "__self__", None))  # Jinja wraps str.format.
+        return super().call(context, function, *args, **kwargs)
+
+
+def _check_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, int) and abs(each) > MOST:
+            raise SecurityError(f"{each} is too large")
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and ("{" in text or "%" in text) and re.search(r"\d{7,}", text):
+        raise SecurityError(f"{text[:40]!r} formats too wide a text")
+
+
+def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(filter_)
+    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_sizes(args, kwargs)
+        _check_format(value)
+        return filter_(value, *args, **kwargs)
+
+    return bounded
 
 
 def _refuse(message: str) -> None:
@@ -93,6 +126,7 @@ def _environment() -> Environment:
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _refuse
     made.globals["strftime_now"] = lambda text: datetime.now().astimezone().strftime(text)
+    made.filters |= {name: _bounded(made.filters[name]) for name in ("center", "format", "indent")}
     del made.globals["lipsum"]
     return made
 
