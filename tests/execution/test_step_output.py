@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import hal
 from hal.errors import BatchError, ModelError
+from hal.execution.capture.captured_form import CapturedForm
 from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.step import ALL, LAST, NONE, Rows, Wanted, last_rows
@@ -236,3 +238,29 @@ def test_passes_of_prefill_apply_to_its_uncaptured_steps(caplog: pytest.LogCaptu
     assert applied[-1] is False  # The trace of prefill is the last one.
     assert all(applied[:-1])
     assert len(applied) > 1
+
+
+@pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager"])
+def test_graphs_compute_logits_of_captured_rows_only(compiler: str, tmp_path: Path) -> None:
+    """No graph of pieces has a tensor as wide as the vocabulary. A whole decode step has one, for its sequences."""
+    backend = opened(compiler)
+    model = Scorer()
+    model.vocab_size = 4099  # no other size of the model
+    model.embedding = Embedding(4099, 32)
+    torch.nn.init.normal_(model.embedding.weight, generator=torch.Generator().manual_seed(1))
+    runner = hal.Runner(model, backend)
+    dumped = {}
+    for phase, form in runner.forms.items():
+        assert isinstance(form, CapturedForm)
+        for shape in form.shapes:
+            bucket = form.bucket_for(shape)
+            assert bucket is not None
+            for index, graph in enumerate(bucket.graphs):
+                graph.dump(tmp_path / "launches")
+                dumped[phase, shape, index] = (tmp_path / "launches").read_text(encoding="utf-8")
+    assert dumped
+    found = {shape.tokens for (_, shape, _), lines in dumped.items() if re.search(r"\[\d+, 4099\]", lines)}
+    whole = {shape.tokens for phase, shape, _ in dumped if phase == "decode"} if compiler == "graph" else set()
+    assert found == whole
+    output = runner.step(runner.batch([list(range(20))], [[1, 2]]))
+    assert output.logits.shape == (1, 4099)
