@@ -45,7 +45,7 @@ def test_requests_join_and_leave_while_others_run(compiler: str, num_tokens: int
             if not dropped.ended:
                 cancelled.add(dropped.prompt_index)
             scheduler.cancel(dropped)
-        for token in scheduler.step():
+        for _, token in scheduler.step():
             assert token.prompt_index not in cancelled
             found.setdefault(token.prompt_index, []).append(token)
     assert cancelled
@@ -70,7 +70,7 @@ def test_a_request_joins_before_others_end(trained: Path) -> None:
     scheduler.add(checked(runner, 1, texts[1], hal.SamplingParams(max_new_tokens=2)))
     order = []
     while not scheduler.idle:
-        order += [token.prompt_index for token in scheduler.step() if token.finished]
+        order += [token.prompt_index for _, token in scheduler.step() if token.finished]
     assert order == [1, 0]
 
 
