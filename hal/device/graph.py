@@ -89,7 +89,7 @@ class Graph(ABC):
 
     @contextmanager
     def capturing(self, stream: Stream | None = None) -> Iterator[Captures]:
-        """Capture this graph and others of the backend in turn, with :meth:`Captures.begin` and :meth:`Captures.end`.
+        """Capture this graph and others of the backend in turn; see :class:`hal.device.graph.Captures`.
 
         Entering waits, and exceptions propagate, as in :meth:`capture`, with the block in place of the function. Code
         between two captures runs eagerly, on the capture's stream. A graph whose capture did not end is empty
