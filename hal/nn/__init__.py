@@ -28,11 +28,11 @@ from hal.nn.embedding import Embedding
 from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
-from hal.nn.model import CausalLM
+from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rotary import RopeParameters, RotaryEmbedding
-from hal.nn.self_attention import SelfAttention
+from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
@@ -47,6 +47,7 @@ __all__ = [
     "SHARED_NORM",
     "SLIDING",
     "ActivationName",
+    "Angles",
     "Assembly",
     "Attention",
     "Batch",
@@ -64,10 +65,12 @@ __all__ = [
     "GroupedLinear",
     "LayerNorm",
     "LayerNorms",
+    "LayerState",
     "LayerType",
     "Linear",
     "Merged",
     "MergedLinear",
+    "Norm",
     "Projection",
     "QuantizedLinear",
     "RMSNorm",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
+from hal.errors import ConfigError
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear
@@ -197,6 +198,11 @@ class DecoderLM(CausalLM):
         self.states = [each.states for each in self._attention]
         self.logits_multiplier, self.softcap = logits_multiplier, softcap
         if config.tie_word_embeddings:
+            if head_bias:
+                raise ConfigError(
+                    f"{type(self).__name__} has an output projection with a bias, tied to the embedding",
+                    "set tie_word_embeddings to false in config.json, or assemble the model without head_bias",
+                )
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
             self.lm_head = Linear(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import attrs
 from attrs.validators import ge, le
 
 from hal.config import read_model_config
+from hal.errors import ConfigError
 from hal.nn.mlp import ActivationName
 from hal.nn.rotary import KEYS_BESIDE, SIZE, RopeParameters
 
@@ -23,8 +24,13 @@ class DecoderConfig:
     """The keys of config.json that affect the computation, under the same names. Families add keys.
 
     ``num_key_value_heads`` defaults to ``num_attention_heads``, and ``head_dim`` to ``hidden_size`` divided by it.
+
+    Attributes:
+        partial_rotary: whether the family rotates the part ``partial_rotary_factor`` of each head; other families
+            refuse the key, which transformers ignores for them.
     """
 
+    partial_rotary: ClassVar[bool] = False
     vocab_size: int = attrs.field(validator=SIZE)
     hidden_size: int = attrs.field(validator=SIZE)
     intermediate_size: int = attrs.field(validator=SIZE)
@@ -70,7 +76,14 @@ class DecoderConfig:
             ConfigError: a key is missing, or the model does not support a value.
         """
         others = {key: value for key, value in config.items() if key not in KEYS_BESIDE}
-        return attrs.evolve(read_model_config(cls, others), rope=RopeParameters.from_config(config, layer_type))
+        rope = RopeParameters.from_config(config, layer_type)
+        if rope.partial_rotary_factor != 1.0 and not cls.partial_rotary:
+            raise ConfigError(
+                f"config.json has partial_rotary_factor {rope.partial_rotary_factor}, and this family rotates whole "
+                "heads",
+                "remove the key if transformers computes the model without it",
+            )
+        return attrs.evolve(read_model_config(cls, others), rope=rope)
 
 
 def check_window(config: Any, attribute: Any, value: int | None) -> None:

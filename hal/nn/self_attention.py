@@ -40,8 +40,16 @@ class SelfAttention(nn.Module):
         bias: whether the projections of query, key and value have biases, and whether that of the output has one; None
             for ``config.attention_bias``.
         norm: makes the norms ``q_norm`` and ``k_norm``; None for none.
-        norm_over: whether these are over each ``head``, or over all heads (``width``).
+        norm_over: whether these are over each ``head``, or over all heads (``width``). Over all, ``norm`` gets the
+            keyword ``share`` too, as :class:`RMSNorm` does, by which ranks share the features.
         gate: whether the sigmoid of a gate scales the output. The gate of a head follows its query in ``q_proj``.
+
+    Attributes:
+        qkv_proj: the projections of query, key and value, as one.
+        q_norm: the norm of the query, if any; likewise ``k_norm``.
+        attention: the attention, without projections.
+        o_proj: the projection of the output.
+        rotaries: the rotary embedding, in a tuple; empty for none.
     """
 
     def __init__(

@@ -54,6 +54,7 @@ class CohereForCausalLM(DecoderLM):
 
 @attrs.frozen(kw_only=True)
 class PhiConfig(DecoderConfig):
+    partial_rotary = True
     hidden_act: ActivationName = "gelu_new"
     layer_norm_eps: float = 1e-5
     qk_layernorm: bool = False
@@ -89,6 +90,7 @@ class PhiForCausalLM(DecoderLM):
 
 @attrs.frozen(kw_only=True)
 class StableLmConfig(DecoderConfig):
+    partial_rotary = True
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False
     use_parallel_residual: bool = False
@@ -184,6 +186,7 @@ class SmolLM3ForCausalLM(DecoderLM):
 
 @attrs.frozen(kw_only=True)
 class NemotronConfig(DecoderConfig):
+    partial_rotary = True
     hidden_act: ActivationName = "relu2"
     mlp_bias: bool = False
     norm_eps: float = 1e-5

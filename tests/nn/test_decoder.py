@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hal.models.llama import LlamaForCausalLM
 from helpers.reference import open_runner
 from helpers.thorough import DRAW, MODE, thorough
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from hal import ops
 from hal.checkpoint.weight_bindings import bindings_of
+from hal.errors import ConfigError
 from hal.nn import (
     MLP,
     POST_NORMS,
@@ -48,6 +50,11 @@ GATED: Mapping[str, Any] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x) ** 2,
 }
+
+
+@attrs.frozen(kw_only=True)
+class PartlyRotated(DecoderConfig):
+    partial_rotary = True
 
 
 @attrs.frozen
@@ -109,7 +116,7 @@ class Choice:
         return RMSNorm(width, 1e-3, offset=self.offset, **given)
 
     def model(self, config: Mapping[str, Any]) -> DecoderLM:
-        made = DecoderConfig.from_config({**config, "partial_rotary_factor": self.part})
+        made = PartlyRotated.from_config({**config, "partial_rotary_factor": self.part})
         rotary = RotaryEmbedding(HEAD_DIM, made.rope, interleaved=self.interleaved)
         embedding, residual, logits = self.factors
 
@@ -272,3 +279,24 @@ def test_logits(seed: int, compiler: str, tmp_path: Path) -> None:
     torch.testing.assert_close(
         torch.cat(parts), choice.expected(weights, tokens), rtol=1e-4, atol=1e-4, msg=str(choice)
     )
+
+
+def test_a_part_of_heads_is_refused_where_transformers_rotates_whole_ones() -> None:
+    config = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes = {"num_attention_heads": 2, "max_position_embeddings": 8}
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5, and this family rotates whole heads"):
+        LlamaForCausalLM.from_config({**config, **sizes, "partial_rotary_factor": 0.5})
+
+
+def test_a_tied_head_has_no_bias() -> None:
+    config = DecoderConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=0,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        tie_word_embeddings=True,
+    )
+    with pytest.raises(ConfigError, match="an output projection with a bias, tied to the embedding"):
+        DecoderLM(config, [], head_bias=True)
