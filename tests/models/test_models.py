@@ -80,7 +80,7 @@ def test_windows_of_layers() -> None:
     [
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "unknown value 'linear_attention'"),
-        ({"hidden_act": "gelu"}, "unknown value 'gelu'.*silu"),
+        ({"hidden_act": "mish"}, "unknown value 'mish'.*silu"),
         ({"head_dim": 0}, "head_dim is 0"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0"),

@@ -293,7 +293,7 @@ def test_a_tied_head_has_no_bias() -> None:
         vocab_size=8,
         hidden_size=8,
         intermediate_size=8,
-        num_hidden_layers=0,
+        num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=8,
         tie_word_embeddings=True,

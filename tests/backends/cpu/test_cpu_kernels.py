@@ -58,7 +58,7 @@ def test_kernels_of_torch_meet_the_reference(seed: int, name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 0, 1, 5, 64])
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
 def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: torch.dtype, native: hal.Backend) -> None:
     """Test lengths around the chunk size, shuffled blocks, and batches smaller and larger than the thread count."""
@@ -284,6 +284,7 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
             (x, gate_up, down.half(), ones(3, 2), pairs),
         ],
         "rms_norm": [(ones(2, 8).double(), ones(8).double(), 1e-6), (ones(2, 8, device="meta"), ones(8), 1e-6)],
+        "gelu_and_mul": [(ones(2, 7), "tanh"), (ones(2, 8, device="meta"), "none"), (ones(2, 8), "erf")],
         "silu_and_mul": [(ones(2, 7),), (ones(2, 8, device="meta"),)],
         "mask_logits": [
             (ones(2, 40), ones(2, 1).int()),
