@@ -142,8 +142,12 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
         used = [each.self_attn.rotaries for each in self.layers]
-        self.rotaries = nn.ModuleList(dict.fromkeys(rotary for each in used for rotary in each))
-        self._places = [[list(self.rotaries).index(rotary) for rotary in each] for each in used]
+        rotaries = list(dict.fromkeys(rotary for each in used for rotary in each))
+        # Not in a ModuleList: its numbered modules are the layers.
+        self._rotaries = [f"rotary{index or ''}" for index in range(len(rotaries))]
+        for name, rotary in zip(self._rotaries, rotaries, strict=True):
+            self.add_module(name, rotary)
+        self._places = [[rotaries.index(rotary) for rotary in each] for each in used]
         self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
         self._multipliers = {
             dtype: float(torch.tensor(embedding_multiplier, dtype=dtype, device="cpu"))
@@ -155,7 +159,7 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(batch.token_ids)
         if (multiplier := self._multipliers[hidden.dtype]) != 1.0:
             hidden = hidden * multiplier
-        angles: list[Angles] = [each(batch.positions, hidden.dtype) for each in self.rotaries]
+        angles: list[Angles] = [getattr(self, each)(batch.positions, hidden.dtype) for each in self._rotaries]
         for layer, places, state in zip(self.layers, self._places, states, strict=True):
             hidden = layer(hidden, angles[places[0]] if places else None, batch, state)
         normed: Tensor = self.norm(hidden)

@@ -43,7 +43,7 @@ def hand_written(model: Any, backend: CpuBackend, caches: Any) -> Callable[[hal.
     heads = first.o_proj.in_features // head_dim
     queries, keys = heads * head_dim, kv_heads * head_dim
     both, scale, eps = queries + keys, head_dim**-0.5, layers[0].input_layernorm.eps
-    inv_freq = decoder.rotaries[0].rope.inv_freq(head_dim, torch.device("cpu"))
+    inv_freq = decoder.rotary.rope.inv_freq(head_dim, torch.device("cpu"))
     table, final = decoder.embed_tokens.weight, decoder.norm.weight
     projection = table if decoder.embed_tokens.projection is None else decoder.embed_tokens.projection
     weights = [

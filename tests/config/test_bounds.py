@@ -101,6 +101,7 @@ def arguments_of(path: tuple[str, ...], checkpoint: Path, folder: Path) -> list[
     bench = ["--shapes", "tiny", "--compiler", "eager", "--backend", "cpu"]
     return {
         ("generate",): [str(checkpoint), "--prompt", "a", "--backend", "cpu"],
+        ("chat",): [str(checkpoint), "--backend", "cpu"],
         ("bench", "decode"): bench,
         ("bench", "prefill"): bench,
         ("compare",): [str(checkpoint), "--prompt", "a", "--backend", "cpu", "--backend", "cpu"],
@@ -121,6 +122,7 @@ def arguments_of(path: tuple[str, ...], checkpoint: Path, folder: Path) -> list[
 def test_every_command_with_numbers_is_tried() -> None:
     assert {path for path, _ in OPTIONS} == {
         ("generate",),
+        ("chat",),
         ("bench", "decode"),
         ("bench", "prefill"),
         ("compare",),

@@ -283,7 +283,7 @@ def test_published_configs_are_read_whole(name: str, caplog: pytest.LogCaptureFi
         )
     assert [each for each in caplog.messages if "does not read" in each] == []
     assert sum(each.numel() for each in model.parameters()) == sum(each.numel() for each in theirs.parameters())
-    rope: Any = model.get_submodule("model.rotaries.0").rope
+    rope: Any = model.get_submodule("model.rotary").rope
     assert rope.rope_theta == theirs.config.rope_parameters["rope_theta"] == 1e6
 
 

@@ -112,7 +112,7 @@ def test_keys_that_are_not_read_are_named(caplog: pytest.LogCaptureFixture) -> N
 def test_both_spellings_of_rope_parameters() -> None:
     new = build(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     beside = build(rope_parameters={"rope_type": "default"}, rope_theta=5e5)
-    assert beside.model.rotaries[0].rope == new.model.rotaries[0].rope
+    assert beside.model.rotary.rope == new.model.rotary.rope
     old = build(rope_theta=5e5, rope_scaling=None)
-    assert new.model.rotaries[0].rope == old.model.rotaries[0].rope
-    assert new.model.rotaries[0].rope.rope_theta == 5e5
+    assert new.model.rotary.rope == old.model.rotary.rope
+    assert new.model.rotary.rope.rope_theta == 5e5
