@@ -65,8 +65,8 @@ def sums_squares_in_half(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotates_in_place(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    rotated, other = right.rotary_embedding(query, key, cos, sin)
+def rotates_in_place(query: Tensor, key: Tensor, *angles: Any) -> tuple[Tensor, Tensor]:
+    rotated, other = right.rotary_embedding(query, key, *angles)
     return query.copy_(rotated), other
 
 
