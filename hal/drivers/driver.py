@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from hal.drivers.backend import Backend
+if TYPE_CHECKING:
+    from hal.drivers.backend import Backend
 
 ADDED: Mapping[tuple[int, int], tuple[str, ...]] = MappingProxyType({})
 """The additions of each minor version of the driver API after the first, for drivers to define or return."""
