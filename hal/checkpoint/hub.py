@@ -210,9 +210,9 @@ def _explained(name: str, revision: str | None, error: Exception, api: HfApi) ->
             f"{api.endpoint} answered {status} for {name}",
             remedies.get(status, "try again later, or give the path of a checkpoint's folder"),
         )
+    said = str(error).partition("\n")[0][:200] or "it gave no reason"
     return CheckpointError(
-        f"{name} cannot be downloaded from {api.endpoint}: {type(error).__name__}: {str(error).splitlines()[0]:.200}"
-        if str(error)
-        else f"{name} cannot be downloaded from {api.endpoint}: {type(error).__name__}",
-        "check the network and HTTPS_PROXY and try again, or give the path of a checkpoint's folder",
+        f"there is no folder {name} here, and {name} cannot be downloaded from {api.endpoint}: "
+        f"{type(error).__name__}: {said}",
+        "check the path; or, for a model of the hub, the network and HTTPS_PROXY",
     )
