@@ -8,11 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hal.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from hal.models.qwen3 import Qwen3ForCausalLM
 from torch import Tensor
 
 from helpers.checkpoints import write_json
@@ -34,16 +33,12 @@ ENTRY_POINT = "[hal.models]\nFaultyForCausalLM = helpers.faulty_model:FaultyForC
 class FaultyForCausalLM(Qwen3ForCausalLM):
     """Qwen3, with a fault."""
 
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.steps = 0
         self.point = os.environ["FAULT_AT"] if os.environ.get("RANK") == "1" else ""
         if self.point == "loading":
             strike()
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FaultyForCausalLM:
-        return cls(Qwen3Config.from_config(config))
 
     def eval(self) -> FaultyForCausalLM:
         """Return the loaded model."""
