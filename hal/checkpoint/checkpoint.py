@@ -1,6 +1,6 @@
-"""A checkpoint in the layout of Hugging Face: config.json, safetensors files, tokenizer.json.
+"""A checkpoint: a folder in the layout of Hugging Face (config.json, safetensors, tokenizer.json), or a GGUF file.
 
-hal reads weights from safetensors only. It unpickles nothing, and runs no code from a checkpoint.
+hal unpickles nothing, and runs no code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.checkpoint import hub
+from hal.checkpoint.checkpoint_files import CheckpointFiles, FolderFiles
+from hal.checkpoint.gguf.gguf_files import GgufFiles
+from hal.checkpoint.gguf.gguf_header import is_gguf
 from hal.checkpoint.other_formats import no_folder, no_safetensors
 from hal.checkpoint.safetensors_files import (
     DTYPES,
     TensorInfo,
     TensorSlice,
-    read_rows,
-    read_slices,
-    read_tensors,
     tensors_of,
     weight_files,
 )
-from hal.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer
 from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, nearest
 from hal.quantization.checkpoint_format import CheckpointFormat, Quantization
@@ -40,29 +39,37 @@ class Checkpoint:
     """An opened checkpoint. Everything except the values of the weights has been read and validated.
 
     Attributes:
-        path: the folder.
-        config: the content of config.json.
-        tensors: the tensors of the safetensors files, by name.
+        path: the folder, or the GGUF file.
+        config: the content of config.json, or what a GGUF file's metadata say under the same keys.
+        tensors: the tensors of the weights, by name.
+        files: reads the weights, the tokenizer and the other files.
     """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    files: CheckpointFiles = attrs.field(
+        default=attrs.Factory(lambda self: FolderFiles(self.path), takes_self=True), eq=False, repr=False
+    )
 
     @classmethod
     def open(cls, path: str | Path, *, revision: str | None = None) -> Checkpoint:
-        """Open a folder, or a model of the Hugging Face Hub, which is downloaded; see
+        """Open a folder, a GGUF file, or a model of the Hugging Face Hub, which is downloaded; see
         :func:`hal.checkpoint.hub.download`.
 
         Args:
-            path: the folder; or, where there is none of that path, a name such as ``Qwen/Qwen3-0.6B``.
+            path: the folder or file; or, where there is none of that path, a name such as ``Qwen/Qwen3-0.6B``.
             revision: the branch, tag or commit of a model of the hub; None for its main branch.
 
         Raises:
             CheckpointError: the folder does not exist or is no checkpoint, a file in it is damaged or unsafe, or the
                 model cannot be downloaded.
+            ConfigError: the path is a GGUF file, and the package ``gguf`` is not installed.
         """
         folder = hub.folder_of(path, revision)
+        if os.path.isfile(folder) and is_gguf(folder):
+            files = GgufFiles(folder)
+            return cls(files.path, files.config, files.tensors, files)
         if not os.path.isdir(folder):
             raise no_folder(folder)
         if not is_there(folder / "config.json"):
@@ -134,8 +141,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is damaged, or the value is not a token id or a list of them.
         """
-        file = self.path / "generation_config.json"
-        ids = read_json(file).get("eos_token_id") if is_there(file) else None
+        ids = self.files.json("generation_config.json").get("eos_token_id")
         if ids is None:  # The key is missing, or null.
             ids = self.config.get("eos_token_id")
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -147,33 +153,32 @@ class Checkpoint:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the folder has a tokenizer.json."""
-        return is_there(self.path / TOKENIZER)
+        """Whether there is a tokenizer: a tokenizer.json, or the vocabulary of a GGUF file."""
+        return self.files.has_tokenizer
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of tokenizer.json, with what the files beside it say, as transformers 5 reads them.
+        """Return the tokenizer of tokenizer.json, with what the files beside it say, as transformers 5 reads them; or
+        the one that a GGUF file's metadata describe.
 
         Raises:
-            CheckpointError: the file is missing or damaged, or one of those beside it is.
+            CheckpointError: there is none, or a file is damaged.
         """
-        return read_tokenizer(self.path)
+        return self.files.tokenizer()
 
     def equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
         """Return whether two tensors of one shape hold the same values, rounded to a dtype."""
-        return all(
-            torch.equal(ours.to(dtype), theirs.to(dtype))
-            for ours, theirs in zip(*(read_rows(name, self.tensors[name]) for name in (first, second)), strict=True)
-        )
+        pairs = zip(*(self.files.rows(name, self.tensors[name]) for name in (first, second)), strict=True)
+        return all(torch.equal(ours.to(dtype), theirs.to(dtype)) for ours, theirs in pairs)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values of ``names``, file by file, as CPU tensors mapped from disk: copy each before the next.
+        """Yield the values of ``names``, file by file, as CPU tensors: copy each before the next.
 
         Raises:
             CheckpointError: the checkpoint has no tensor of a name.
         """
         names = list(names)
         self._check_names(names)
-        return read_tensors({name: self.tensors[name] for name in names})
+        return self.files.read({name: self.tensors[name] for name in names})
 
     def read_slices(self, wanted: Sequence[TensorSlice]) -> Iterator[tuple[int, int, Tensor]]:
         """Read slices, file by file; see :func:`hal.checkpoint.safetensors_files.read_slices`.
@@ -182,7 +187,7 @@ class Checkpoint:
             CheckpointError: the checkpoint has no tensor of a name.
         """
         self._check_names(each.name for each in wanted)
-        return read_slices(wanted, self.tensors)
+        return self.files.read_slices(wanted, self.tensors)
 
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:

@@ -58,7 +58,7 @@ def folder_of(path: str | Path, revision: str | None = None, *, weights: bool = 
     """
     # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
     found = Path(os.path.expanduser(path))
-    if not os.path.exists(found) and NAME.fullmatch(found.as_posix()):
+    if not os.path.exists(found) and NAME.fullmatch(found.as_posix()) and found.suffix.lower() != ".gguf":
         return download(found.as_posix(), revision, weights=weights)
     if revision is not None:
         raise CheckpointError(f"{found} has no revision {revision!r}", "leave it out, or name a model of the hub")

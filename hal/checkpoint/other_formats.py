@@ -1,4 +1,4 @@
-"""Errors for a path that is no checkpoint in safetensors: what it is, and how to get one."""
+"""Errors for a path that is no checkpoint: what it is, and how to get one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 
 from hal.errors import CheckpointError
 
-SAFETENSORS = "hal reads safetensors only"
+SAFETENSORS = "hal reads safetensors from folders"
 ORIGINAL = "download the model that the file was made from, in safetensors; the file's page usually names it"
 FORMATS = {
-    "a GGUF file": (("*.gguf", "*.ggml"), ORIGINAL),
+    "a GGUF file": (
+        ("*.gguf",),
+        "give the path of the file instead of its folder's; of the hub, download it first, with `hf download`",
+    ),
+    "a GGML file": (("*.ggml",), ORIGINAL),
     "an ONNX file": (("*.onnx",), ORIGINAL),
     "a TensorFlow or Flax file": (("*.h5", "*.msgpack"), ORIGINAL),
     "a NumPy file": (("*.npz", "*.npy"), "save them as safetensors, with safetensors.numpy.save_file"),

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import click
 
-from hal.cli.commands import backends, bench, chat, compare, doctor, explain, generate, new_driver, ops, quantize
+from hal.cli.commands import (
+    backends,
+    bench,
+    bringup,
+    chat,
+    compare,
+    doctor,
+    explain,
+    generate,
+    new_driver,
+    ops,
+    quantize,
+)
 from hal.cli.console import logging_to_stderr
 from hal.cli.plugin_commands import ContributedCommands
 from hal.version import __version__
@@ -26,6 +38,7 @@ def main(context: click.Context, verbose: int) -> None:
 main.add_command(generate.command)
 main.add_command(chat.command)
 main.add_command(bench.command)
+main.add_command(bringup.command)
 main.add_command(compare.command)
 main.add_command(quantize.command)
 main.add_command(backends.command)

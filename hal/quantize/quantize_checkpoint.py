@@ -35,17 +35,6 @@ from hal.quantization.scheme import Scheme
 from hal.quantization.scheme_registry import SCHEMES, schemes
 from hal.quantize.calibration import input_ranges
 
-COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-)
-"""Patterns of the files to copy beside the weights."""
 CALIBRATION_TOKENS = 8192
 
 log = logging.getLogger("hal.quantize")
@@ -253,10 +242,11 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
-            save_file(written, str(folder / file.name), metadata={"format": "pt"})
+            shard = file.with_suffix(".safetensors").name
+            save_file(written, str(folder / shard), metadata={"format": "pt"})
         except SafetensorError as error:  # such as a full disk, for which other writers raise OSError
             raise OSError(error) from error
-        weight_map |= dict.fromkeys(written, file.name)
+        weight_map |= dict.fromkeys(written, shard)
         size += sum(tensor.nbytes for tensor in written.values())
     if len(set(weight_map.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -273,10 +263,7 @@ def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder:
     kept = [model.output_projection, *(path for path, layer in model.named_modules() if isinstance(layer, Gate))]
     for name, value in job.format.describe(config, job.scheme, kept, tensors).items():
         _write_json(folder / name, value)
-    for pattern in COPIED:
-        for file in sorted(job.checkpoint.path.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    job.checkpoint.files.write_beside(folder)
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ def remade(**overrides: Any) -> Damage:
 FOLDERS = {
     "no such path": Case(shutil.rmtree, CheckpointError, "found nothing"),
     "a GGUF file alone": Case(alone("model.Q4_K_M.gguf"), CheckpointError, "in a GGUF file (model.Q4_K_M.gguf)"),
-    "a GGUF file in its place": Case(in_place("model.gguf"), CheckpointError, "made from, in safetensors"),
+    "a GGUF file in its place": Case(in_place("model.gguf"), CheckpointError, "give the path of the file"),
     "an ONNX file in its place": Case(in_place("model.onnx"), CheckpointError, "in an ONNX file (model.onnx)"),
     "Flax's file in its place": Case(in_place("flax_model.msgpack"), CheckpointError, "(flax_model.msgpack)"),
     "a file": Case(replaced_by_a_file, CheckpointError, "found a file"),
@@ -326,7 +326,11 @@ def check_command(arguments: list[str], *messages: str) -> None:
     ("path", "problem", "remedy"),
     [
         ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder"),
-        ("model.gguf", "model.gguf is a GGUF file, and hal reads safetensors only", "made from, in safetensors"),
+        (
+            "model.ggml",
+            "model.ggml is a GGML file, and hal reads safetensors from folders",
+            "made from, in safetensors",
+        ),
         ("pytorch_model.bin", "as a pickle (pytorch_model.bin)", "or, on an isolated machine"),
         ("some/model.safetensors", "found a file", "give the folder that holds it and its config.json: some"),
     ],
@@ -335,9 +339,9 @@ def test_a_path_that_is_no_folder(
     path: str, problem: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if Path(path).suffix in (".gguf", ".bin", ".safetensors"):
+    if Path(path).suffix in (".ggml", ".bin", ".safetensors"):
         Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_bytes(b"GGUF")
+        Path(path).write_bytes(b"text")
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(path)
     assert problem in caught.value.problem

@@ -259,12 +259,17 @@ def folder_with(trained: Path, folder: Path, template: Any, *, file: bool = Fals
     return folder
 
 
+def template_of(folder: Path) -> ChatTemplate:
+    return ChatTemplate.read(hal.Checkpoint(folder, {}, {}))
+
+
 @pytest.mark.parametrize("file", [False, True], ids=["config", "file"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_are_those_of_transformers(family: str, file: bool, trained: Path, tmp_path: Path) -> None:
     folder = folder_with(trained, tmp_path / "model", FAMILIES[family], file=file)
     theirs = AutoTokenizer.from_pretrained(folder)
-    ours, template = hal.Checkpoint(folder, {}, {}).tokenizer(), ChatTemplate.read(folder)
+    checkpoint = hal.Checkpoint(folder, {}, {})
+    ours, template = checkpoint.tokenizer(), ChatTemplate.read(checkpoint)
     cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
         (each, {"add_generation_prompt": generation, "tools": tools})
         for each in CONVERSATIONS
@@ -287,10 +292,10 @@ def test_prompts_are_those_of_transformers(family: str, file: bool, trained: Pat
 
 def test_the_template_for_tools_is_chosen_by_name(trained: Path, tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    template = ChatTemplate.read(folder_with(trained, tmp_path / "model", templates))
+    template = template_of(folder_with(trained, tmp_path / "model", templates))
     assert template.render(CONVERSATIONS[0]) == "plain"
     assert template.render(CONVERSATIONS[0], tools=TOOLS) == "with tools"
-    other = ChatTemplate.read(folder_with(trained, tmp_path / "other", templates[1:]))
+    other = template_of(folder_with(trained, tmp_path / "other", templates[1:]))
     with pytest.raises(CheckpointError, match=r"no chat template 'default'\n.*known: tool_use"):
         other.render(CONVERSATIONS[0])
 
@@ -324,15 +329,15 @@ def test_hostile_and_broken_templates_are_errors(
     template: str, message: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
-    read = ChatTemplate.read(folder_with(trained, tmp_path / "model", template))
+    read = template_of(folder_with(trained, tmp_path / "model", template))
     with pytest.raises(HalError, match=message):
         read.render(CONVERSATIONS[0])
 
 
 def test_what_is_missing_is_named(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no chat template.*\n.*Instruct"):
-        ChatTemplate.read(trained)
-    template = ChatTemplate.read(folder_with(trained, tmp_path / "model", THINKING))
+        template_of(trained)
+    template = template_of(folder_with(trained, tmp_path / "model", THINKING))
     with pytest.raises(ConfigError, match=r"has no switch 'enable_thought'\n.*enable_thinking"):
         template.render(CONVERSATIONS[0], enable_thought=False)
     wrong: Any

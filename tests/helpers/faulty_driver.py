@@ -6,6 +6,7 @@ A test installs it as the driver ``faulty``; its option ``fault`` selects the ch
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,6 +110,21 @@ class FaultyBackend(CpuBackend):
 
     def nan(self) -> dict[str, Any]:
         return {"silu_and_mul": lambda x: REFERENCE["silu_and_mul"](x) * float("nan")}
+
+    def hang(self) -> dict[str, Any]:
+        """Never returns."""
+
+        def silu_and_mul(x: Tensor) -> Tensor:
+            time.sleep(10_000)
+            return x
+
+        return {"silu_and_mul": silu_and_mul}
+
+    def memory(self) -> dict[str, Any]:
+        def silu_and_mul(x: Tensor) -> Tensor:
+            raise hal.errors.DeviceOutOfMemory("the device has no memory left", "give it less")
+
+        return {"silu_and_mul": silu_and_mul}
 
     def crash(self) -> dict[str, Any]:
         """The rotary embedding returns a dtype that attention refuses."""

@@ -23,7 +23,7 @@ NOT_RUN = {
     r"vllm|sglang|SGLANG|VLLM|^curl": "tests/engines runs the engines, in environments of their own",
     r"path/to/|script\.py|pytest tests$": "it names a file of the reader's",
     r"Qwen/|SmolLM2": "it downloads a model",
-    r"--shapes|transformers_speed": "it takes minutes",
+    r"--shapes|transformers_speed|hal bringup": "it takes minutes",
     r"pytest": "it takes minutes; test_documentation.py runs the tests of pages",
     r"^touch pyproject|^pip install -e \.$|--backend faulty": "it is about a package that the reader writes",
     r"--backend cuda|HAL_CUDA|cuda/bin": "it needs a GPU, or an emulated one in a separate environment",

@@ -67,7 +67,7 @@ def command(
     from hal.generation.llm.chat_template import ChatTemplate
 
     opened = Checkpoint.open(checkpoint, revision=revision)
-    ChatTemplate.read(opened.path)  # Before the weights: it may be missing.
+    ChatTemplate.read(opened)  # Before the weights: it may be missing.
     opened.tokenizer()
     settings = settings_of(backend, dtype, compiler, compilation_config)
     with emulated(emulate, backend) as options:

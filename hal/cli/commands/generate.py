@@ -105,7 +105,7 @@ def command(
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, **sampling})
     tokenizer = opened.tokenizer()
-    template = ChatTemplate.read(opened.path) if chat else None
+    template = ChatTemplate.read(opened) if chat else None
     tokens = given.encode(tokenizer, template)
     if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, given.stdin):
         return

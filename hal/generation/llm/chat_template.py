@@ -24,7 +24,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hal.config.untrusted_files import is_there, read_json, regular_file
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.config.untrusted_files import is_there, regular_file
 from hal.errors import CheckpointError, ConfigError, listed
 
 SECONDS = 5.0
@@ -136,7 +137,7 @@ class ChatTemplate:
     """The chat templates of a checkpoint.
 
     Attributes:
-        folder: the checkpoint's folder, for errors.
+        folder: the checkpoint's folder or file, for errors.
         sources: the templates by name. ``tool_use`` is for conversations with tools, ``default`` for the others.
         tokens: the special tokens, by name.
     """
@@ -146,15 +147,14 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     @classmethod
-    def read(cls, folder: Path) -> ChatTemplate:
+    def read(cls, checkpoint: Checkpoint) -> ChatTemplate:
         """Read the templates of a checkpoint: chat_template.jinja, or else the key ``chat_template`` of
-        tokenizer_config.json.
+        tokenizer_config.json; or the template in the metadata of a GGUF file.
 
         Raises:
             CheckpointError: it has none, or a file is damaged.
         """
-        config = _optional(folder / CONFIG)
-        older, special = (_optional(folder / each) for each in _OTHER_FILES)
+        folder, (config, older, special) = checkpoint.path, map(checkpoint.files.json, (CONFIG, *_OTHER_FILES))
         if is_there(folder / FILE):
             sources: Any = {"default": _text(folder / FILE)}
             if (folder / OTHERS).is_dir():
@@ -167,7 +167,8 @@ class ChatTemplate:
                 sources = {"default": sources}
         if not sources:
             raise CheckpointError(
-                f"{folder} has no chat template: neither {FILE} nor chat_template in {CONFIG}",
+                f"{folder} has no chat template: neither {FILE}, chat_template in {CONFIG}, nor one in a GGUF file's "
+                "metadata",
                 "use a checkpoint that was trained for conversations, often named -Instruct or -Chat; or continue a "
                 "prompt instead",
             )
@@ -266,10 +267,6 @@ def _check(messages: Any, tools: Any) -> None:
             raise ConfigError(f"message {index} is {each!r:.70}", 'give {"role": ..., "content": ...}')
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(each, Mapping) for each in tools)):
         raise ConfigError(f"tools is {tools!r:.70}", "give a list of JSON schemas, one for each function")
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if is_there(file) else {}
 
 
 def _text(file: Path) -> str:

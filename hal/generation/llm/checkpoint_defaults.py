@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, ConfigError, nearest
 from hal.generation.sampling_params import SamplingParams
 
@@ -29,8 +28,7 @@ def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is damaged, or a value is out of its range.
     """
-    file = checkpoint.path / FILE
-    given = read_json(file) if is_there(file) else {}
+    file, given = checkpoint.path / FILE, checkpoint.files.json(FILE)
     found = {name: given[name] for name in READ if given.get(name) is not None}
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
         found["top_k"] = int(top_k)

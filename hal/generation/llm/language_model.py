@@ -191,7 +191,7 @@ class LLM:
         The arguments and errors are those of :meth:`chat`.
         """
         if self._template is None:
-            self._template = ChatTemplate.read(self.checkpoint.path)
+            self._template = ChatTemplate.read(self.checkpoint)
         text = self._template.render(messages, tools=tools, **switches)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 

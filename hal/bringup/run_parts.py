@@ -1,0 +1,190 @@
+"""Runs the parts of a bring-up, each in a process with a time limit, and goes on after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hal.bringup.parts import Outcome, Part, Request, compare_texts, parts, read_output
+from hal.config.process_keeper import ProcessKeeper
+from hal.progress import Say
+
+CASE_SECONDS = 180.0
+"""The most time of a case of the conformance suite."""
+RESTARTS = 25
+"""After so many cases that failed, the rest runs in one process."""
+PAUSE = 0.2
+LOG_LINES = 30
+PROGRAM = ("-m", "hal_command")
+CONFORMANCE = ("-m", "hal.bringup.conformance_program")
+
+
+def run_parts(request: Request, options: Mapping[str, Any], folder: Path, say: Say) -> list[Outcome]:
+    """Run all parts; write the output of each to the folder.
+
+    Args:
+        request: what is brought up.
+        options: the driver's options, such as those of ``--emulate``.
+        folder: an existing folder.
+        say: called with progress messages.
+    """
+    found = []
+    for part in parts(request):
+        say(f"{part.title} ...")
+        outcome = (
+            _conformance(part, request, options, folder, say) if not part.arguments else _run(part, request, folder)
+        )
+        say(f"  {outcome.status} after {outcome.seconds:.0f} s" + (f": {outcome.lines[0]}" if outcome.lines else ""))
+        found.append(outcome)
+    compare_texts(found)
+    return found
+
+
+def _run(part: Part, request: Request, folder: Path) -> Outcome:
+    output, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
+    figures = folder / f"{part.name}-figures.json"
+    arguments = [*part.arguments, *(("--figures", str(figures)) if part.figures else ())]
+    begin = time.monotonic()
+    code = _process([*PROGRAM, *arguments], output, log, request.seconds)
+    found = read_output(figures if part.figures else output)
+    return _outcome(part, shlex.join(["hal", *arguments]), code, time.monotonic() - begin, found, log)
+
+
+def _outcome(part: Part, command: str, code: int | None, seconds: float, found: list[Any], log: Path) -> Outcome:
+    lines: list[str] = []
+    good = False
+    with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # The output is that of a failure, or none.
+        good, lines = part.judge(found)
+    if code is None:
+        lines.insert(0, f"it did not end, and was ended after {seconds:.0f} s")
+    elif code != 0:
+        lines.insert(0, f"it ended with status {code}" if code > 0 else f"signal {-code} ended it")
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    return Outcome(
+        name=part.name,
+        title=part.title,
+        command=command,
+        status="late" if code is None else "passed" if good and code == 0 else "failed",
+        seconds=seconds,
+        lines=lines,
+        data=found,
+        log=last,
+    )
+
+
+def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> int | None:
+    """Run Python; return its exit status, or None if its time was over."""
+    with output.open("wb") as out, log.open("ab") as errors, ProcessKeeper() as keeper:
+        process = _started(arguments, out, errors, keeper)
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code == 0:
+            keeper.ended()
+    return code
+
+
+def _started(arguments: list[str], out: Any, errors: Any, keeper: ProcessKeeper) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=errors,
+        env={**keeper.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+
+
+def _conformance(part: Part, request: Request, options: Mapping[str, Any], folder: Path, say: Say) -> Outcome:
+    """Run the cases in a process, and those after one that fails, hangs or crashes in another.
+
+    A device may not work any more in a process where something has failed.
+    """
+    results, log = folder / "conformance.jsonl", folder / "conformance.log"
+    results.write_bytes(b"")
+    begin, found = time.monotonic(), list[dict[str, Any]]()
+    code: int | None = 0
+    wanted: dict[str, Any] = {"backend": request.backend, "options": dict(options), "dtype": request.dtype}
+    wanted |= {"whole": request.conformance == "whole"}
+    late = False
+    for restart in range(RESTARTS + 1):
+        left = request.seconds - (time.monotonic() - begin)
+        if left <= 0:
+            late = True
+            break
+        wanted |= {"first": len(found), "stop_at_failure": restart < RESTARTS}
+        code, late = _cases([*CONFORMANCE, json.dumps(wanted), str(results)], results, log, left)
+        found, running = _results(results)
+        if code == 0 and running is None:
+            break
+        if running is not None:
+            status = "hung" if code is None else "crashed"
+            message = f"it did not end within {CASE_SECONDS:g} s" if code is None else f"the process ended with {code}"
+            _append(results, {"name": running, "status": status, "message": message})
+            found, _ = _results(results)
+            say(f"  {running}: {status}")
+        if late or (running is None and code not in (0, STOPPED)):
+            break
+    good_code = None if late else 0 if found and code in (0, STOPPED) else code
+    return _outcome(part, "the cases of hal.testing", good_code, time.monotonic() - begin, found, log)
+
+
+STOPPED = 3
+"""The exit status of the conformance program after a failure, if cases are left."""
+
+
+def _cases(arguments: list[str], results: Path, log: Path, seconds: float) -> tuple[int | None, bool]:
+    """Run cases until one takes too long.
+
+    Returns:
+        The exit status, None if the process was ended; and whether the time of all cases is over.
+    """
+    end = time.monotonic() + seconds
+    with open(os.devnull, "wb") as out, log.open("ab") as errors, ProcessKeeper() as keeper:
+        process = _started(arguments, out, errors, keeper)
+        size, since = 0, time.monotonic()
+        while (code := process.poll()) is None:
+            now = time.monotonic()
+            if (written := results.stat().st_size) != size:
+                size, since = written, now
+            if now > end or now > since + CASE_SECONDS:
+                return None, now > end
+            time.sleep(PAUSE)
+        if code == 0:
+            keeper.ended()
+    return code, False
+
+
+def _results(file: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the results in a file, and the name of the case that has begun and not ended."""
+    found: list[dict[str, Any]] = []
+    running = None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if "begins" in entry:
+            running = entry["begins"]
+        else:
+            found.append(entry)
+            running = None
+    return found, running
+
+
+def _append(file: Path, entry: Mapping[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as results:
+        results.write(json.dumps(entry) + "\n")
+
+
+def as_json(request: Request, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the document to send."""
+    return {"format": 1, "request": attrs.asdict(request), "parts": [attrs.asdict(each) for each in outcomes]}
