@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterator
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -28,6 +30,29 @@ def optional_requirements() -> Iterator[tuple[str, Requirement]]:
                 continue
             if requirement.name != DISTRIBUTION:
                 yield extra, requirement
+
+
+def need(module: str, extra: str, option: str) -> Any:
+    """Return a module of an optional library.
+
+    Args:
+        module: the module. Its library has the same name, with hyphens.
+        extra: the extra of hal's distribution that requires the library.
+        option: what needs it, for the error, such as ``hal serve``.
+
+    Raises:
+        ConfigError: the library is not installed, cannot be imported, or has a version that no extra names.
+    """
+    library = module.partition(".")[0].replace("_", "-")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs {library}, which cannot be imported: {error}",
+            f"pip install {library} (or '{DISTRIBUTION}[{extra}]'), or omit {option}",
+        ) from error
+    check_version(library, option)
+    return found
 
 
 def check_version(library: str, option: str) -> None:

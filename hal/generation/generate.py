@@ -82,6 +82,8 @@ def _tokens(scheduler: Scheduler) -> Iterator[Token]:
     try:
         while not scheduler.idle:
             for _, token in scheduler.step():
+                if isinstance(token, Exception):
+                    raise token
                 yield token
     finally:
         scheduler.close()  # The caller may stop early.

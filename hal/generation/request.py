@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from hal.errors import BatchError, ConfigError
 from hal.execution.runner import Runner
 from hal.generation.generated_text import GeneratedText, special_stops
-from hal.generation.sampling_params import SamplingParams
+from hal.generation.grammars import GrammarMask
+from hal.generation.sampling_params import Mask, SamplingParams
 
 log = logging.getLogger("hal.generation")
 
@@ -48,6 +49,7 @@ class Request:
         tokens: the prompt, and the new tokens that the host knows.
         length: the length of the prompt.
         limit: the most new tokens.
+        sample_index: the index of the text among those of its prompt.
         cached: the tokens of the prompt that the cache already holds.
         drawn: the number of tokens drawn.
         unread: how many of those the host does not know.
@@ -57,6 +59,7 @@ class Request:
         stops: the tokens that end the text.
         bad: sequences of tokens that are not generated.
         text: the text of the new tokens, if the request has stop texts.
+        mask: returns which tokens are allowed next.
         leader: a request of the same prompt, whose prompt is to be in the cache first.
     """
 
@@ -65,6 +68,7 @@ class Request:
     params: SamplingParams
     length: int
     limit: int
+    sample_index: int = 0
     blocks: list[int] = attrs.field(factory=list)
     slots: list[int] = attrs.field(factory=list)
     cached: int = 0
@@ -76,6 +80,7 @@ class Request:
     stops: frozenset[int] = frozenset()
     bad: tuple[tuple[int, ...], ...] = ()
     text: GeneratedText | None = None
+    mask: Mask | None = None
     leader: Request | None = None
 
     @property
@@ -124,12 +129,13 @@ def checked(
         index: the index of the prompt.
         tokens: the prompt.
         params: its parameters.
-        tokenizer: the model's; for stop texts and bad words.
+        tokenizer: the model's; for stop texts, bad words and grammars.
         max_length: the most tokens of a request; None for the model's maximum.
 
     Raises:
         BatchError: the prompt is empty, longer than the model or the cache, or has a token id out of range.
-        ConfigError: the parameters need a tokenizer, or have a token id out of range.
+        ConfigError: the parameters need a tokenizer, have a token id out of range, or a grammar that is invalid or not
+            supported.
     """
     try:
         given = list(tokens)
@@ -156,9 +162,8 @@ def checked(
         raise ConfigError(
             f"logit_bias of prompt {index} names token {wrong[0]}", f"use token ids from 0 to {vocab_size - 1}"
         )
-    if tokenizer is None and (params.stop or params.bad_words):
-        name = "stop" if params.stop else "bad_words"
-        raise ConfigError(f"{name} of prompt {index} is text, and there is no tokenizer", "pass tokenizer=")
+    if tokenizer is None and (named := params.in_text):
+        raise ConfigError(f"{named[0]} of prompt {index} is text, and there is no tokenizer", "pass tokenizer=")
     limit = min(params.max_new_tokens, longest - len(prompt))
     if limit < params.max_new_tokens:
         log.warning("prompt %d gets %d new tokens, not %d: the model's limit", index, limit, params.max_new_tokens)
@@ -167,11 +172,13 @@ def checked(
             f"prompt {index} needs {len(prompt) + limit} tokens of cache, but the cache holds {capacity}",
             "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
         )
-    request = Request(index, prompt, params, len(prompt), limit, stops=params.stop_token_ids)
-    if tokenizer is not None and (params.stop or params.bad_words):
+    request = Request(index, prompt, params, len(prompt), limit, stops=params.stop_token_ids, mask=params.mask)
+    if tokenizer is not None and params.in_text:
         request.stops |= special_stops(tokenizer, params)
         request.text = GeneratedText(tokenizer, prompt, params) if params.stop else None
         request.bad = tuple(_spellings(tokenizer, params.bad_words))
+        if params.has_grammar:
+            request.mask = GrammarMask(tokenizer, params, vocab_size, request.stops)
     return request
 
 

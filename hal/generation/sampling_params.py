@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from hal.step.host_copies import to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """The names of the penalties, in the order in which they apply."""
+IN_TEXT = ("stop", "bad_words", "json_schema", "regex")
+"""The names of the parameters that need a tokenizer."""
 MAX_LOGPROBS = 1000
 """The most likely tokens that a request may ask for."""
 
@@ -44,6 +47,17 @@ def _token_ids(values: Iterable[int]) -> frozenset[int]:
         return frozenset(map(operator.index, values))
     except TypeError:
         raise ConfigError(f"stop_token_ids is {values!r:.70}", "give token ids, such as {0}") from None
+
+
+def _schema(value: Any) -> str | None:
+    """Return a JSON schema as text."""
+    try:
+        found = value if value is None or isinstance(value, str) else json.dumps(value)
+        if found is None or isinstance(json.loads(found), dict):
+            return found
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ConfigError(f"json_schema is {value!r:.70}", 'give a JSON schema, such as {"type": "object"}, or its text')
 
 
 @attrs.frozen
@@ -76,6 +90,9 @@ class SamplingParams:
         logprobs: return the log-probability of each new token, and of the ``logprobs`` most likely ones; None for
             neither. They are those of the model: nothing above changes them.
         prompt_logprobs: return those of the prompt's tokens; for :class:`hal.LLM`.
+        json_schema: the text is JSON that follows this schema: a mapping, or its text. It may have less than the whole
+            if ``max_new_tokens`` ends it. Needs a tokenizer, and the package llguidance.
+        regex: the whole text matches this regular expression, in the syntax of Rust's package regex. Needs the same.
         n: the number of texts of the prompt, for :class:`hal.LLM`; text ``j`` uses ``seed + j``.
 
     Raises:
@@ -100,11 +117,14 @@ class SamplingParams:
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = attrs.field(default=None, converter=_schema)
+    regex: str | None = None
     n: int = 1
 
     def __attrs_post_init__(self) -> None:
         if type(self.ignore_eos) is not bool:
             raise ConfigError(f"ignore_eos is {self.ignore_eos!r:.70}, not True or False", "see hal.SamplingParams")
+        self._check_grammar()
         for name in ("stop", "bad_words"):
             if not all(isinstance(each, str) and each for each in getattr(self, name)):
                 raise ConfigError(
@@ -139,6 +159,25 @@ class SamplingParams:
         for name, (fits, wanted) in ranges.items():
             if not fits:
                 raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", f"give {wanted}")
+
+    @property
+    def in_text(self) -> list[str]:
+        """The names of the given parameters that need a tokenizer."""
+        return [name for name in IN_TEXT if getattr(self, name) not in ((), None)]
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the text follows a grammar."""
+        return self.json_schema is not None or self.regex is not None
+
+    def _check_grammar(self) -> None:
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise ConfigError(f"regex is {self.regex!r:.70}, not a text", "give a regular expression")
+        given = [name for name in ("json_schema", "regex", "mask") if getattr(self, name) is not None]
+        # A stop token ends a text that follows its grammar, and the grammar may require a word.
+        against = [name for name in ("ignore_eos", "min_new_tokens", "bad_words") if getattr(self, name)]
+        if len(given) > 1 or (self.has_grammar and against):
+            raise ConfigError(f"{' and '.join(given + against)} exclude each other", "give one of them")
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hal.generation.logprobs import logprobs_of, read_logprobs
 from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import choose
-from hal.generation.token_masks import allowed_tokens
+from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
@@ -48,6 +49,7 @@ class Scheduler:
         self._running: list[Request] = []  # by row of the input batch
         self._admitted = False  # in the last step
         self._unread: tuple[list[Request], HostCopy] | None = None
+        self._failed: list[tuple[Request, Exception]] = []
         self._inputs = runner.input_batch(max_requests, max_length)
         self._table: PenaltyTable | None = None
 
@@ -55,6 +57,21 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether no request waits or runs."""
         return not self._waiting and not self._running
+
+    @property
+    def num_running(self) -> int:
+        """The requests that run. Any thread may read it."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait. Any thread may read it."""
+        return len(self._waiting)
+
+    @property
+    def blocks_in_use(self) -> int:
+        """The blocks that running requests hold. Any thread may read it."""
+        return len({block for each in list(self._running) for block in each.blocks})
 
     def add(self, request: Request) -> None:
         """Let a request wait for its first step."""
@@ -76,15 +93,22 @@ class Scheduler:
         while self._running:
             self._give_back(self._running.pop())
 
-    def step(self) -> list[tuple[Request, Token]]:
+    def step(self) -> Sequence[tuple[Request, Token | Exception]]:
         """Run a step, and return tokens that became known with their requests, in the order of the prompts.
+
+        A request whose mask fails ends, and its exception follows the tokens. It is a ConfigError if the mask returns
+        something else than its documentation says, or allows no token.
 
         Raises:
             BatchError: the next request has no room, and no other runs.
-            ConfigError: a mask returns something else than its documentation says, or allows no token.
             NumericsError: the logits have a NaN.
             ClosedError: the runner is closed.
         """
+        found = self._advance()
+        failed, self._failed = self._failed, []
+        return [*found, *failed]
+
+    def _advance(self) -> list[tuple[Request, Token]]:
         after_admission, self._admitted = self._admitted, False
         if not after_admission:
             if admitted := self._admit():
@@ -163,20 +187,33 @@ class Scheduler:
 
     def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
         """Return the next token of each request, on the device."""
-        masks = [None if each.ended else each.params.mask for each in sequences]
+        allowed = self._allowed(sequences, logits.shape[-1])
         table = self._table
         rows = [] if table is None else [self._penalties(table, each) for each in sequences]
         if table is not None and any(rows):
             logits = table.penalize(logits, rows)
         logits = add_biases(logits, sequences)
-        if any(each is not None for each in masks):
-            generated = [each.generated for each in sequences]
-            allowed = allowed_tokens([each.prompt_index for each in sequences], masks, generated, logits.shape[-1])
+        if allowed is not None:
             logits = ops.mask_logits(logits, to_device(allowed, logits.device))
         chosen = choose(logits, [each.params for each in sequences], [each.drawn for each in sequences])
         if table is not None and any(rows):
             table.count(chosen)
         return chosen
+
+    def _allowed(self, sequences: list[Request], vocab_size: int) -> Tensor | None:
+        """Return a step's masks, ``[batch, words]``, or None if there are none. One that fails ends its request."""
+        if all(each.mask is None for each in sequences):
+            return None
+        every = all_tokens(vocab_size)
+        rows = [every] * len(sequences)
+        for row, each in enumerate(sequences):
+            if each.mask is not None and not each.ended:
+                try:
+                    rows[row] = allowed_tokens(each.prompt_index, each.mask, each.generated, vocab_size)
+                except Exception as error:
+                    each.cancelled = True
+                    self._failed.append((each, error))
+        return torch.stack(rows)
 
     @staticmethod
     def _penalties(table: PenaltyTable, sequence: Request) -> int:

@@ -23,12 +23,25 @@ class Piece:
         text: the added text, which may be empty.
         token_id: the token.
         finished: for the text's last piece, the reason, as in :class:`hal.generation.request.Token`; else None.
+        sample_index: the index of the text among those of its prompt.
+        logprob: the token's log-probability, if ``SamplingParams.logprobs`` is set.
+        top_logprobs: the most likely tokens and their log-probabilities, in descending order.
     """
 
     prompt_index: int
     text: str
     token_id: int
     finished: Literal["stop", "length"] | None
+    sample_index: int = 0
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+def piece_of(token: Token, text: GeneratedText, sample_index: int = 0) -> Piece:
+    """Add a token to its text, and return what it adds."""
+    added = text.push(token.token_id, last=token.finished is not None)
+    last = token.logprob, token.top_logprobs
+    return Piece(token.prompt_index, added, token.token_id, token.finished, sample_index, *last)
 
 
 def texts_in_order(
@@ -48,9 +61,7 @@ def texts_in_order(
     waiting: list[deque[Piece]] = [deque() for _ in prompts]
     turn = 0
     for token in tokens:
-        stream = streams[token.prompt_index]
-        text = stream.push(token.token_id, last=token.finished is not None)
-        waiting[token.prompt_index].append(Piece(token.prompt_index, text, token.token_id, token.finished))
+        waiting[token.prompt_index].append(piece_of(token, streams[token.prompt_index]))
         while turn < len(prompts) and waiting[turn]:
             piece = waiting[turn].popleft()
             turn += piece.finished is not None

@@ -1,4 +1,4 @@
-"""The masks of a step's sequences: which tokens each may take next."""
+"""The mask of a sequence: which tokens it may take next."""
 
 from __future__ import annotations
 
@@ -16,41 +16,35 @@ ALL = -1
 """A word that allows all its tokens."""
 
 
-def allowed_tokens(
-    prompts: Sequence[int],
-    masks: Sequence[Mask | None],
-    generated: Sequence[Sequence[int]],
-    vocab_size: int,
-) -> Tensor:
-    """Return the masks of a step, as :func:`hal.ops.mask_logits` takes them.
+def allowed_tokens(prompt: int, mask: Mask, generated: Sequence[int], vocab_size: int) -> Tensor:
+    """Return what a mask allows, as a row of ``allowed`` of :func:`hal.ops.mask_logits`.
 
     Args:
-        prompts: the index of each row's prompt, for errors.
-        masks: the mask of each row. A row without one may take all tokens.
-        generated: the tokens generated so far for each row.
+        prompt: the index of the prompt, for errors.
+        mask: the mask.
+        generated: the tokens generated so far.
         vocab_size: the number of tokens of the model.
 
     Returns:
-        ``[batch, words]``, int32, on the CPU.
+        ``[words]``, int32, on the CPU.
 
     Raises:
-        ConfigError: a mask is not an int32 tensor ``[words]`` on the CPU, or allows no token.
+        ConfigError: the mask is not an int32 tensor ``[words]`` on the CPU, or allows no token.
     """
-    words = -(-vocab_size // WORD)
-    allowed = torch.full((len(masks), words), ALL, dtype=torch.int32)
-    for row, (prompt, mask, tokens) in enumerate(zip(prompts, masks, generated, strict=True)):
-        if mask is not None:
-            allowed[row] = _checked(mask(tokens), words, prompt)
+    allowed = _checked(mask(generated), -(-vocab_size // WORD), prompt)
     # Bits after the vocabulary do not count.
-    last = allowed[:, -1:] & torch.tensor((1 << (vocab_size - 1) % WORD + 1) - 1).to(torch.int32)
-    stuck = ~torch.cat((allowed[:, :-1], last), dim=1).any(-1)
-    if stuck.any():
-        row = int(stuck.nonzero()[0])
+    last = int(allowed[-1]) & ((1 << (vocab_size - 1) % WORD + 1) - 1)
+    if not last and not allowed[:-1].any():
         raise ConfigError(
-            f"the mask of prompt {prompts[row]} allows no token after {len(generated[row])} new tokens",
+            f"the mask of prompt {prompt} allows no token after {len(generated)} new tokens",
             "let the mask allow a stop token where the text may end, and give it in stop_token_ids",
         )
     return allowed
+
+
+def all_tokens(vocab_size: int) -> Tensor:
+    """Return the mask that allows all tokens, ``[words]``."""
+    return torch.full((-(-vocab_size // WORD),), ALL, dtype=torch.int32)
 
 
 def _checked(found: Any, words: int, prompt: int) -> Tensor:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.checkpoints import write_json
 from helpers.reference import TEXTS
+from helpers.thorough import LONG, thorough
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,10 @@ def reference(trained: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
 
 
-def test_random_requests_of_four_threads_give_what_each_gives_alone(trained: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "num_threads"), [(60, 4), pytest.param(200, 8, marks=thorough(LONG))], ids=["few", "many"]
+)
+def test_random_requests_of_threads_give_what_each_gives_alone(count: int, num_threads: int, trained: Path) -> None:
     seed = random.randrange(1 << 30)
     logging.getLogger("tests").info("seed %d", seed)
     draw = random.Random(seed)
@@ -71,7 +75,7 @@ def test_random_requests_of_four_threads_give_what_each_gives_alone(trained: Pat
             },
             draw.choice(["generate", "stream", "cancel"]),
         )
-        for number in range(60)
+        for number in range(count)
     ]
     found: dict[int, str] = {}
     problems: list[BaseException] = []
@@ -95,7 +99,8 @@ def test_random_requests_of_four_threads_give_what_each_gives_alone(trained: Pat
             except BaseException as error:
                 problems.append(error)
 
-        threads = [threading.Thread(target=work, args=(range(first, 60, 4),)) for first in range(4)]
+        shares = [range(first, count, num_threads) for first in range(num_threads)]
+        threads = [threading.Thread(target=work, args=(each,)) for each in shares]
         for each in threads:
             each.start()
         for each in threads:
@@ -276,7 +281,8 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
         opened(folder, "eager")
 
 
-def test_requests_leave_nothing_behind(trained: Path) -> None:
+@pytest.mark.parametrize("rounds", [60, pytest.param(1000, marks=thorough(LONG))])
+def test_requests_leave_nothing_behind(rounds: int, trained: Path) -> None:
     config = {**CONFIG, "cache": {**CONFIG["cache"], "reuse_prefixes": False}}
     with hal.LLM(trained, backend="cpu", dtype="float32", compiler="eager", config=config) as llm:
 
@@ -295,10 +301,10 @@ def test_requests_leave_nothing_behind(trained: Path) -> None:
         tracemalloc.start()
         try:
             before = ask(20)
-            after = ask(60)
+            after = ask(rounds)
         finally:
             tracemalloc.stop()
-        assert after - before < 40_000, "bytes after 120 more requests"
+        assert after - before < 40_000, "bytes after twice as many more requests"
         assert not [each for each in gc.get_objects() if type(each) is Request]
         assert llm._runner.blocks.num_free == llm._runner.spec.num_blocks - 1
 
@@ -322,9 +328,13 @@ def test_a_failing_mask_ends_its_request_and_not_the_llm(llm: hal.LLM) -> None:
     def fail(generated: Any) -> torch.Tensor:
         raise ZeroDivisionError("oops")
 
+    others, before = llm.stream(TEXTS[2], max_new_tokens=30), idle_blocks(llm)
+    text = next(others)
     with pytest.raises(BatchError, match="ZeroDivisionError: oops"):
         llm.generate("x", mask=fail)
-    assert llm.generate("x", max_new_tokens=2)[0].finish_reason == "length"
+    text += "".join(others)
+    assert text == llm.generate(TEXTS[2], max_new_tokens=30)[0].text, "requests beside it go on"
+    assert idle_blocks(llm) == before
 
 
 def test_operations_keep_their_backend(trained: Path) -> None:

@@ -236,14 +236,14 @@ def test_only_bits_of_the_vocabulary_count() -> None:
         return torch.tensor([0, -(2**5)], dtype=torch.int32)
 
     with pytest.raises(HalError, match="prompt 7 allows no token"):
-        allowed_tokens([7], [beyond], [[]], 37)
-    assert allowed_tokens([7], [beyond], [[]], 38).tolist() == [[0, -(2**5)]]
+        allowed_tokens(7, beyond, [], 37)
+    assert allowed_tokens(7, beyond, [], 38).tolist() == [0, -(2**5)]
     for words in (1, 2):
 
         def last(generated: Sequence[int], words: int = words) -> Tensor:
             return torch.tensor([0] * (words - 1) + [-(2**31)]).int()
 
-        assert allowed_tokens([0], [last], [[]], 32 * words)[0, -1] == -(2**31)
+        assert allowed_tokens(0, last, [], 32 * words)[-1] == -(2**31)
 
 
 def test_an_error_of_a_mask_comes_out(trained: Path) -> None:

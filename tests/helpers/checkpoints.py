@@ -120,3 +120,22 @@ def trained_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat and the rat sat on the hat", "é 日本 🙂 é 日本 🙂"], trainer)
     return tokenizer
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '# ' ~ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ '# ' ~ tool.function.name ~ '\n' }}{% endfor %}"
+    "{% if shout %}# !\n{% endif %}{% if add_generation_prompt %}def {% endif %}"
+)
+"""A chat template with a switch."""
+
+
+def with_template(checkpoint: Path, folder: Path) -> Path:
+    """Return a new folder with a checkpoint and a chat template."""
+    folder.mkdir()
+    for each in checkpoint.iterdir():
+        if each.name not in ("tokenizer_config.json", "generation_config.json"):
+            (folder / each.name).symlink_to(each)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer_config.json", {**config, "chat_template": TEMPLATE})
+    return folder

@@ -37,6 +37,8 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 CONFIG, FILE, OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _OTHER_FILES = ("chat_template.json", "special_tokens_map.json")
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+ARGUMENTS = frozenset({"self", "messages", "tools"})
+"""Names that no switch has: they are arguments."""
 
 Message = Mapping[str, Any]
 """A message: ``role`` and ``content``, and what else the template reads, such as ``tool_calls``."""

@@ -83,7 +83,6 @@ def token_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprob]) -> tup
 def completion_of(
     request: Request,
     tokens: Sequence[Token],
-    sample_index: int,
     prompt_logprobs: Sequence[Logprob] | None,
     tokenizer: Tokenizer | None,
 ) -> Completion:
@@ -92,7 +91,6 @@ def completion_of(
     Args:
         request: the request.
         tokens: all its new tokens.
-        sample_index: the index of the text among those of its prompt.
         prompt_logprobs: the log-probabilities of the prompt's tokens from the second on; None for none.
         tokenizer: the model's; without one, the text is empty.
     """
@@ -107,7 +105,7 @@ def completion_of(
         token_ids=new,
         finish_reason=last.finished or "length",
         prompt_index=request.prompt_index,
-        sample_index=sample_index,
+        sample_index=request.sample_index,
         stop=last.stop,
         prompt_token_ids=tuple(prompt),
         logprobs=token_logprobs(new, [(each.logprob, each.top_logprobs) for each in tokens]) if asked else None,

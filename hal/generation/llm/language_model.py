@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -25,10 +23,11 @@ from hal.generation.llm.chat_template import ChatTemplate, Message
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.engine import open_engine
+from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.pooling import Pooling
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
 from hal.generation.llm.prompts import Prompt, encoded_prompts, joined, listed_prompts
-from hal.generation.llm.serving_loop import ServingLoop
+from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
 from hal.generation.sampling_params import SamplingParams
@@ -136,6 +135,11 @@ class LLM:
                 self._tokenizer = self.checkpoint.tokenizer()
             return self._tokenizer
 
+    @property
+    def occupancy(self) -> Occupancy:
+        """How many texts run and wait, and what they hold of the cache."""
+        return self._loop.occupancy
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any
     ) -> list[Completion]:
@@ -200,17 +204,29 @@ class LLM:
 
         Closing the iterator cancels the request. The arguments and errors are those of :meth:`generate`.
         """
-        return _texts(self.pieces(prompt, params, **sampling))
+        return iterate_texts(self.pieces(prompt, params, **sampling))
 
     def pieces(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[Piece]:
         """Continue a prompt as :meth:`stream` does, and yield a piece for each token. The last has the reason."""
         request = self._single(prompt, params, sampling)
-        return self._pieces(request, GeneratedText(self.tokenizer, request.tokens, request.params))
+        return iterate_pieces(self._loop, request, GeneratedText(self.tokenizer, request.tokens, request.params))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> AsyncIterator[str]:
         """Continue a prompt as :meth:`stream` does, without blocking the event loop."""
-        request = self._single(prompt, params, sampling)
-        return self._asynchronous_pieces(request, GeneratedText(self.tokenizer, request.tokens, request.params))
+        return iterate_texts_asynchronously(self._piece_stream([self._single(prompt, params, sampling)]))
+
+    def apieces(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any
+    ) -> PieceStream:
+        """Continue one prompt or several, ``n`` texts for each, without blocking the event loop.
+
+        An asynchronous iterator of pieces, one for each token, as they arrive. The arguments and errors are those of
+        :meth:`generate`; there are no log-probabilities of the prompt.
+        """
+        requests = self._requests(self._encoded(prompts), params, sampling)
+        if any(each.params.prompt_logprobs is not None for each in requests):
+            raise ConfigError("prompt_logprobs is set, and pieces are of the new text only", "use generate()")
+        return self._piece_stream(requests)
 
     def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
         """Return how likely the model finds each continuation of a prompt.
@@ -252,18 +268,24 @@ class LLM:
             CheckpointError: the checkpoint has no tokenizer, or declares a module that hal does not have.
             ClosedError: the LLM is closed.
         """
+        embedding = self._embedding_of(texts)
+        self._loop.start(embedding).result()
+        return embedding.embeddings()
+
+    async def aembed(self, texts: Prompt | Sequence[Prompt]) -> Tensor:
+        """Return the embeddings of texts as :meth:`embed` does, without blocking the event loop."""
+        embedding = await asyncio.to_thread(self._embedding_of, texts)
+        await asyncio.wrap_future(self._loop.start(embedding))
+        return embedding.embeddings()
+
+    def _embedding_of(self, texts: Prompt | Sequence[Prompt]) -> PoolingPass:
         prompts = self._encoded(texts)
         self._check(prompts)
-        pooling = Pooling.read(self.checkpoint.path)
-        if not prompts:
-            return torch.empty(0)
-        done = PoolingPass(self._runner, prompts, pooling.mode)
-        self._loop.run(done)
-        return pooling.apply(torch.stack(done.vectors))
+        return PoolingPass(self._runner, prompts, Pooling.read(self.checkpoint.path))
 
     def _scored(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> list[list[Logprob]]:
         scoring = ScorePass(self._runner, prompts, starts, top)
-        self._loop.run(scoring)
+        self._loop.start(scoring).result()
         return scoring.scores
 
     def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
@@ -288,7 +310,7 @@ class LLM:
         return [with_stops(params, self._stop_token_ids)] * count
 
     def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        tokenizer = self.tokenizer if params.stop or params.bad_words else None
+        tokenizer = self.tokenizer if params.in_text else None
         return checked(self._runner, index, prompt, params, tokenizer=tokenizer, max_length=self.max_length)
 
     def _single(self, prompt: Prompt, params: SamplingParams | None, sampling: Mapping[str, Any]) -> Request:
@@ -298,10 +320,14 @@ class LLM:
         (tokens,) = self._encoded([prompt])
         return self._request(0, tokens, wanted)
 
-    def _complete(
+    def _piece_stream(self, requests: Sequence[Request]) -> PieceStream:
+        texts = {each: GeneratedText(self.tokenizer, each.tokens, each.params) for each in requests}
+        return PieceStream(self._loop, texts)
+
+    def _requests(
         self, prompts: Sequence[list[int]], params: SamplingParams | None, sampling: Mapping[str, Any]
-    ) -> list[Completion]:
-        samples: list[tuple[Request, int]] = []
+    ) -> list[Request]:
+        found: list[Request] = []
         for index, (prompt, wanted) in enumerate(
             zip(prompts, self._params(params, sampling, len(prompts)), strict=True)
         ):
@@ -309,18 +335,22 @@ class LLM:
             for sample in range(wanted.n):
                 seeded = attrs.evolve(wanted, seed=(wanted.seed + sample) % (1 << 63))
                 request = self._request(index, prompt, seeded)
-                request.leader = leader
+                request.sample_index, request.leader = sample, leader
                 leader = leader or request
-                samples.append((request, sample))
-        if not samples:
+                found.append(request)
+        return found
+
+    def _complete(
+        self, prompts: Sequence[list[int]], params: SamplingParams | None, sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        requests = self._requests(prompts, params, sampling)
+        if not requests:
             return []
-        requests = [request for request, _ in samples]
         before = self._prompt_logprobs(requests)
         found = self._run(requests)
         tokenizer = self.tokenizer if self.checkpoint.has_tokenizer else None
         return [
-            completion_of(request, found[request], sample, before.get(request.prompt_index), tokenizer)
-            for request, sample in samples
+            completion_of(request, found[request], before.get(request.prompt_index), tokenizer) for request in requests
         ]
 
     def _prompt_logprobs(self, requests: Sequence[Request]) -> dict[int, list[Logprob]]:
@@ -356,45 +386,3 @@ class LLM:
         if failed:
             raise failed[0]
         return found
-
-    def _pieces(self, request: Request, text: GeneratedText) -> Iterator[Piece]:
-        arrived: queue.SimpleQueue[Token | HalError] = queue.SimpleQueue()
-        self._loop.submit([request], lambda _, token: arrived.put(token))
-        finished = None
-        try:
-            while finished is None:
-                yield (piece := _piece(arrived.get(), text))
-                finished = piece.finished
-        finally:
-            self._loop.cancel([request])
-
-    async def _asynchronous_pieces(self, request: Request, text: GeneratedText) -> AsyncIterator[str]:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Token | HalError]()
-
-        def deliver(_: Request, token: Token | HalError) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, token)
-
-        self._loop.submit([request], deliver)
-        finished = None
-        try:
-            while finished is None:
-                piece = _piece(await arrived.get(), text)
-                finished = piece.finished
-                if piece.text:
-                    yield piece.text
-        finally:
-            self._loop.cancel([request])
-
-
-def _piece(token: Token | HalError, text: GeneratedText) -> Piece:
-    if isinstance(token, HalError):
-        raise token
-    added = text.push(token.token_id, last=token.finished is not None)
-    return Piece(token.prompt_index, added, token.token_id, token.finished)
-
-
-def _texts(pieces: Iterator[Piece]) -> Iterator[str]:
-    with closing(pieces):  # type: ignore[type-var]
-        for piece in pieces:
-            if piece.text:
-                yield piece.text

@@ -7,6 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+
+import attrs
 
 from hal.errors import BatchError, ClosedError, HalError
 from hal.execution.runner import Runner
@@ -18,6 +21,23 @@ Deliver = Callable[[Request, Token | HalError], None]
 """Called in the loop's thread with each token of a request, or with the error that ended it. It must not block."""
 
 log = logging.getLogger("hal.generation")
+
+
+@attrs.frozen
+class Occupancy:
+    """What a model has to do.
+
+    Attributes:
+        running: the texts that are generated.
+        waiting: the texts, and the batches of texts to score or embed, that wait.
+        blocks: the blocks of the cache that running texts hold.
+        num_blocks: all blocks.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    num_blocks: int
 
 
 class ServingLoop:
@@ -54,19 +74,32 @@ class ServingLoop:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Drop requests, and free what they hold. Nothing more is delivered soon after."""
-        if not self._closed:
+        with suppress(ClosedError):  # It has ended them.
             self._call(lambda: self._cancel(requests))
 
-    def run(self, prompt_pass: PromptPass) -> None:
-        """Run a pass over prompts, between the steps of requests, and wait for its end.
+    def start(self, prompt_pass: PromptPass) -> Future[None]:
+        """Run a pass over prompts, between the steps of requests.
+
+        Returns:
+            Its end. It raises a HalError if a step fails, or a prompt has no room in the cache. A pass that has not
+            begun can be cancelled.
 
         Raises:
-            HalError: a step failed, or a prompt has no room in the cache.
             ClosedError: the loop is closed.
         """
         done: Future[None] = Future()
-        self._call(lambda: self._passes.append((prompt_pass, done)))
-        done.result()
+        if prompt_pass.finished:
+            done.set_result(None)
+        else:
+            self._call(lambda: self._passes.append((prompt_pass, done)))
+        return done
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """How many requests run and wait, and what they hold."""
+        scheduler, passes = self._scheduler, len(self._passes)
+        blocks = scheduler.blocks_in_use
+        return Occupancy(scheduler.num_running, scheduler.num_waiting + passes, blocks, self._runner.spec.num_blocks)
 
     def close(self) -> None:
         """End the thread. Every request gets a ClosedError."""
@@ -100,16 +133,14 @@ class ServingLoop:
                     self._step()
             except HalError as error:
                 self._fail(error)
-            except Exception as error:  # A caller's mask may raise anything.
+            except Exception as error:
                 log.exception("a step of hal.LLM failed")
-                failed = BatchError(f"a step failed: {type(error).__name__}: {error}", "see the cause")
-                failed.__cause__ = error
-                self._fail(failed)
+                self._fail(_explained(error))
         self._fail(_closed())
 
     def _step(self) -> None:
         for request, token in self._scheduler.step():
-            self._hand_over(request, token)
+            self._hand_over(request, _explained(token) if isinstance(token, Exception) else token)
 
     def _await_work(self) -> bool:
         """Wait for work, and make the calls of other threads. Return whether the loop is open."""
@@ -126,6 +157,9 @@ class ServingLoop:
         if not self._passes:
             return False
         first, done = self._passes[0]
+        if not (done.running() or done.set_running_or_notify_cancel()):
+            self._passes.popleft()
+            return True
         try:
             if not first.step():
                 if not self._scheduler.idle:
@@ -157,9 +191,19 @@ class ServingLoop:
         for request in list(self._deliver):
             self._hand_over(request, error)
         while self._passes:
-            self._passes.popleft()[1].set_exception(error)
+            done = self._passes.popleft()[1]
+            if done.running() or done.set_running_or_notify_cancel():
+                done.set_exception(error)
         if not self._closed:
             self._scheduler = Scheduler(self._runner, **self._limits)
+
+
+def _explained(error: Exception) -> HalError:
+    if isinstance(error, HalError):
+        return error
+    failed = BatchError(f"a step failed: {type(error).__name__}: {error}", "see the cause")
+    failed.__cause__ = error
+    return failed
 
 
 def _closed() -> ClosedError:

@@ -1,0 +1,138 @@
+"""The texts of requests in pieces, as their tokens arrive: for threads, and for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import closing
+
+from hal.errors import HalError
+from hal.generation.generated_text import GeneratedText
+from hal.generation.llm.serving_loop import ServingLoop
+from hal.generation.request import Request, Token
+from hal.generation.streaming_text import Piece, piece_of
+
+
+def iterate_pieces(serving: ServingLoop, request: Request, text: GeneratedText) -> Iterator[Piece]:
+    """Run a request, and yield a piece for each token. Closing the iterator cancels it."""
+    arrived: queue.SimpleQueue[Token | HalError] = queue.SimpleQueue()
+    serving.submit([request], lambda _, token: arrived.put(token))
+    finished = None
+    try:
+        while finished is None:
+            token = arrived.get()
+            if isinstance(token, HalError):
+                raise token
+            yield (piece := piece_of(token, text))
+            finished = piece.finished
+    finally:
+        serving.cancel([request])
+
+
+def iterate_texts(pieces: Iterator[Piece]) -> Iterator[str]:
+    """Yield the texts of pieces that have one."""
+    with closing(pieces):  # type: ignore[type-var]
+        for piece in pieces:
+            if piece.text:
+                yield piece.text
+
+
+class PieceStream(AsyncIterator[Piece]):
+    """The pieces of several requests, in the order in which they arrive. They run from the first read on.
+
+    An error of one ends all. So does :meth:`cancel`, and the end of the stream's last reference.
+
+    Threading: one task of an event loop reads.
+
+    Args:
+        serving: runs the requests.
+        texts: the requests, and the text of each.
+    """
+
+    def __init__(self, serving: ServingLoop, texts: Mapping[Request, GeneratedText]) -> None:
+        self._serving = serving
+        self._texts = texts
+        self._left = len(texts)
+        self._arrivals: _Arrivals | None = None
+        self._pieces: deque[Piece] = deque()
+
+    def __del__(self) -> None:
+        if self._arrivals is not None:
+            self.cancel()
+
+    async def __anext__(self) -> Piece:
+        """Return the next piece.
+
+        Raises:
+            StopAsyncIteration: all texts have ended.
+            HalError: as :meth:`read`.
+        """
+        if not self._pieces:
+            self._pieces.extend(await self.read())
+        if not self._pieces:
+            raise StopAsyncIteration
+        return self._pieces.popleft()
+
+    async def read(self) -> list[Piece]:
+        """Wait for a piece, and return all that have arrived; none if all texts have ended.
+
+        Raises:
+            HalError: a step failed, or the LLM is closed.
+        """
+        if not self._left:
+            return []
+        if self._arrivals is None:
+            self._arrivals = _Arrivals(asyncio.get_running_loop())
+            self._serving.submit(list(self._texts), self._arrivals.put)
+        found = []
+        for request, token in await self._arrivals.take():
+            if isinstance(token, HalError):
+                self.cancel()
+                raise token
+            found.append(piece_of(token, self._texts[request], request.sample_index))
+            self._left -= token.finished is not None
+        return found
+
+    def cancel(self) -> None:
+        """End the requests that run, and free what they hold."""
+        if self._left:
+            self._left = 0
+            self._serving.cancel(list(self._texts))
+
+
+class _Arrivals:
+    """Passes tokens from the serving loop's thread to a task, which wakes once for all that arrive meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready = asyncio.Event()
+        self._arrived: deque[tuple[Request, Token | HalError]] = deque()
+        self._notified = False
+
+    def put(self, request: Request, token: Token | HalError) -> None:
+        self._arrived.append((request, token))
+        if not self._notified:
+            self._notified = True
+            self._loop.call_soon_threadsafe(self._notify)
+
+    def _notify(self) -> None:
+        self._notified = False  # Before the task reads: what is appended from here on notifies again.
+        self._ready.set()
+
+    async def take(self) -> list[tuple[Request, Token | HalError]]:
+        while not self._arrived:
+            self._ready.clear()
+            await self._ready.wait()
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+
+async def iterate_texts_asynchronously(pieces: PieceStream) -> AsyncIterator[str]:
+    """Yield the texts of pieces that have one."""
+    try:
+        async for piece in pieces:
+            if piece.text:
+                yield piece.text
+    finally:
+        pieces.cancel()
