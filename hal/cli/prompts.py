@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import click
@@ -59,18 +59,20 @@ class Prompts:
                 raise BatchError(f"{origin} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
         return cls(texts, origins, stdin)
 
-    def encode(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[list[int]]:
-        """Return the token ids of each prompt, or, with a template, of the conversation that it begins.
+    def encode(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[list[int]]:
+        """Return the token ids of each prompt, or, with a template and variables, of the conversation that it begins.
 
         Raises:
             BatchError: a prompt has no tokens.
         """
-        encoded: list[list[int]] = [
-            tokenizer.encode(text).ids
-            if template is None
-            else tokenizer.encode(template.render([{"role": "user", "content": text}]), add_special_tokens=False).ids
-            for text in self.texts
-        ]
+        encoded: list[list[int]] = []
+        for text in self.texts:
+            written = text
+            if template is not None:
+                written = template.render([{"role": "user", "content": text}], **(variables or {}))
+            encoded.append(tokenizer.encode(written, add_special_tokens=template is None).ids)
         for ids, origin in zip(encoded, self.origins, strict=True):
             if not ids:
                 raise BatchError(f"{origin} is empty", "remove it, or write at least one character")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +28,8 @@ OPTIONS: dict[str, tuple[type, str]] = {
 """The parameters whose default is the checkpoint's, in generation_config.json."""
 GREEDY = "Select the most likely token, whatever the checkpoint recommends."
 STOP = "Ends the text, which is cut before it. Repeatable."
+JSON_SCHEMA = "A JSON schema that the text follows, or a file with one. Needs the extra torch-hal[grammars]."
+REGEX = "A regular expression that the whole text matches. Needs the extra torch-hal[grammars]."
 REVISION = "The branch, tag or commit of a model of the hub."
 WITHOUT_EFFECT = ("top_k", "top_p", "min_p", "seed")
 """The parameters without effect at temperature 0."""
@@ -41,16 +44,24 @@ def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def with_sampling(*args: Any, greedy: bool, stop: Sequence[str], **given: Any) -> Any:
+        def with_sampling(
+            *args: Any, greedy: bool, stop: Sequence[str], json_schema: str | None, regex: str | None, **given: Any
+        ) -> Any:
             names = (*OPTIONS, "seed")
             sampling = {name: value for name in names if (value := given.pop(name)) is not None}
             if greedy and sampling.setdefault("temperature", 0.0) != 0:
                 raise click.UsageError(f"--greedy and --temperature {sampling['temperature']:g} exclude each other.")
             if stop:
                 sampling["stop"] = stop
+            if json_schema is not None:
+                sampling["json_schema"] = _schema(json_schema)
+            if regex is not None:
+                sampling["regex"] = regex
             return command(*args, sampling=sampling, **given)
 
         found: Callable[..., Any] = with_sampling
+        found = click.option("--regex", metavar="REGEX", help=REGEX)(found)
+        found = click.option("--json-schema", metavar="JSON", help=JSON_SCHEMA)(found)
         found = click.option("--stop", multiple=True, metavar="TEXT", help=STOP)(found)
         found = click.option("--greedy", is_flag=True, help=GREEDY)(found)
         found = click.option("--seed", type=int, help=seed)(found)
@@ -60,6 +71,15 @@ def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., 
         return found
 
     return decorate
+
+
+def _schema(given: str) -> str:
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--json-schema {given!r:.70} is neither a JSON object nor a file: {error}") from None
 
 
 def params_of(checkpoint: Checkpoint, sampling: Mapping[str, Any]) -> SamplingParams:

@@ -16,16 +16,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers.checkpoints import random_checkpoint, write_json
+from helpers.checkpoints import random_checkpoint, with_template, write_json
 from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.cli import main
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '# ' ~ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}def {% endif %}"
-)
 PROGRAM = "from hal_command import main; main()"
 
 
@@ -38,14 +34,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def talker(trained: Path, tmp_path: Path) -> Path:
     """The trained checkpoint, with a chat template."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for each in trained.iterdir():
-        if each.name not in ("tokenizer_config.json", "generation_config.json"):
-            (folder / each.name).symlink_to(each)
-    config = json.loads((trained / "tokenizer_config.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer_config.json", {**config, "chat_template": TEMPLATE})
-    return folder
+    return with_template(trained, tmp_path / "model")
 
 
 def run(*arguments: str | Path, stdin: str | None = None) -> Result:
@@ -140,6 +129,39 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(talker: Path) -> None
         screen.type("\x03")  # There is nothing to stop.
         screen.type("/exit\n")
         assert screen.status() == 0
+
+
+def test_switches_and_tools_reach_the_template(talker: Path, tmp_path: Path) -> None:
+    options = ("generate", talker, "--backend", "cpu", "--chat", "--prompt", "one", "--max-new-tokens", "6")
+    with hal.LLM(talker, backend="cpu") as llm:
+        tools = [{"type": "function", "function": {"name": "now"}}]
+        message = [{"role": "user", "content": "one"}]
+        (expected,) = llm.chat(message, tools=tools, shout=True, max_new_tokens=6)
+        (plain,) = llm.chat(message, max_new_tokens=6)
+        assert expected.prompt_token_ids != plain.prompt_token_ids
+    write_json(tmp_path / "tools.json", tools)  # type: ignore[arg-type]
+    assert run(*options, "--switch", "shout=true", "--tools", tmp_path / "tools.json").stdout == expected.text + "\n"
+    assert run(*options).stdout == plain.text + "\n"
+    for given, problem in (
+        (("--switch", "nonsense=1"), "has no switch 'nonsense'"),
+        (("--switch", "shout"), "give each variable once, as NAME=VALUE"),
+        (("--switch", "tools=1"), "give each variable once, as NAME=VALUE"),
+        (("--tools", str(tmp_path / "none.json")), "none.json cannot be read"),
+    ):
+        result = CliRunner().invoke(main, [*map(str, options), *given])
+        assert result.exit_code == 2
+        assert problem in result.stderr
+
+
+def test_json_has_log_probabilities(trained: Path) -> None:
+    options = ("generate", trained, "--backend", "cpu", "--prompt", "import os\n", "--max-new-tokens", "4", "--json")
+    found = json.loads(run(*options, "--logprobs", "2").stdout)
+    with hal.LLM(trained, backend="cpu") as llm:
+        (expected,) = llm.generate("import os\n", max_new_tokens=4, logprobs=2)
+    assert expected.logprobs is not None
+    for each, likely in zip(found["logprobs"], expected.logprobs, strict=True):
+        assert each == {"logprob": likely.logprob, "top": [list(pair) for pair in likely.top]}
+    assert "logprobs" not in json.loads(run(*options).stdout)
 
 
 def test_generate_takes_messages(talker: Path) -> None:

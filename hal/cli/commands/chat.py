@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from hal.cli.console import progress_bar
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.sampling_options import REVISION, sampling_options
 from hal.cli.stdout import ResultCommand, echo
+from hal.cli.template_options import SWITCH, switches_of
 from hal.errors import BatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ SEED = "The seed of the first answer. By default, a random one."
 @click.option("--system", metavar="TEXT", help="Instructions to the model.")
 @click.option("--max-new-tokens", type=int, help="Maximum of an answer. By default, what the context holds.")
 @sampling_options(SEED)
+@click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
@@ -48,6 +50,7 @@ def command(
     system: str | None,
     max_new_tokens: int | None,
     sampling: dict[str, Any],
+    switches: Sequence[str],
     revision: str | None,
     dtype: str | None,
     backend: str | None,
@@ -66,6 +69,7 @@ def command(
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.generation.llm.chat_template import ChatTemplate
 
+    variables = switches_of(switches)
     opened = Checkpoint.open(checkpoint, revision=revision)
     ChatTemplate.read(opened)  # Before the weights: it may be missing.
     opened.tokenizer()
@@ -75,7 +79,7 @@ def command(
         with progress_bar("loading") as progress:
             llm = hal.LLM(opened, config=settings, max_sequences=1, progress=progress)
         with llm:
-            Conversation(llm, sampling, max_new_tokens, system).run()
+            Conversation(llm, sampling, max_new_tokens, system, variables).run()
 
 
 @attrs.define
@@ -87,6 +91,7 @@ class Conversation:
         sampling: the sampling parameters by name.
         max_new_tokens: the most tokens of an answer; None for what the context holds.
         system: instructions to the model.
+        switches: variables of the chat template.
         messages: the messages so far.
     """
 
@@ -94,6 +99,7 @@ class Conversation:
     sampling: dict[str, Any]
     max_new_tokens: int | None
     system: str | None
+    switches: dict[str, Any] = attrs.field(factory=dict)
     messages: list[dict[str, str]] = attrs.field(factory=list)
     _interrupted: bool = False
 
@@ -125,7 +131,7 @@ class Conversation:
         """Answer a message, and write the answer as it is generated."""
         self.messages.append({"role": "user", "content": text})
         try:
-            prompt = self.llm.chat_prompt(self.messages)
+            prompt = self.llm.chat_prompt(self.messages, **self.switches)
             room = self.llm.max_length - len(prompt)
             if room < 1:
                 raise BatchError(

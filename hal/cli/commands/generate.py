@@ -21,6 +21,7 @@ from hal.cli.emulation import EMULATE, emulated
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.sampling_options import REVISION, WITHOUT_EFFECT, params_of, sampling_options
 from hal.cli.stdout import ResultCommand, echo
+from hal.cli.template_options import SWITCH, TOOLS, switches_of, tools_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +35,7 @@ MAX_CACHE_TOKENS = 65536
 """Maximum size of the cache by default; prompts that do not fit wait."""
 SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
+LOGPROBS = "With --json, add the log-probability of each new token, and the N most likely tokens with theirs."
 STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
 DATA_PARALLEL = "Run N copies of the model, which share the prompts. The texts are printed when all are finished."
@@ -50,6 +52,8 @@ log = logging.getLogger("hal.cli")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @sampling_options(SEED)
 @click.option("--chat", is_flag=True, help=CHAT)
+@click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
+@click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
@@ -58,6 +62,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
 @ranks.parallel(DATA_PARALLEL)
 @click.option("--json", "as_json", is_flag=True, help=JSON)
+@click.option("--logprobs", type=int, metavar="N", help=LOGPROBS)
 @click.option("--stream", is_flag=True, help=STREAM)
 def command(
     checkpoint: Path,
@@ -66,6 +71,8 @@ def command(
     max_new_tokens: int,
     sampling: dict[str, Any],
     chat: bool,
+    switches: Sequence[str],
+    tools: Path | None,
     revision: str | None,
     dtype: str | None,
     backend: str | None,
@@ -76,6 +83,7 @@ def command(
     data_parallel: int | None,
     experts: str | None,
     as_json: bool,
+    logprobs: int | None,
     stream: bool,
 ) -> None:
     """Continue prompts with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
@@ -85,7 +93,9 @@ def command(
 
     With --json, each prompt is an object with the keys index, prompt, text, token_ids and finished: the number of the
     prompt, the prompt, its continuation, the new tokens, and "stop" for a stop token or text, which the text leaves
-    out, or "length". With --stream, text and token_ids are those of a piece, and finished is null before the last.
+    out, or "length". With --logprobs, the key logprobs has an object for each new token, with the keys logprob and top,
+    a list of token ids and their log-probabilities. With --stream, text and token_ids are those of a piece, and
+    finished is null before the last.
 
     Sampling follows the checkpoint's generation_config.json, if it has one; options override it.
 
@@ -97,16 +107,21 @@ def command(
     from hal.generation.llm.chat_template import ChatTemplate
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
+    if not chat and (switches or tools is not None):
+        raise click.UsageError("--switch and --tools are for chat templates: add --chat.")
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json.")
     given = Prompts.read(prompts, prompts_file)
+    variables = {**switches_of(switches), **({} if tools is None else {"tools": tools_of(tools)})}
     settings = ranks.with_ranks(
         settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
     )
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
-    params = params_of(opened, {"max_new_tokens": max_new_tokens, **sampling})
+    params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
-    tokens = given.encode(tokenizer, template)
+    tokens = given.encode(tokenizer, template, variables)
     if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, given.stdin):
         return
 
@@ -173,8 +188,13 @@ def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:
             "text": "".join(piece.text for piece in pieces),
             "token_ids": [piece.token_id for piece in pieces],
             "finished": pieces[-1].finished,
+            **({} if pieces[-1].logprob is None else {"logprobs": [_likely(piece) for piece in pieces]}),
         }
     )
+
+
+def _likely(piece: Piece) -> dict[str, Any]:
+    return {"logprob": piece.logprob, "top": piece.top_logprobs}
 
 
 def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:
