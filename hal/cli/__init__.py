@@ -1,4 +1,4 @@
-"""The ``hal`` command: generate text, converse, measure, compare, quantize, and inspect drivers and operations.
+"""The ``hal`` command: generate text, converse, serve, measure, compare, quantize, and inspect drivers and operations.
 
 ``main`` is the console script. Each command is a module and imports heavy packages only when it runs. Installed
 packages contribute commands through the entry-point group ``hal.commands``.
@@ -20,6 +20,7 @@ from hal.cli.commands import (
     new_driver,
     ops,
     quantize,
+    serve,
 )
 from hal.cli.console import logging_to_stderr
 from hal.cli.plugin_commands import ContributedCommands
@@ -37,6 +38,7 @@ def main(context: click.Context, verbose: int) -> None:
 
 main.add_command(generate.command)
 main.add_command(chat.command)
+main.add_command(serve.command)
 main.add_command(bench.command)
 main.add_command(bringup.command)
 main.add_command(compare.command)

@@ -14,8 +14,8 @@ from hal.config.settings import Config
 from hal.config.text import parse_json
 from hal.errors import ConfigError
 
-ENGINES = frozenset({"HAL_VLLM"})
-"""Variables that activate hal in an engine, and are not keys."""
+OTHERS = frozenset({CACHE_DIR, "HAL_VLLM", "HAL_API_KEY"})
+"""Variables that are not keys: the folder of caches, the switch of an engine, and the key of ``hal serve``."""
 
 
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
     mapping: dict[str, Any] = {}
     wholes: set[tuple[str, ...]] = set()
     for variable, text in sorted(environ.items()):
-        if not variable.startswith("HAL_") or variable in {CACHE_DIR, *ENGINES}:
+        if not variable.startswith("HAL_") or variable in OTHERS:
             continue
         if any(_option_of(variable, driver) for driver in drivers):
             continue

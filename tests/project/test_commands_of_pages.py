@@ -21,6 +21,7 @@ NOT_RUN = {
     r"^(python -m )?pip install (?!-e|'?\.\[test)": "the environment has what it installs",
     r"^python -m pip install -e '\.\[npu": "the environment has torch-npu, in a folder apart",
     r"vllm|sglang|SGLANG|VLLM|^curl": "tests/engines runs the engines, in environments of their own",
+    r"^hal serve": "tests/serve runs it: it does not end",
     r"path/to/|script\.py|pytest tests$": "it names a file of the reader's",
     r"Qwen/|SmolLM2": "it downloads a model",
     r"--shapes|transformers_speed|hal bringup": "it takes minutes",

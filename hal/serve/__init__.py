@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server over :class:`hal.LLM`, which ``hal serve`` runs."""

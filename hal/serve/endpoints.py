@@ -1,0 +1,209 @@
+"""The paths that take a request with a body, and answer it with a model."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import attrs
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from hal.errors import HalError
+from hal.generation.streaming_text import Piece
+from hal.serve.admission import RETRY_AFTER, Admitted
+from hal.serve.answers import usage
+from hal.serve.api_error import ApiError, failed, refused
+from hal.serve.exchange import ClientGone, EventStream, read_body, until_gone
+from hal.serve.jobs import Job, chat_job, completion_job, encoded
+from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest
+from hal.serve.server_metrics import CANCELLED
+from hal.serve.server_state import ServerState
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the answer to a request that is not answered."""
+    headers = {"Retry-After": str(RETRY_AFTER)} if error.status == 429 else None
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+@attrs.frozen
+class Exchange:
+    """A request that is admitted.
+
+    Attributes:
+        scope: ASGI's description of the request.
+        receive: receives what the client sends.
+        send: sends the answer.
+        admitted: counts its texts.
+        began: the time of its arrival, by :func:`time.perf_counter`.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    admitted: Admitted
+    began: float
+
+    async def send_json(self, content: Any) -> None:
+        """Send the whole answer."""
+        await JSONResponse(content)(self.scope, self.receive, self.send)
+
+
+class Endpoint(ABC):
+    """A path: an ASGI application.
+
+    Args:
+        state: the server.
+    """
+
+    path: str
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, until its client goes away."""
+        began, status = time.perf_counter(), "500"
+        try:
+            with self.state.admission.entered() as admitted:
+                body = await read_body(scope, receive, self.state.options.max_body)
+                exchange = Exchange(scope, receive, send, admitted, began)
+                await until_gone(receive, self.respond(body, exchange))
+            status = "200"
+        except ClientGone:
+            status = CANCELLED
+        except HalError as error:
+            found = refused(error)
+            status = str(found.status)
+            await error_response(found)(scope, receive, send)
+        finally:
+            self.state.metrics.answered(self.path, status, began)
+
+    @abstractmethod
+    async def respond(self, body: bytes, exchange: Exchange) -> None:
+        """Send the answer.
+
+        Raises:
+            HalError: the request is invalid, and nothing was sent.
+        """
+
+
+class TextEndpoint(Endpoint):
+    """A path that answers with texts."""
+
+    async def respond(self, body: bytes, exchange: Exchange) -> None:
+        """Run the request, and send its texts."""
+        job = await asyncio.to_thread(self.job, body)
+        exchange.admitted.take(job.count)
+        self.state.metrics.prompted(job.prompt_tokens)
+        try:
+            await (self._stream if job.stream else self._collect)(job, exchange)
+        finally:
+            job.pieces.cancel()
+
+    @abstractmethod
+    def job(self, body: bytes) -> Job:
+        """Return what a request asks for. Runs in a thread.
+
+        Raises:
+            ApiError: the request is invalid.
+        """
+
+    async def _collect(self, job: Job, exchange: Exchange) -> None:
+        pieces = list[Piece]()
+        while found := await self._read(job, exchange, first=not pieces):
+            pieces += found
+        exchange.admitted.end()
+        await exchange.send_json(job.answer.whole(pieces, usage(job.prompt_tokens, len(pieces))))
+
+    async def _stream(self, job: Job, exchange: Exchange) -> None:
+        events, made = EventStream(exchange.send), 0
+        try:
+            while pieces := await self._read(job, exchange, first=not made):
+                made += len(pieces)
+                chunks = (job.answer.chunk(each, with_usage=job.include_usage) for each in pieces)
+                if texts := [_event(each) for each in chunks if each is not None]:
+                    await events.send(*texts)
+            if job.include_usage:
+                await events.send(_event(job.answer.last_chunk(usage(job.prompt_tokens, made))))
+        except ApiError as error:
+            if not events.begun:
+                raise
+            await events.send(_event(error.body))
+        exchange.admitted.end()  # Before the client knows that the texts have ended.
+        await events.end()
+
+    async def _read(self, job: Job, exchange: Exchange, *, first: bool) -> list[Piece]:
+        """Return the next pieces, and count them."""
+        try:
+            found = await job.pieces.read()
+        except HalError as error:
+            raise failed(error) from error
+        if first and found:
+            self.state.metrics.first_token(exchange.began)
+        self.state.metrics.generated(len(found))
+        return found
+
+
+class Completions(TextEndpoint):
+    """Continues prompts."""
+
+    path = "/v1/completions"
+
+    def job(self, body: bytes) -> Job:
+        """Return what a request asks for."""
+        asked = self.state.parse(CompletionRequest, body)
+        return completion_job(self.state.llm, asked, self.state.options.max_texts)
+
+
+class ChatCompletions(TextEndpoint):
+    """Answers conversations."""
+
+    path = "/v1/chat/completions"
+
+    def job(self, body: bytes) -> Job:
+        """Return what a request asks for."""
+        asked, options = self.state.parse(ChatRequest, body), self.state.options
+        return chat_job(self.state.llm, asked, options.max_texts, options.switches)
+
+
+class Embeddings(Endpoint):
+    """Returns the embeddings of texts. However many they are, they count as one text."""
+
+    path = "/v1/embeddings"
+
+    async def respond(self, body: bytes, exchange: Exchange) -> None:
+        """Compute the embeddings, and send them."""
+        asked = await asyncio.to_thread(self.state.parse, EmbeddingRequest, body)
+        if asked.encoding_format not in ("float", "base64"):
+            raise ApiError(
+                400,
+                f"encoding_format is {asked.encoding_format!r:.70}",
+                "give float or base64",
+                param="encoding_format",
+            )
+        prompts = await asyncio.to_thread(encoded, self.state.llm, asked.input, "input")
+        found = (await self.state.llm.aembed(prompts)).numpy()
+        total = sum(map(len, prompts))
+        self.state.metrics.prompted(total)
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(each.astype("<f4").tobytes()).decode()
+                if asked.encoding_format == "base64"
+                else each.tolist(),
+            }
+            for index, each in enumerate(found)
+        ]
+        used = {"prompt_tokens": total, "total_tokens": total}
+        await exchange.send_json({"object": "list", "model": asked.model, "data": data, "usage": used})
+
+
+def _event(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))

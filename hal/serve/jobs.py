@@ -1,0 +1,177 @@
+"""What a request asks of the model: its prompts, sampling parameters, and the form of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from hal.errors import BatchError, HalError
+from hal.generation.llm.chat_template import ARGUMENTS
+from hal.generation.llm.language_model import LLM
+from hal.generation.llm.piece_stream import PieceStream
+from hal.generation.llm.prompts import encoded_prompts
+from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from hal.serve.api_error import ApiError, refused
+from hal.serve.messages import template_messages
+from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
+from hal.serve.token_text import TokenText
+
+SAMPLING = ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "seed")
+EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "bad_words")
+"""The fields that :class:`hal.SamplingParams` has under the same name."""
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Parameters that have another name in OpenAI's API."""
+JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@attrs.frozen
+class Job:
+    """A request for texts that is ready to run.
+
+    Attributes:
+        pieces: its texts.
+        answer: the form of the answer.
+        count: the number of texts.
+        prompt_tokens: the tokens of all prompts.
+        stream: whether pieces are sent as they come.
+        include_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    pieces: PieceStream
+    answer: Answer
+    count: int
+    prompt_tokens: int
+    stream: bool
+    include_usage: bool
+
+
+def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
+    """Return the job of a request that continues prompts. It may take seconds, for long prompts.
+
+    Args:
+        llm: the model.
+        asked: the request.
+        most: the most texts of a request.
+
+    Raises:
+        ApiError: the request is invalid.
+    """
+    prompts = encoded(llm, asked.prompt, "prompt")
+    tokens = None if asked.logprobs is None else TokenText(llm.tokenizer)
+    answer = CompletionAnswer(asked.model, asked.n, tokens)
+    sampling = {**_sampling(asked), "max_new_tokens": asked.max_tokens, "logprobs": asked.logprobs}
+    return _job(llm, asked, prompts, sampling, answer, most)
+
+
+def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any]) -> Job:
+    """Return the job of a request that answers a conversation, as :func:`completion_job` does.
+
+    Args:
+        llm: the model.
+        asked: the request.
+        most: the most texts of a request.
+        switches: variables of the chat template that the request does not set.
+    """
+    if asked.tool_choice not in ("auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice is {asked.tool_choice!r:.70}, and hal serve has auto and none",
+            "give one of them",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(400, "top_logprobs is given, and logprobs is not true", "give both", param="top_logprobs")
+    if own := sorted(ARGUMENTS & asked.chat_template_kwargs.keys()):
+        raise ApiError(400, f"chat_template_kwargs has {own[0]!r}", "leave it out", param="chat_template_kwargs")
+    tools = list(asked.tools) if asked.tool_choice == "auto" else []
+    try:
+        messages = template_messages(asked.messages)
+        prompt = llm.chat_prompt(messages, tools=tools or None, **{**switches, **asked.chat_template_kwargs})
+    except HalError as error:
+        raise refused(error) from error
+    limits = [each for each in (asked.max_tokens, asked.max_completion_tokens) if each is not None]
+    room = max(1, llm.max_length - len(prompt))  # If there is none, the prompt is refused.
+    sampling = {**_sampling(asked), "max_new_tokens": min(limits, default=room)}
+    if asked.logprobs:
+        sampling["logprobs"] = asked.top_logprobs or 0
+    if asked.response_format is not None:
+        sampling |= _response_format(asked.response_format)
+    tokens = TokenText(llm.tokenizer) if asked.logprobs else None
+    return _job(llm, asked, [prompt], sampling, ChatAnswer(asked.model, asked.n, tokens), most)
+
+
+def encoded(llm: LLM, given: Any, param: str) -> list[list[int]]:
+    """Return the token ids of the prompts in a field.
+
+    Raises:
+        ApiError: they are no prompts, or there are none.
+    """
+    try:
+        if prompts := encoded_prompts(given, lambda: llm.tokenizer):
+            return prompts
+    except (BatchError, TypeError):
+        pass
+    raise ApiError(400, f"{param} is {given!r:.70}", "give a text or its token ids, or a list of these", param=param)
+
+
+def _job(
+    llm: LLM,
+    asked: TextRequest,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    answer: Answer,
+    most: int,
+) -> Job:
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options is given, and stream is not true", "give both", param="stream_options")
+    if (count := len(prompts) * asked.n) > most:
+        raise ApiError(400, f"the request is for {count} texts, and the server takes {most}", "ask for fewer")
+    try:
+        pieces = llm.apieces(prompts, **sampling)
+    except HalError as error:
+        found = refused(error)
+        for name, other in NAMES.items():
+            found.problem = found.problem.replace(name, other)
+        raise found from error
+    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    total = sum(map(len, prompts))
+    return Job(pieces, answer, count, total, asked.stream, include_usage)
+
+
+def _sampling(asked: TextRequest) -> dict[str, Any]:
+    """Return sampling parameters by name: those that are given."""
+    found = {name: value for name in (*SAMPLING, *EXTENSIONS) if (value := getattr(asked, name)) is not None}
+    found["stop"] = asked.stop
+    if asked.min_tokens is not None:
+        found["min_new_tokens"] = asked.min_tokens
+    if asked.logit_bias is not None:
+        found["logit_bias"] = _biases(asked.logit_bias)
+    if (grammar := asked.structured_outputs) is not None:
+        found |= {"json_schema": grammar.json, "regex": grammar.regex}
+    return found
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError as error:
+        raise ApiError(400, f"logit_bias names no token: {error}", "use token ids", param="logit_bias") from None
+
+
+def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    match given:
+        case {"type": "text", **others} if not others:
+            return {}
+        case {"type": "json_object", **others} if not others:
+            return {"json_schema": JSON_OBJECT}
+        case {"type": "json_schema", "json_schema": {"schema": schema}, **others} if not others:
+            return {"json_schema": schema}
+    raise ApiError(
+        400,
+        f"response_format is {given!r:.70}",
+        'give {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}',
+        param="response_format",
+    )

@@ -1,0 +1,254 @@
+"""Tests for what a server answers to the client of OpenAI's API: what hal.LLM gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.api_server import ask, metric, served, until
+from helpers.checkpoints import with_template
+from helpers.reference import TEXTS
+from openai import AsyncOpenAI, OpenAI
+from tokenizers import Tokenizer, decoders, models
+
+import hal
+from hal.serve.token_text import TokenText
+
+CONFIG = {"cache": {"block_size": 16, "num_tokens": 4096}}
+MESSAGES: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
+
+
+@pytest.fixture(scope="module")
+def llm(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[hal.LLM]:
+    folder = with_template(trained, tmp_path_factory.mktemp("serve") / "model")
+    with hal.LLM(
+        folder, backend="cpu", dtype="float32", compiler="eager", max_sequences=8, max_length=160, config=CONFIG
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(llm: hal.LLM) -> Iterator[str]:
+    with served(llm) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_models(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" == client.models.retrieve("tiny").id
+
+
+def test_completions_are_those_of_the_llm(llm: hal.LLM, client: OpenAI) -> None:
+    prompts = [TEXTS[0], TEXTS[2]]
+    found = client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=9, temperature=0.8, top_p=0.9, seed=5, presence_penalty=0.5
+    )
+    expected = llm.generate(prompts, n=2, max_new_tokens=9, temperature=0.8, top_p=0.9, seed=5, presence_penalty=0.5)
+    assert [each.text for each in found.choices] == [each.text for each in expected]
+    assert [each.index for each in found.choices] == [0, 1, 2, 3]
+    assert [each.finish_reason for each in found.choices] == [each.finish_reason for each in expected]
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == sum(len(llm.tokenizer.encode(each).ids) for each in prompts)
+    assert found.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+
+
+def test_prompts_may_be_tokens(llm: hal.LLM, client: OpenAI) -> None:
+    ids = [llm.tokenizer.encode(each).ids for each in TEXTS[:2]]
+    one = client.completions.create(model="tiny", prompt=ids[0], max_tokens=6)
+    two = client.completions.create(model="tiny", prompt=ids, max_tokens=6)
+    expected = [each.text for each in llm.generate(ids, max_new_tokens=6)]
+    assert [each.text for each in two.choices] == expected
+    assert one.choices[0].text == expected[0]
+
+
+def test_extensions_are_those_of_sampling_params(llm: hal.LLM, client: OpenAI) -> None:
+    more = {"top_k": 3, "min_p": 0.01, "repetition_penalty": 1.3, "min_tokens": 5, "bad_words": ["self"]}
+    found = client.completions.create(
+        model="tiny", prompt=TEXTS[2], max_tokens=20, temperature=0.9, seed=2, logit_bias={"5": 2}, extra_body=more
+    )
+    del more["min_tokens"]
+    (expected,) = llm.generate(
+        TEXTS[2], max_new_tokens=20, temperature=0.9, seed=2, logit_bias={5: 2}, min_new_tokens=5, **more
+    )
+    assert found.choices[0].text == expected.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_texts(stream: bool, llm: hal.LLM, client: OpenAI) -> None:
+    whole = llm.generate(TEXTS[2], max_new_tokens=40)[0].text
+    stop = whole[12:15]
+    found: Any = client.completions.create(
+        model="tiny", prompt=TEXTS[2], max_tokens=40, stop=[stop, "~"], stream=stream
+    )
+    choices = [each.choices[0] for each in found] if stream else [found.choices[0]]
+    assert "".join(each.text for each in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_log_probabilities(llm: hal.LLM, client: OpenAI) -> None:
+    (expected,) = llm.generate(TEXTS[3], max_new_tokens=6, logprobs=3)
+    assert expected.logprobs is not None
+    found = client.completions.create(model="tiny", prompt=TEXTS[3], max_tokens=6, logprobs=3).choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-5)
+    assert "".join(found.tokens or ()) == expected.text
+    assert found.text_offset == [len("".join((found.tokens or [])[:place])) for place in range(6)]
+    for likely, each in zip(found.top_logprobs or (), expected.logprobs, strict=True):
+        assert list(likely.values())[:3] == pytest.approx([value for _, value in each.top], abs=1e-5)
+    pieces = client.completions.create(model="tiny", prompt=TEXTS[3], max_tokens=6, logprobs=3, stream=True)
+    streamed = [each.choices[0].logprobs for each in pieces]
+    assert [each.token_logprobs[0] for each in streamed if each and each.token_logprobs] == found.token_logprobs
+    assert [each.text_offset[0] for each in streamed if each and each.text_offset] == found.text_offset
+
+
+def test_chat_is_that_of_the_llm(llm: hal.LLM, client: OpenAI) -> None:
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=7, logprobs=True, top_logprobs=2
+    )
+    (expected,) = llm.chat(MESSAGES, max_new_tokens=7, logprobs=2)
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert b"".join(bytes(each.bytes or ()) for each in content).decode() == expected.text
+    assert [len(each.top_logprobs) for each in content] == [2] * len(content)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(expected.prompt_token_ids)
+    tools: Any = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    with_tools = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=7, tools=tools, extra_body={"chat_template_kwargs": {"shout": True}}
+    )
+    (expected,) = llm.chat(MESSAGES, tools=tools, shout=True, max_new_tokens=7)
+    assert with_tools.choices[0].message.content == expected.text
+    assert with_tools.usage is not None
+    assert with_tools.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_an_answer_may_fill_the_context(llm: hal.LLM, client: OpenAI) -> None:
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True})
+    assert found.usage is not None
+    assert (found.usage.total_tokens, found.choices[0].finish_reason) == (llm.max_length, "length")
+
+
+def test_messages_in_parts_and_calls_of_tools(llm: hal.LLM, client: OpenAI) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]}]
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    history: Any = [*parts, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
+    plain = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ""}]
+    assert found.choices[0].message.content == llm.chat(plain, max_new_tokens=5)[0].text
+
+
+def test_streams_join_to_the_text(llm: hal.LLM, client: OpenAI) -> None:
+    sampling: Any = {"temperature": 0.7, "seed": 1, "n": 2}
+    events = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            **sampling,
+        )
+    )
+    expected = llm.chat(MESSAGES, max_new_tokens=12, **sampling)
+    assert events[-1].choices == []
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    for index, each in enumerate(expected):
+        deltas = [event.choices[0] for event in events[:-1] if event.choices[0].index == index]
+        assert "".join(delta.delta.content or "" for delta in deltas) == each.text
+        assert [delta.delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [each.finish_reason]
+    assert len({event.id for event in events}) == 1
+
+
+def test_embeddings(llm: hal.LLM, client: OpenAI) -> None:
+    texts = list(TEXTS[:3])
+    expected = llm.embed(texts)
+    by_default = client.embeddings.create(model="tiny", input=texts)
+    as_floats = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    for found in (by_default, as_floats):
+        vectors = torch.tensor(np.array([each.embedding for each in found.data]), dtype=torch.float32)
+        torch.testing.assert_close(vectors, expected)
+        assert found.usage.prompt_tokens == sum(len(llm.tokenizer.encode(each).ids) for each in texts)
+
+
+def test_json_follows_its_schema(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["a", "b"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=100, temperature=1, seed=3, response_format=asked
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found["name"] in ("a", "b")
+    assert found["count"] in range(10)
+    text = client.completions.create(
+        model="tiny", prompt="x = ", max_tokens=20, extra_body={"structured_outputs": {"regex": "[ab]{3}"}}
+    )
+    assert set(text.choices[0].text) <= {"a", "b"}
+    assert len(text.choices[0].text) == 3
+
+
+def test_a_client_that_goes_away_frees_what_it_held(llm: hal.LLM, url: str) -> None:
+    cancelled = 'hal_requests_total{path="/v1/completions",status="cancelled"}'
+
+    async def go() -> None:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            asked: Any = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 140, "extra_body": {"ignore_eos": True}}
+            stream = await client.completions.create(stream=True, **asked)
+            async for _ in stream:
+                break
+            await stream.close()
+            whole = asyncio.create_task(client.completions.create(**asked))
+            while not llm.occupancy.running:
+                await asyncio.sleep(0.001)
+            whole.cancel()
+
+    asyncio.run(go())
+    until(lambda: (llm.occupancy.running, llm.occupancy.waiting, llm.occupancy.blocks) == (0, 0, 0))
+    until(lambda: cancelled in ask(url, "GET", "/metrics")[1])
+
+
+def test_figures(url: str, client: OpenAI) -> None:
+    names = ("hal_prompt_tokens_total", "hal_generated_tokens_total", "hal_time_to_first_token_seconds_count")
+    before = [metric(url, name) for name in names]
+    used = client.completions.create(model="tiny", prompt=TEXTS[1], max_tokens=5).usage
+    assert used is not None
+    after = [metric(url, name) for name in names]
+    assert [two - one for one, two in zip(before, after, strict=True)] == [
+        used.prompt_tokens,
+        used.completion_tokens,
+        1,
+    ]
+    assert metric(url, "hal_texts_running") == metric(url, "hal_texts_waiting") == metric(url, "hal_cache_blocks") == 0
+    assert metric(url, "hal_cache_blocks_limit") > 0
+    assert ask(url, "GET", "/health")[0] == 200
+
+
+def test_bytes_of_tokens() -> None:
+    letters = {"Ã": 0, "©": 1, "a": 2, "<0xE2>": 3, "Ġa": 4}
+    byte_level = Tokenizer(models.WordLevel(letters, unk_token="a"))
+    byte_level.decoder = decoders.ByteLevel()
+    assert [TokenText(byte_level).bytes(token) for token in (0, 1, 2, 4)] == [[0xC3], [0xA9], [0x61], [0x20, 0x61]]
+    fallback = Tokenizer(models.WordLevel(letters, unk_token="a"))
+    fallback.decoder = decoders.ByteFallback()
+    assert TokenText(fallback).bytes(3) == [0xE2]

@@ -1,0 +1,143 @@
+"""Tests for ``hal serve`` under load, and for its end: no wrong token, nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.api_server import ask, command, metric, until
+from helpers.reference import TEXTS
+from helpers.thorough import LONG, PROCESSES, thorough
+from openai import APIConnectionError, APIError, AsyncOpenAI, OpenAI
+
+import hal
+from hal.errors import ConfigError
+from hal.serve.http_server import bound_socket
+
+ARGUMENTS = ("--backend", "cpu", "--dtype", "float32", "--compiler", "graph", "--served-name", "tiny")
+CONFIG: dict[str, Any] = {"cache": {"block_size": 16, "num_tokens": 8192}, "compilation": {"capture_sizes": [1, 4, 16]}}
+ENVIRONMENT = {
+    "HAL_CACHE": json.dumps(CONFIG["cache"]),
+    "HAL_COMPILATION__CAPTURE_SIZES": json.dumps(CONFIG["compilation"]["capture_sizes"]),
+}
+Job = tuple[str, dict[str, Any], bool]
+"""A prompt, its sampling parameters, and whether the client goes away."""
+BAD = (b"{", b"", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "x", "n": -1}', b"\xff\xfe", b"[" * 9999)
+
+
+def drawn_jobs(draw: random.Random, count: int) -> list[Job]:
+    """Return prompts, their sampling parameters, and whether the client goes away."""
+    return [
+        (
+            draw.choice(TEXTS),
+            {
+                "max_tokens": draw.randrange(1, 30),
+                "temperature": draw.choice([0.0, 0.8]),
+                "seed": number,
+                "presence_penalty": draw.choice([0.0, 0.5]),
+                "stop": draw.choice([None, ["\n\n"], ["self"]]),
+            },
+            draw.random() < 1 / 3,
+        )
+        for number in range(count)
+    ]
+
+
+def expected_texts(checkpoint: Path, jobs: list[Job]) -> list[str]:
+    with hal.LLM(checkpoint, backend="cpu", dtype="float32", compiler="graph", config=CONFIG) as llm:
+        renamed = [(text, {**sampling, "max_new_tokens": sampling["max_tokens"]}) for text, sampling, _ in jobs]
+        for _, sampling in renamed:
+            del sampling["max_tokens"]
+        return [llm.generate(text, **sampling)[0].text for text, sampling in renamed]
+
+
+async def load(url: str, jobs: list[Job], seed: int) -> dict[int, tuple[str, bool]]:
+    """Send all requests at once, with bad bodies between them. Return each text, and whether it is whole."""
+    found: dict[int, tuple[str, bool]] = {}
+    draw = random.Random(seed)
+
+    async def one(client: AsyncOpenAI, number: int) -> None:
+        text, sampling, gone = jobs[number]
+        made, most = "", draw.randrange(0, 5)
+        events = await client.completions.create(model="tiny", prompt=text, stream=True, **sampling)
+        async for event in events:
+            made += event.choices[0].text
+            if gone and (most := most - 1) < 0:
+                await events.close()
+                found[number] = made, False
+                return
+        found[number] = made, True
+
+    async def bad() -> None:
+        body = draw.choice(BAD)
+        status, _, _ = await asyncio.to_thread(
+            ask, url, "POST", "/v1/completions", body, Content_Type="application/json"
+        )
+        assert status == 400
+
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        await asyncio.gather(*(one(client, number) for number in range(len(jobs))), *(bad() for _ in range(40)))
+    return found
+
+
+@pytest.mark.parametrize("count", [pytest.param(256, marks=thorough(LONG))])
+def test_many_clients(count: int, trained: Path, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    logging.getLogger("tests").info("seed %d", seed)
+    jobs = drawn_jobs(random.Random(seed), count)
+    expected = expected_texts(trained, jobs)
+    for attempt in range(2):  # The second one after the first was killed.
+        with command(trained, tmp_path / f"{attempt}.log", *ARGUMENTS, **ENVIRONMENT) as server:
+            found = asyncio.run(load(server.url, jobs, seed + attempt))
+            assert len(found) == count
+            for number, (text, whole) in found.items():
+                assert text == expected[number] if whole else expected[number].startswith(text), jobs[number]
+            assert sum(not whole for _, whole in found.values()) > count // 8
+            until(
+                lambda: all(
+                    metric(server.url, f"hal_{name}") == 0
+                    for name in ("texts_running", "texts_waiting", "cache_blocks")
+                )
+            )
+            if attempt == 0:
+                events = OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(
+                    model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+                )
+                next(iter(events))
+                server.process.kill()
+                with pytest.raises((APIError, APIConnectionError, Exception)):
+                    list(events)
+        assert "Traceback" not in server.written()
+
+
+@thorough(PROCESSES)
+def test_the_end_of_a_server(trained: Path, tmp_path: Path) -> None:
+    with command(trained, tmp_path / "log", *ARGUMENTS, "--shutdown-timeout", "60", **ENVIRONMENT) as server:
+        assert f"tiny is served at {server.url}/v1" in server.written()
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            events = client.completions.create(
+                model="tiny", prompt="import ", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+            )
+            made = [next(iter(events))]
+            server.process.send_signal(signal.SIGTERM)
+            made += events
+            assert len(made) > 100
+            assert made[-1].choices[0].finish_reason == "length", "running requests end"
+        assert server.process.wait(timeout=30) == 0
+        assert "Traceback" not in server.written()
+
+
+def test_an_address_that_is_taken(trained: Path) -> None:
+    with bound_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot have the address 127.0.0.1, port {port}"):
+            bound_socket("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"cannot have the address no\.such\.host\.invalid"):
+        bound_socket("no.such.host.invalid", 0)
