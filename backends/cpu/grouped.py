@@ -18,11 +18,14 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Returns ``x @ weight.T`` of int8 matrices, in int32, as a new tensor."""
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, out: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """See :func:`hal.ops.grouped_linear`."""
     output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     for expert, start, end in spans("grouped_linear", counts, x.shape[0]):
-        output[start:end] = functional.linear(x[start:end], weight[expert])
+        own = None if bias is None else bias[expert].to(x.dtype)
+        output[start:end] = functional.linear(x[start:end], weight[expert], own)
     return output
 
 

@@ -173,6 +173,8 @@ class NpuBackend(Backend):
                 return quantized.prepared_int8_bias(weight, use.dtype)
             case "grouped_linear", "weight":
                 return experts.prepared_weight(weight, self._nz_experts)
+            case "grouped_linear", "bias":
+                return experts.prepared_bias(weight, use.dtype)
             case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "weight":
                 return quantized_experts.prepared_int8_weight(weight, self._nz_experts)
             case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "deq_scale" | "weight_scale":

@@ -35,7 +35,9 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, heads, head_dim, width in ((4, 2, 64, 16), (1, 4, 32, 24), (3, 1, 64, 64)):  # part of a head, or pairs
         for interleaved in (False, True):
             pair = draw.normal(tokens, heads, head_dim), draw.normal(tokens, 1, head_dim)
-            yield *pair, *_angles(draw, tokens, width, interleaved), interleaved
+            cos, sin = _angles(draw, tokens, width, interleaved)
+            yield *pair, cos, sin, interleaved
+            yield *pair, cos.float(), sin.float(), interleaved
 
 
 @op(
@@ -47,7 +49,13 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
         "sin": "tokens rotary_dim",
         "return": ("tokens num_heads head_dim", "tokens num_kv_heads head_dim"),
     },
-    dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query", "return": ("query", "query")},
+    dtypes={
+        "query": FLOATING,
+        "key": "query",
+        "cos": ("query", torch.float32),
+        "sin": "cos",
+        "return": ("query", "query"),
+    },
     rowwise="tokens",
 )
 def rotary_embedding(
@@ -62,8 +70,8 @@ def rotary_embedding(
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
         key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
-        cos: ``[tokens, rotary_dim]``, of query's dtype, for the first ``rotary_dim`` elements of a head; others stay.
-            Both elements of a pair have the same value. Computed once per step.
+        cos: ``[tokens, rotary_dim]``, of query's dtype or float32, for the first ``rotary_dim`` elements of a head;
+            others stay. Both elements of a pair have the same value. Computed once per step.
         sin: as ``cos``.
         interleaved: whether the elements of a pair are adjacent, rather than in both halves.
 

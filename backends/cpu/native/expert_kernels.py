@@ -14,6 +14,8 @@ from hal.errors import OperationError
 from ..grouped import wrong_counts
 from .arguments import DTYPES, bound, empty, integers, require
 
+ACTIVATIONS = (None, "none", "tanh")
+"""Values of ``approximate`` in the order of Gating in experts.cpp. The clipped activation follows."""
 EXPERT_KERNELS = ("expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "topk_route")
 
 
@@ -26,8 +28,9 @@ class ExpertKernels:
         self._route = function("topk_route", None, *pointers[:4], c_int, *[c_int64] * 3, c_int, c_float, *[c_int64] * 3)
         self._permute = function("expert_permute", c_int64, *pointers[:5], *[c_int64] * 4)
         self._unpermute = function("expert_unpermute", c_int64, *pointers[:4], c_int, *[c_int64] * 3)
-        self._grouped = function("grouped_linear", c_int64, *pointers[:4], c_int, *[c_int64] * 4)
-        self._mlp = function("expert_mlp", c_int64, *pointers, c_int, *[c_int64] * 5)
+        self._grouped = function("grouped_linear", c_int64, *pointers[:5], c_int, c_int, *[c_int64] * 4)
+        gating = c_int, c_float, c_float, c_int
+        self._mlp = function("expert_mlp", c_int64, *[c_void_p] * 8, c_int, c_int, *gating, *[c_int64] * 5)
 
     def topk_route(
         self,
@@ -133,7 +136,9 @@ class ExpertKernels:
             )
         return y
 
-    def grouped_linear(self, x: Tensor, weight: Tensor, counts: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def grouped_linear(
+        self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         """See :func:`hal.ops.grouped_linear`. It reads only the weights of experts with rows.
 
         Raises:
@@ -142,15 +147,19 @@ class ExpertKernels:
         num_experts, out_features, width = weight.shape
         fits = x.shape[1:] == (width,) and weight.dtype is x.dtype
         fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
+        fits = fits and _fits(bias, x, (num_experts, out_features))
         require(fits, "grouped_linear", x, weight, indices=(counts,))
         x, weight, counts = x.contiguous(), weight.contiguous(), counts.contiguous()
+        bias = None if bias is None else bias.contiguous()
         y = empty((x.shape[0], out_features), x) if out is None else out
         wrong = self._grouped(
             x.data_ptr(),
             weight.data_ptr(),
             counts.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             DTYPES[x.dtype],
+            bias is not None and bias.dtype is torch.float32,
             x.shape[0],
             num_experts,
             out_features,
@@ -161,7 +170,20 @@ class ExpertKernels:
         return y
 
     def expert_mlp(
-        self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        approximate: str | None = None,
+        alpha: float | None = None,
+        limit: float | None = None,
+        interleaved: bool = False,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See :func:`hal.ops.expert_mlp`. It reads only the chosen experts' weights, each once.
 
@@ -172,9 +194,15 @@ class ExpertKernels:
         fits = gate_up.shape == (num_experts, 2 * width, hidden) and down.shape == (num_experts, hidden, width)
         fits = fits and weights.shape == experts.shape and experts.dim() == 2 and experts.shape[0] == tokens
         fits = fits and x.dtype is gate_up.dtype is down.dtype is weights.dtype
-        require(fits, "expert_mlp", x, gate_up, down, weights, indices=(experts,))
+        fits = fits and _fits(gate_up_bias, x, (num_experts, 2 * width)) and _fits(down_bias, x, (num_experts, hidden))
+        require(fits and approximate in ACTIVATIONS, "expert_mlp", x, gate_up, down, weights, indices=(experts,))
         x, weights = x.contiguous(), weights.contiguous()
         gate_up, down = gate_up.contiguous(), down.contiguous()
+        biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+        wide = any(bias is not None and bias.dtype is torch.float32 for bias in biases)
+        if wide:  # Both have one dtype in C++.
+            biases = [None if bias is None else bias.float() for bias in biases]
+        clipped = alpha is not None and limit is not None
         y = empty(x.shape, x) if out is None else out
         wrong = self._mlp(
             x.data_ptr(),
@@ -182,8 +210,14 @@ class ExpertKernels:
             down.data_ptr(),
             weights.data_ptr(),
             experts.data_ptr(),
+            *(None if bias is None else bias.data_ptr() for bias in biases),
             y.data_ptr(),
             DTYPES[x.dtype],
+            wide,
+            len(ACTIVATIONS) if clipped else ACTIVATIONS.index(approximate),
+            alpha if clipped else 0.0,
+            limit if clipped else 0.0,
+            clipped and interleaved,
             tokens,
             hidden,
             width,
@@ -192,6 +226,10 @@ class ExpertKernels:
         )
         _refuse(wrong, "expert_mlp", experts, num_experts)
         return y
+
+
+def _fits(bias: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> bool:
+    return bias is None or (bias.shape == shape and bias.dtype in (x.dtype, torch.float32) and bias.is_cpu)
 
 
 def _refuse(wrong: int, operation: str, experts: Tensor, num_experts: int) -> None:

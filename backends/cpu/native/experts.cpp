@@ -68,9 +68,53 @@ void project(Multiplication<T>& multiplication, const T* weight, int64_t apart, 
     }
 }
 
+// A bias [num_experts, width] of the rows' type or float32, or none.
 template <class T>
-void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const T* down, const T* weights, T* output,
-                 int64_t tokens, int64_t hidden, int64_t width, int64_t top_k) {
+struct Bias {
+    const void* values;
+    bool wide;
+    // Adds elements from `first` on to `count` sums.
+    void add(float* sums, int64_t first, int64_t count) const {
+        if (!values) return;
+        for (int64_t i = 0; i < count; i++)
+            sums[i] += wide ? static_cast<const float*>(values)[first + i]
+                            : float(static_cast<const T*>(values)[first + i]);
+    }
+};
+
+// The product of the activated gate and up. The order of the functions is that of ACTIVATIONS in expert_kernels.py.
+struct Gating {
+    enum Function { kSilu, kGelu, kGeluTanh, kClippedSilu };
+    int function;
+    float alpha, limit;
+    bool interleaved;
+
+    template <class T>
+    void operator()(const float* gate, const float* up, T* y, int64_t count) const {
+        if (function == kSilu)
+            for (int64_t i = 0; i < count; i++) y[i] = T(gate[i] / (1.0f + exponential(-gate[i])) * up[i]);
+        else if (function == kGelu)
+            for (int64_t i = 0; i < count; i++)
+                y[i] = T(0.5f * gate[i] * (1.0f + std::erf(gate[i] * 0.70710678f)) * up[i]);
+        else if (function == kGeluTanh)
+            for (int64_t i = 0; i < count; i++) {
+                const float cubic = gate[i] + 0.044715f * gate[i] * gate[i] * gate[i];
+                y[i] = T(gate[i] / (1.0f + exponential(-1.5957691216f * cubic)) * up[i]);
+            }
+        else
+            for (int64_t i = 0; i < count; i++) {
+                // A comparison with NaN is false, so that NaN remains.
+                const float g = gate[i] > limit ? limit : gate[i];
+                const float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+                y[i] = T(g / (1.0f + exponential(-alpha * g)) * (u + 1.0f));
+            }
+    }
+};
+
+template <class T>
+void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const T* down, const T* weights,
+                 Bias<T> gate_up_bias, Bias<T> down_bias, Gating gating, T* output, int64_t tokens, int64_t hidden,
+                 int64_t width, int64_t top_k) {
     const int64_t assignments = tokens * top_k, experts = sorted.experts();
     const int64_t span = sorted.span(), blocks = (width + span - 1) / span;
     const int64_t columns = std::max<int64_t>(1, hidden / (8 * omp_get_max_threads()) / kBlock) * kBlock;
@@ -86,14 +130,31 @@ void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const 
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < experts * blocks; item++) {
             const int64_t e = item / blocks, begin = item % blocks * span, start = sorted.start[e];
-            project<T, 2>(multiplication, gate_up + (sorted.active[e] * 2 * width + begin) * hidden, width * hidden,
-                          std::min(span, width - begin), hidden, inputs.data() + start, sorted.start[e + 1] - start,
-                          [&](int64_t row, int64_t first, int64_t taken, int64_t rows, const float* sums) {
+            const int64_t count = std::min(span, width - begin), number = sorted.start[e + 1] - start;
+            const int64_t gates = sorted.active[e] * 2 * width;  // the first row of the expert's weight
+            if (gating.interleaved) {
+                const int64_t from = gates + 2 * begin;
+                project<T, 1>(multiplication, gate_up + from * hidden, 0, 2 * count, hidden, inputs.data() + start,
+                              number, [&](int64_t row, int64_t first, int64_t taken, int64_t rows, float* sums) {
+                                  for (int64_t m = 0; m < taken; m++) {
+                                      float *pairs = sums + m * kBlock, gate[kBlock / 2], up[kBlock / 2];
+                                      gate_up_bias.add(pairs, from + row, rows);
+                                      for (int64_t i = 0; i < rows / 2; i++)
+                                          gate[i] = pairs[2 * i], up[i] = pairs[2 * i + 1];
+                                      gating(gate, up, activations.data() + (start + first + m) * width + begin + row / 2,
+                                             rows / 2);
+                                  }
+                              });
+                continue;
+            }
+            const int64_t from = gates + begin;
+            project<T, 2>(multiplication, gate_up + from * hidden, width * hidden, count, hidden, inputs.data() + start,
+                          number, [&](int64_t row, int64_t first, int64_t taken, int64_t rows, float* sums) {
                               for (int64_t m = 0; m < taken; m++) {
-                                  const float *gate = sums + m * kBlock, *up = gate + kOthers * kBlock;
-                                  T* y = activations.data() + (start + first + m) * width + begin + row;
-                                  for (int64_t i = 0; i < rows; i++)
-                                      y[i] = T(gate[i] / (1.0f + exponential(-gate[i])) * up[i]);
+                                  float *gate = sums + m * kBlock, *up = gate + kOthers * kBlock;
+                                  gate_up_bias.add(gate, from + row, rows);
+                                  gate_up_bias.add(up, from + width + row, rows);
+                                  gating(gate, up, activations.data() + (start + first + m) * width + begin + row, rows);
                               }
                           });
         }
@@ -107,10 +168,11 @@ void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const 
                 const int64_t start = sorted.start[e];
                 project<T, 1>(multiplication, down + (sorted.active[e] * hidden + begin) * width, 0, count, width,
                               middle.data() + start, sorted.start[e + 1] - start,
-                              [&](int64_t row, int64_t first, int64_t taken, int64_t rows, const float* sums) {
+                              [&](int64_t row, int64_t first, int64_t taken, int64_t rows, float* sums) {
                                   for (int64_t m = 0; m < taken; m++) {
                                       const int64_t assignment = sorted.order[start + first + m];
                                       const float weight = weights[assignment];
+                                      down_bias.add(sums + m * kBlock, sorted.active[e] * hidden + begin + row, rows);
                                       float* sum = total.data() + assignment / top_k * columns + row;
                                       for (int64_t i = 0; i < rows; i++) sum[i] += weight * sums[m * kBlock + i];
                                   }
@@ -124,7 +186,8 @@ void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const 
 }
 
 template <class T>
-void run_grouped(const Assignments& sorted, const T* x, const T* weight, T* output, int64_t out, int64_t width) {
+void run_grouped(const Assignments& sorted, const T* x, const T* weight, Bias<T> bias, T* output, int64_t out,
+                 int64_t width) {
     const int64_t span = sorted.span(), blocks = (out + span - 1) / span;
     std::vector<const T*> inputs;
     for (const int64_t row : sorted.order) inputs.push_back(x + row * width);
@@ -136,8 +199,9 @@ void run_grouped(const Assignments& sorted, const T* x, const T* weight, T* outp
             const int64_t e = item / blocks, begin = item % blocks * span, start = sorted.start[e];
             project<T, 1>(multiplication, weight + (sorted.active[e] * out + begin) * width, 0,
                           std::min(span, out - begin), width, inputs.data() + start, sorted.start[e + 1] - start,
-                          [&](int64_t row, int64_t first, int64_t taken, int64_t rows, const float* sums) {
+                          [&](int64_t row, int64_t first, int64_t taken, int64_t rows, float* sums) {
                               for (int64_t m = 0; m < taken; m++) {
+                                  bias.add(sums + m * kBlock, sorted.active[e] * out + begin + row, rows);
                                   T* y = output + (start + first + m) * out + begin + row;
                                   for (int64_t i = 0; i < rows; i++) y[i] = T(sums[m * kBlock + i]);
                               }
@@ -199,29 +263,33 @@ extern "C" void topk_route(const float* scores, const float* bias, void* weights
     });
 }
 
-// Returns 0, or 1 + the index of an assignment to an expert that does not exist. All contiguous.
+// Returns 0, or 1 + the index of an assignment to an expert that does not exist. All contiguous. Biases may be null.
 extern "C" int64_t expert_mlp(const void* x, const void* gate_up, const void* down, const void* weights,
-                              const int32_t* experts, void* output, int dtype, int64_t tokens, int64_t hidden,
-                              int64_t width, int64_t num_experts, int64_t top_k) {
+                              const int32_t* experts, const void* gate_up_bias, const void* down_bias, void* output,
+                              int dtype, int wide_bias, int function, float alpha, float limit, int interleaved,
+                              int64_t tokens, int64_t hidden, int64_t width, int64_t num_experts, int64_t top_k) {
     Assignments sorted;
     if (const int64_t wrong = sorted.sort(experts, tokens * top_k, num_experts)) return wrong;
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         run_experts(sorted, static_cast<const T*>(x), static_cast<const T*>(gate_up), static_cast<const T*>(down),
-                    static_cast<const T*>(weights), static_cast<T*>(output), tokens, hidden, width, top_k);
+                    static_cast<const T*>(weights), Bias<T>{gate_up_bias, bool(wide_bias)},
+                    Bias<T>{down_bias, bool(wide_bias)}, Gating{function, alpha, limit, bool(interleaved)},
+                    static_cast<T*>(output), tokens, hidden, width, top_k);
     });
     return 0;
 }
 
-// Returns 0, or 1 if the counts exceed the rows. All contiguous.
-extern "C" int64_t grouped_linear(const void* x, const void* weight, const int64_t* counts, void* output, int dtype,
-                                  int64_t rows, int64_t num_experts, int64_t out, int64_t width) {
+// Returns 0, or 1 if the counts exceed the rows. All contiguous. The bias may be null.
+extern "C" int64_t grouped_linear(const void* x, const void* weight, const int64_t* counts, const void* bias,
+                                  void* output, int dtype, int wide_bias, int64_t rows, int64_t num_experts,
+                                  int64_t out, int64_t width) {
     Assignments sorted;
     if (!sorted.split(counts, rows, num_experts)) return 1;
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        run_grouped(sorted, static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<T*>(output), out,
-                    width);
+        run_grouped(sorted, static_cast<const T*>(x), static_cast<const T*>(weight),
+                    Bias<T>{bias, bool(wide_bias)}, static_cast<T*>(output), out, width);
     });
     return 0;
 }

@@ -63,7 +63,7 @@ class _Library:
         pointers = [c_void_p] * 8
         self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, c_int, *[c_int64] * 5, c_float)
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, c_int, *[c_int64] * 2, c_float)
-        self._rotary = function("rotary_embedding", None, *pointers[:6], c_int, c_int, *[c_int64] * 9)
+        self._rotary = function("rotary_embedding", None, *pointers[:6], *[c_int] * 3, *[c_int64] * 9)
         self._silu = function("silu_and_mul", None, *pointers[:2], c_int, *[c_int64] * 2)
         self._gelu = function("gelu_and_mul", None, *pointers[:2], c_int, c_int, *[c_int64] * 2)
         self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
@@ -131,7 +131,9 @@ class _Library:
         tokens, heads, head_dim = query.shape
         fits = key.shape[0] == tokens and key.shape[2] == head_dim and cos.shape == sin.shape
         fits = fits and cos.shape[0] == tokens and cos.shape[1] <= head_dim
-        require(fits and query.dtype is key.dtype is cos.dtype is sin.dtype, "rotary_embedding", query, key, cos, sin)
+        fits = fits and query.dtype is key.dtype and cos.dtype is sin.dtype
+        fits = fits and cos.dtype in (query.dtype, torch.float32)
+        require(fits, "rotary_embedding", query, key, cos, sin)
         query, (_, *query_strides) = rows(query)
         key, (kv_heads, *key_strides) = rows(key)
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -144,6 +146,7 @@ class _Library:
             new[0].data_ptr(),
             new[1].data_ptr(),
             DTYPES[query.dtype],
+            cos.dtype is torch.float32,
             interleaved,
             tokens,
             heads,

@@ -62,11 +62,12 @@ void normalise(const float16* x, const float16* weight, float16* y, int64_t widt
     narrow(result, y, width);
 }
 
-// Runs `body(T{}, W{})` for the element types of a norm's rows and of its weight, which is float32 or of the rows' type.
+// Runs `body(T{}, W{})` for the element types of rows and of a norm's weight or the angles of positions, which are
+// float32 or of the rows' type.
 template <class Body>
-void with_types(int dtype, bool wide_weight, Body body) {
+void with_types(int dtype, bool wide, Body body) {
     with_type(dtype, [&](auto type) {
-        if (wide_weight)
+        if (wide)
             body(type, float{});
         else
             body(type, type);
@@ -87,8 +88,8 @@ void add(const float16* left, const float16* right, float16* sum, int64_t width)
 }
 
 // Rotates pairs of `width` elements: adjacent ones if `interleaved`, else those of both halves.
-template <bool interleaved, class T>
-void rotate(const T* x, const T* cos, const T* sin, T* __restrict y, int64_t width) {
+template <bool interleaved, class T, class A>
+void rotate(const T* x, const A* cos, const A* sin, T* __restrict y, int64_t width) {
     const int64_t half = width / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
     for (int64_t i = 0; i < half; i++) {
         const int64_t at = i * step;
@@ -99,13 +100,19 @@ void rotate(const T* x, const T* cos, const T* sin, T* __restrict y, int64_t wid
 }
 
 template <bool interleaved>
-void rotate(const float16* x, const float16* cos, const float16* sin, float16* y, int64_t width) {
-    float *row = copies(4 * width), *c = row + width, *s = c + width, *result = s + width;
+void rotate(const float16* x, const float* cos, const float* sin, float16* y, int64_t width) {
+    float *row = copies(4 * width), *result = row + width;
     widen(x, row, width);
+    rotate<interleaved>(row, cos, sin, result, width);
+    narrow(result, y, width);
+}
+
+template <bool interleaved>
+void rotate(const float16* x, const float16* cos, const float16* sin, float16* y, int64_t width) {
+    float *c = copies(4 * width) + 2 * width, *s = c + width;
     widen(cos, c, width);
     widen(sin, s, width);
-    rotate<interleaved>(row, c, s, result, width);
-    narrow(result, y, width);
+    rotate<interleaved>(x, c, s, y, width);
 }
 
 struct Silu {
@@ -181,8 +188,8 @@ int64_t largest(const T* x, int64_t width) {
 }
 
 // Rotates the first `width` elements of each row, and copies the others.
-template <bool interleaved, class T>
-void rotate_rows(const T* x, const T* cos, const T* sin, T* y, Rows rows, int64_t width) {
+template <bool interleaved, class T, class A>
+void rotate_rows(const T* x, const A* cos, const A* sin, T* y, Rows rows, int64_t width) {
 #pragma omp parallel for if (rows.count * rows.width > kGrain)
     for (int64_t row = 0; row < rows.count; row++) {
         int64_t angle = row / rows.heads * width;
@@ -226,12 +233,13 @@ extern "C" void add_rms_norm(const void* x, const void* residual, const void* we
 }
 
 extern "C" void rotary_embedding(const void* query, const void* key, const void* cos, const void* sin, void* new_query,
-                                 void* new_key, int dtype, int interleaved, int64_t tokens, int64_t heads,
-                                 int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t query_outer,
-                                 int64_t query_inner, int64_t key_outer, int64_t key_inner) {
-    with_type(dtype, [&](auto type) {
+                                 void* new_key, int dtype, int wide_angles, int interleaved, int64_t tokens,
+                                 int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
+                                 int64_t query_outer, int64_t query_inner, int64_t key_outer, int64_t key_inner) {
+    with_types(dtype, wide_angles, [&](auto type, auto of_angles) {
         using T = decltype(type);
-        const T *c = static_cast<const T*>(cos), *s = static_cast<const T*>(sin);
+        using A = decltype(of_angles);
+        const A *c = static_cast<const A*>(cos), *s = static_cast<const A*>(sin);
         auto both = [&](auto rotating) {
             rotating(static_cast<const T*>(query), c, s, static_cast<T*>(new_query),
                      Rows{tokens * heads, heads, head_dim, query_outer, query_inner}, rotary_dim);
@@ -239,9 +247,9 @@ extern "C" void rotary_embedding(const void* query, const void* key, const void*
                      Rows{tokens * kv_heads, kv_heads, head_dim, key_outer, key_inner}, rotary_dim);
         };
         if (interleaved)
-            both(rotate_rows<true, T>);
+            both(rotate_rows<true, T, A>);
         else
-            both(rotate_rows<false, T>);
+            both(rotate_rows<false, T, A>);
     });
 }
 

@@ -188,7 +188,7 @@ def _launch(
     rotary_dim = cos.shape[-1]
     fits = fits and cos.shape == sin.shape == (tokens, rotary_dim) and rotary_dim % 2 == 0 and rotary_dim <= head_dim
     fits = fits and (rotary_dim == head_dim or query_weight is None)
-    fits = fits and key.dtype is cos.dtype is sin.dtype is query.dtype
+    fits = fits and key.dtype is query.dtype and cos.dtype is sin.dtype and cos.dtype in (query.dtype, torch.float32)
     require(fits, operation, query, key, cos, sin)
     if query_weight is not None and key_weight is not None:
         fits = query_weight.shape == key_weight.shape == (head_dim,)

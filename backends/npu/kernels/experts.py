@@ -14,7 +14,7 @@ from torch import Tensor
 from hal.ops.declaration.operation import operation
 from hal.ops.kernels.kernel_table import Kernel
 
-from .kernels import in_fractal_nz, silu_and_mul
+from .kernels import clipped_silu_and_mul, gelu_and_mul, in_fractal_nz, silu_and_mul
 
 MAX_EXPERTS = 2048
 """The most experts that npu_moe_gating_top_k supports."""
@@ -109,9 +109,11 @@ def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
     return rows, counts, positions
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.grouped_linear`."""
-    return grouped_matmul(x, weight, counts) if x.shape[0] else x.new_empty(0, weight.shape[1])
+    if not x.shape[0]:
+        return x.new_empty(0, weight.shape[1])
+    return grouped_matmul(x, weight, counts, bias=None if bias is None else [prepared_bias(bias, x.dtype)])
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, **options: Any) -> Tensor:
@@ -137,13 +139,36 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     )
 
 
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    approximate: str | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
     """See :func:`hal.ops.expert_mlp`. Five launches."""
     if not x.shape[0]:
         return torch.empty_like(x)
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
-    activated = silu_and_mul(grouped_linear(rows, gate_up, counts))
-    return expert_unpermute(grouped_linear(activated, down, counts), positions, weights)
+    merged = grouped_linear(rows, gate_up, counts, gate_up_bias)
+    if alpha is not None and limit is not None:
+        activated = clipped_silu_and_mul(merged, alpha, limit, interleaved)
+    elif approximate is not None:
+        activated = gelu_and_mul(merged, approximate)
+    else:
+        activated = silu_and_mul(merged)
+    return expert_unpermute(grouped_linear(activated, down, counts, down_bias), positions, weights)
+
+
+def prepared_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias of experts in the dtype that npu_grouped_matmul takes with x of ``dtype``."""
+    return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)
 
 
 def prepared_weight(weight: Tensor, nz: bool) -> Tensor:

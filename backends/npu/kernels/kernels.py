@@ -91,9 +91,15 @@ def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: boo
 def rotary_embedding(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs."""
+    """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs.
+
+    npu_rotary_mul takes tensors of one dtype, so float32 angles rotate a copy in float32.
+    """
     cos, sin, mode = cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"
-    return _rotated(query, cos, sin, mode), _rotated(key, cos, sin, mode)
+    if cos.dtype is query.dtype:
+        return _rotated(query, cos, sin, mode), _rotated(key, cos, sin, mode)
+    rotated, rotated_key = (_rotated(each.float(), cos, sin, mode).to(query.dtype) for each in (query, key))
+    return rotated, rotated_key
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:

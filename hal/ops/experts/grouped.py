@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.activation import silu_and_mul
+from hal.ops.activation import clipped_silu_and_mul, gelu_and_mul, silu_and_mul
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
 from hal.ops.declaration.samples import Draw, Sample
@@ -21,16 +21,20 @@ def split_rows(draw: Draw, rows: int, num_experts: int) -> Tensor:
     return (experts.unsqueeze(-1) == torch.arange(num_experts, device=draw.device)).sum(0)
 
 
+BIAS = ("x", torch.float32)
+"""The dtypes of a bias of experts: that of x, and that in which drivers may prepare it."""
 GROUPED = ((1, 3, 64, 96), (17, 8, 128, 64), (0, 2, 32, 16), (40, 4, 48, 80))
 """Rows, experts, in_features and out_features."""
 
 
 def _grouped_samples(draw: Draw) -> Iterator[Sample]:
     for rows, experts, width, out in GROUPED:
-        weight = draw.normal(experts, out, width, scale=width**-0.5)
-        yield draw.normal(rows, width), weight, split_rows(draw, rows, experts)
-    yield draw.normal(40, 48), weight, draw.tensor([0, 40, 0, 0], torch.int64)
-    yield draw.normal(48, 40).t(), weight, draw.tensor([10, 0, 0, 30], torch.int64)  # no unit stride
+        weight, bias = draw.normal(experts, out, width, scale=width**-0.5), draw.normal(experts, out)
+        counts = split_rows(draw, rows, experts)
+        yield draw.normal(rows, width), weight, counts, None
+        yield draw.normal(rows, width), weight, counts, bias
+    yield draw.normal(40, 48), weight, draw.tensor([0, 40, 0, 0], torch.int64), None
+    yield draw.normal(48, 40).t(), weight, draw.tensor([10, 0, 0, 30], torch.int64), bias  # no unit stride
 
 
 @op(
@@ -39,14 +43,15 @@ def _grouped_samples(draw: Draw) -> Iterator[Sample]:
         "x": "assignments in_features",
         "weight": "num_experts out_features in_features",
         "counts": "num_experts",
+        "bias": "num_experts out_features",
         "return": "assignments out_features",
     },
-    dtypes={"x": FLOATING, "weight": "x", "counts": torch.int64, "return": "x"},
+    dtypes={"x": FLOATING, "weight": "x", "counts": torch.int64, "bias": BIAS, "return": "x"},
     rowwise=None,
-    weights=("weight",),
+    weights=("weight", "bias"),
 )
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Project consecutive rows with one weight per expert: ``x[rows of e] @ weight[e].T``.
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Project consecutive rows with one weight per expert: ``x[rows of e] @ weight[e].T + bias[e]``.
 
     Accumulated in float32 and rounded to x's dtype.
 
@@ -54,6 +59,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         x: ``[assignments, in_features]``, floating, sorted by expert.
         weight: ``[num_experts, out_features, in_features]``, of x's dtype, in the layout that the driver prepared.
         counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is at most the number of rows.
+        bias: ``[num_experts, out_features]``, of x's dtype, or float32 if the driver prepared it; or None.
 
     Returns:
         ``[assignments, out_features]``, of x's dtype. Rows beyond the sum of the counts are unspecified.
@@ -61,7 +67,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     owner = row_experts(x, counts)
     output = x.new_zeros(x.shape[0], weight.shape[1])
     for expert in range(weight.shape[0]):
-        output = torch.where(owner == expert, functional.linear(x, weight[expert]), output)
+        product = functional.linear(x, weight[expert], None if bias is None else bias[expert].to(x.dtype))
+        output = torch.where(owner == expert, product, output)
     return output
 
 
@@ -76,13 +83,18 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
     for (tokens, num_experts, top_k), (hidden, width) in zip(
         ROUTINGS, ((64, 48), (32, 96), (48, 16), (16, 24), (80, 32)), strict=True
     ):
-        yield (
+        given = (
             draw.normal(tokens, hidden),
             draw.normal(num_experts, 2 * width, hidden, scale=hidden**-0.5),
             draw.normal(num_experts, hidden, width, scale=width**-0.5),
             draw.normal(tokens, top_k).abs(),
             routing(draw, tokens, num_experts, top_k),
         )
+        biases = draw.normal(num_experts, 2 * width), draw.normal(num_experts, hidden)
+        yield *given, None, None, None, None, None, False
+        yield *given, None, None, "tanh", None, None, False
+        yield *given, *biases, None, 1.702, 1.5, True
+        yield *given, *biases, None, 1.0, 7.0, False
 
 
 @fused_op(
@@ -93,16 +105,40 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
         "down": "num_experts hidden merged//2",
         "weights": "tokens top_k",
         "experts": "tokens top_k",
+        "gate_up_bias": "num_experts merged",
+        "down_bias": "num_experts hidden",
         "return": "tokens hidden",
     },
-    dtypes={"x": FLOATING, "gate_up": "x", "down": "x", "weights": "x", "experts": torch.int32, "return": "x"},
+    dtypes={
+        "x": FLOATING,
+        "gate_up": "x",
+        "down": "x",
+        "weights": "x",
+        "experts": torch.int32,
+        "gate_up_bias": BIAS,
+        "down_bias": BIAS,
+        "return": "x",
+    },
     rowwise="tokens",
     tolerance={torch.bfloat16: (2e-2, 3e-2), torch.float16: (4e-3, 4e-3)},
 )
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    approximate: str | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
     """Return the weighted sum of the gated MLPs of each token's experts.
 
-    Each product, and the activation between them, is rounded to x's dtype; a kernel may keep more bits.
+    Each product, and the activation between them, is rounded to x's dtype; a kernel may keep more bits. The activation
+    is :func:`silu_and_mul`, unless the last arguments choose another one.
 
     Args:
         x: ``[tokens, hidden]``, floating.
@@ -110,10 +146,22 @@ def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert
         down: ``[num_experts, hidden, width]``, of x's dtype, in the layout that the driver prepared.
         weights: ``[tokens, top_k]``, of x's dtype.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
+        gate_up_bias: ``[num_experts, 2 * width]``, as in :func:`grouped_linear`, or None.
+        down_bias: ``[num_experts, hidden]``, as in :func:`grouped_linear`, or None.
+        approximate: selects :func:`gelu_and_mul`, of which it is the argument; or None.
+        alpha: with ``limit``, selects :func:`clipped_silu_and_mul`, of which both are arguments; or None.
+        limit: see ``alpha``.
+        interleaved: as in :func:`clipped_silu_and_mul`.
 
     Returns:
         ``[tokens, hidden]``, of x's dtype.
     """
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
-    activated = silu_and_mul(grouped_linear(rows, gate_up, counts))
-    return expert_unpermute(grouped_linear(activated, down, counts), positions, weights)
+    merged = grouped_linear(rows, gate_up, counts, gate_up_bias)
+    if alpha is not None and limit is not None:
+        activated = clipped_silu_and_mul(merged, alpha, limit, interleaved)
+    elif approximate is not None:
+        activated = gelu_and_mul(merged, approximate)
+    else:
+        activated = silu_and_mul(merged)
+    return expert_unpermute(grouped_linear(activated, down, counts, down_bias), positions, weights)

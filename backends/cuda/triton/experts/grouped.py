@@ -42,7 +42,8 @@ def _accumulate(total, x, weight):
 def _scaled(total, at, inside, weight_scale, bias, row_scale):
     """Return float32 sums with their bias and scales; ``at`` are the weight's rows among those of all experts."""
     if bias is not None:
-        total += tl.load(bias + at, mask=inside, other=0)[None, :]
+        added = tl.load(bias + at, mask=inside, other=0)[None, :]
+        total += added if total.dtype == tl.int32 else added.to(tl.float32)
     values = total.to(tl.float32)
     if weight_scale is not None:
         values *= tl.load(weight_scale + at, mask=inside, other=0.0)[None, :]
@@ -196,7 +197,7 @@ def project(
         tokens: the row of x for each row of the result, int32 ``[result rows]``; None if they are the same.
         x_scale: float32 ``[rows]``, which multiplies the rows.
         weight_scale: float32 ``[num_experts, out_features]``, which multiplies the sums.
-        bias: int32 ``[num_experts, out_features]``, added to sums of int8.
+        bias: ``[num_experts, out_features]``, added to the sums: int32 of int8, else floating.
         gated: whether to return ``silu(gate) * up`` of the two halves of the outputs.
         quantizer: scale and offset as in :func:`hal.ops.quantize`, for an int8 result.
 
@@ -214,7 +215,7 @@ def project(
         tokens,
         weight.contiguous(),
         weight_scale,
-        bias,
+        None if bias is None else bias.contiguous(),
         counts.contiguous(),
         result,
         scale,
@@ -234,11 +235,23 @@ def project(
     return result
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.grouped_linear`."""
     require_weight("grouped_linear", x, weight, counts)
     require(weight.dtype is x.dtype, "grouped_linear", x, weight)
-    return project(x, weight, counts, x.dtype)
+    require_bias("grouped_linear", x, weight, bias)
+    return project(x, weight, counts, x.dtype, bias=bias)
+
+
+def require_bias(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check a floating-point bias.
+
+    Raises:
+        OperationError: it does not match the weight.
+    """
+    if bias is not None:
+        fits = bias.shape == weight.shape[:2] and bias.dtype in (x.dtype, torch.float32)
+        require(fits, operation, x, weight, bias)
 
 
 def require_weight(operation: str, x: Tensor, weight: Tensor, counts: Tensor) -> None:

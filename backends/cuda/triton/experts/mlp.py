@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..activation import clipped_silu_and_mul, gelu_and_mul
 from ..arguments import require
-from .grouped import project
+from .grouped import project, require_bias
 from .permutation import expert_unpermute, order, require_routing
 
 
-def expert_mlp(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """See :func:`hal.ops.expert_mlp`. The first product reads the tokens' rows in place, and applies the activation."""
+def expert_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    approximate: str | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """See :func:`hal.ops.expert_mlp`. The first product reads the tokens' rows in place, and applies a SiLU."""
     require_mlp("expert_mlp", x, gate_up, down, weights, experts)
     require(gate_up.dtype is down.dtype is x.dtype, "expert_mlp", x, gate_up, down)
+    require_bias("expert_mlp", x, gate_up, gate_up_bias)
+    require_bias("expert_mlp", x, down, down_bias)
     found = order(experts, gate_up.shape[0], tokens=True)
-    activated = project(x, gate_up, found.counts, x.dtype, tokens=found.tokens, gated=True)
-    return expert_unpermute(project(activated, down, found.counts, x.dtype), found.positions, weights)
+    clipped = alpha is not None and limit is not None
+    silu = approximate is None and not clipped
+    merged = project(x, gate_up, found.counts, x.dtype, tokens=found.tokens, bias=gate_up_bias, gated=silu)
+    if alpha is not None and limit is not None:
+        merged = clipped_silu_and_mul(merged, alpha, limit, interleaved)
+    elif approximate is not None:
+        merged = gelu_and_mul(merged, approximate)
+    output = project(merged, down, found.counts, x.dtype, bias=down_bias)
+    return expert_unpermute(output, found.positions, weights)
 
 
 def require_mlp(operation: str, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> None:
