@@ -89,6 +89,10 @@ def load_model(
     layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
     if mesh.tensor.size > 1:
         split_model(model, mesh.tensor)
+    for each in bindings:
+        if each.weight.values:
+            constant = torch.tensor(each.weight.values, dtype=each.dtype(dtype), device=backend.device.torch)
+            set_tensor(each.module, each.name, constant)
     if _fill(checkpoint, layers, backend, progress) or own_layers:
         model.prepared_by = backend.name
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
@@ -144,7 +148,8 @@ def _build(
     checkpoint: Checkpoint, model_class: type[CausalLM] | None
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
-    layers = checkpoint.config.get("num_hidden_layers")
+    text = checkpoint.config.get("text_config")
+    layers = (text if isinstance(text, Mapping) else checkpoint.config).get("num_hidden_layers")
     if type(layers) is int and layers > len(checkpoint.tensors):  # Checked before that many layers are built.
         raise CheckpointError(
             f"config.json in {checkpoint.path} has num_hidden_layers {layers}, and the checkpoint has only "

@@ -146,6 +146,10 @@ def _quantized(
     stored: Mapping[str, str],
 ) -> QuantizedLayer | None:
     names = part_names(path, linear)
+    if isinstance(linear, GroupedLinear) and linear.bias is not None:
+        raise ConfigError(
+            f"{path} has biases, and hal computes quantized experts without", "load the unquantized checkpoint"
+        )
     schemes = {name: quantization.scheme(stored.get(name, name)) for name in names}
     if len({*schemes.values()}) > 1:
         found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())

@@ -10,24 +10,30 @@ import attrs
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.weight_bindings import sources_of
 from hal.errors import CheckpointError
-from hal.nn import CausalLM, GroupedLinear
+from hal.nn import CausalLM, GroupedLinear, MergedLinear
 
 T = TypeVar("T")
 
 
 def named_by_model(checkpoint: Checkpoint, model: CausalLM) -> Checkpoint:
-    """Return the checkpoint with the model's names of its tensors, and let the model read fused experts as they are.
+    """Return the checkpoint with the model's names of its tensors, and let the model read merged ones as they are.
 
     Args:
         checkpoint: the checkpoint.
-        model: on the meta device, without quantized layers; changed in place where the checkpoint has fused experts.
+        model: on the meta device, without quantized layers; changed in place where the checkpoint has the projections
+            of all experts as one tensor, or the parts of a merged layer as one layer.
     """
     sources = sources_of(model)
     grouped = {path: each for path, each in model.named_modules() if isinstance(each, GroupedLinear)}
-    stored = renamed({name: name for name in checkpoint.tensors}, model, sources | grouped.keys())
+    merged = {path: each for path, each in model.named_modules() if isinstance(each, MergedLinear)}
+    known = sources | grouped.keys() | {f"{path}.weight" for path in merged}
+    stored = renamed({name: name for name in checkpoint.tensors}, model, known)
     for path, layer in grouped.items():
         if path in stored:
             layer.fused = path.rpartition(".")[2]
+    layers = {name.rpartition(".")[0] for name in stored}
+    for path, each in merged.items():
+        each.merged = path in layers
     tensors = {name: attrs.evolve(checkpoint.tensors[old], stored=old) for name, old in stored.items()}
     return attrs.evolve(checkpoint, tensors=tensors)
 

@@ -38,7 +38,7 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
     )
     known = {*bound, *model.tied}
     extra = [name for name in tensors if name not in known]
-    problems += [f"{name} is not in the model" for name in extra if not name.endswith(model.ignored)]
+    problems += [f"{name} is not in the model" for name in extra if not model.ignores(name)]
     problems += [
         f"{name} is tied to {source}, but their shapes differ"
         for name, source in model.tied.items()

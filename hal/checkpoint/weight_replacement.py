@@ -116,7 +116,7 @@ class _Replacement:
     def _problems(self, name: str, tensor: Tensor) -> Iterator[str]:
         """Yield why a tensor has not the name, shape or dtype of one that was loaded."""
         if name not in self.known and name not in self._model.tied:
-            if not name.endswith(self._model.ignored):
+            if not self._model.ignores(name):
                 yield f"{name} is not in the model ({nearest(name, {*self.known, *self._model.tied})})"
         elif tensor.dtype not in _NAMES:
             yield f"{name} is {tensor.dtype}, which no checkpoint has"

@@ -18,20 +18,24 @@ from hal.nn.decoder import (
 from hal.nn.decoder_config import (
     FULL,
     SLIDING,
+    AlternatingConfig,
     DecoderConfig,
     LayerType,
     WindowConfig,
     check_layer_types,
     check_window,
+    text_config,
 )
 from hal.nn.embedding import Embedding
-from hal.nn.experts import Experts, Gate, GroupedLinear, SparseMLP
+from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.quantized_linear import QuantizedLinear
-from hal.nn.rotary import RopeParameters, RotaryEmbedding
+from hal.nn.rope_parameters import RopeParameters
+from hal.nn.rotary import RotaryEmbedding
+from hal.nn.router import Gate, Router, SparseMLP
 from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
@@ -47,6 +51,7 @@ __all__ = [
     "SHARED_NORM",
     "SLIDING",
     "ActivationName",
+    "AlternatingConfig",
     "Angles",
     "Assembly",
     "Attention",
@@ -76,6 +81,7 @@ __all__ = [
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",
+    "Router",
     "SelfAttention",
     "Share",
     "Slice",
@@ -89,4 +95,5 @@ __all__ = [
     "WindowConfig",
     "check_layer_types",
     "check_window",
+    "text_config",
 ]

@@ -22,16 +22,22 @@ class Attention(nn.Module):
         num_kv_heads: the number of key heads, equal to the number of value heads.
         head_dim: elements per head.
         options: scale, window and softcap; None for the scale ``head_dim ** -0.5`` alone.
+        shared: whether it reads the states of another layer, and has none.
 
     Attributes:
         states: the states of the layer, ``key`` and ``value``, per token.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, options: AttentionOptions | None = None) -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, options: AttentionOptions | None = None, *, shared: bool = False
+    ) -> None:
         super().__init__()
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.num_kv_heads, self.head_dim, self.shared = num_kv_heads, head_dim, shared
         self.options = options or AttentionOptions(head_dim**-0.5)
-        self.states: LayerStates = key_value_states(num_kv_heads, head_dim, window=self.options.window)
+        self.states = self._states(num_kv_heads)
+
+    def _states(self, heads: int) -> LayerStates:
+        return {} if self.shared else key_value_states(heads, self.head_dim, window=self.options.window)
 
     def split(self, tensor: Group) -> None:
         """Keep the states of this rank's heads from now on. Ranks repeat key heads if there are more ranks than heads.
@@ -42,14 +48,13 @@ class Attention(nn.Module):
         Raises:
             ConfigError: the ranks cannot share the key heads.
         """
-        heads = Share(repeat=True).size(self.num_kv_heads, tensor.size)
-        self.states = key_value_states(heads, self.head_dim, window=self.options.window)
+        self.states = self._states(Share(repeat=True).size(self.num_kv_heads, tensor.size))
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         batch: Batch,
         state: Mapping[str, Tensor],
         sinks: Tensor | None = None,
@@ -58,17 +63,18 @@ class Attention(nn.Module):
 
         Args:
             query: ``[tokens, num_heads, head_dim]``.
-            key: ``[tokens, num_kv_heads, head_dim]``.
+            key: ``[tokens, num_kv_heads, head_dim]``; None if another layer stored the keys and values.
             value: as ``key``.
             batch: the step.
-            state: this layer's ``key`` and ``value`` caches.
+            state: the ``key`` and ``value`` caches of this layer, or of that one.
             sinks: ``[num_heads]``; see :func:`hal.ops.paged_attention`.
 
         Returns:
             ``[tokens, num_heads * head_dim]``.
         """
         key_cache, value_cache = state["key"], state["value"]
-        ops.store_kv_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+        if key is not None and value is not None:
+            ops.store_kv_cache(key, value, key_cache, value_cache, batch.slot_mapping)
         attended = ops.paged_attention(
             query,
             key_cache,

@@ -7,7 +7,7 @@ Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,11 +103,20 @@ class DecoderLayer(nn.Module):
         normed = self._norm(self.norms.before_attention, hidden)
         attended = self.self_attn(normed, angles, batch, state)
         after_attention = hidden + self._output(self.norms.after_attention, attended)
-        if not self.parallel:
-            normed = self._norm(self.norms.before_mlp, after_attention)
-        elif self.norms.before_mlp != self.norms.before_attention:
-            normed = self._norm(self.norms.before_mlp, hidden)
-        return after_attention + self._output(self.norms.after_mlp, self.mlp(normed))
+        read = hidden if self.parallel else after_attention
+        if not self.parallel or self.norms.before_mlp != self.norms.before_attention:
+            normed = self._norm(self.norms.before_mlp, read)
+        return after_attention + self._output(self.norms.after_mlp, self.feed_forward(read, normed))
+
+    def feed_forward(self, hidden: Tensor, normed: Tensor) -> Tensor:
+        """Return the output of the MLP. A subclass may add to it.
+
+        Args:
+            hidden: ``[tokens, hidden_size]``, before the norm.
+            normed: the norm of it.
+        """
+        output: Tensor = self.mlp(normed)
+        return output
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)
@@ -118,6 +127,12 @@ class DecoderLayer(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def rounded_factor(factor: float) -> Mapping[torch.dtype, float]:
+    """Return a factor as each dtype has it."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return {dtype: float(torch.tensor(factor, dtype=dtype, device="cpu")) for dtype in dtypes}
 
 
 class Decoder(nn.Module):
@@ -149,10 +164,7 @@ class Decoder(nn.Module):
             self.add_module(name, rotary)
         self._places = [[rotaries.index(rotary) for rotary in each] for each in used]
         self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
-        self._multipliers = {
-            dtype: float(torch.tensor(embedding_multiplier, dtype=dtype, device="cpu"))
-            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        }
+        self._multipliers = rounded_factor(embedding_multiplier)
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """Return the hidden states, ``[tokens, hidden_size]``."""
@@ -160,10 +172,25 @@ class Decoder(nn.Module):
         if (multiplier := self._multipliers[hidden.dtype]) != 1.0:
             hidden = hidden * multiplier
         angles: list[Angles] = [getattr(self, each)(batch.positions, hidden.dtype) for each in self._rotaries]
-        for layer, places, state in zip(self.layers, self._places, states, strict=True):
-            hidden = layer(hidden, angles[places[0]] if places else None, batch, state)
+        for index, (layer, places, further) in enumerate(
+            zip(self.layers, self._places, self.further(batch, hidden), strict=True)
+        ):
+            hidden = layer(hidden, angles[places[0]] if places else None, batch, states[self.stored(index)], *further)
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def further(self, batch: Batch, embeddings: Tensor) -> Sequence[tuple[Tensor, ...]]:
+        """Return further arguments of each layer. A subclass may compute them once for all layers.
+
+        Args:
+            batch: the step.
+            embeddings: ``[tokens, hidden_size]``, after the factor.
+        """
+        return [()] * len(self.layers)
+
+    def stored(self, layer: int) -> int:
+        """Return the number of the layer whose states a layer reads: its own, unless a subclass shares states."""
+        return layer
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -172,7 +199,8 @@ class Decoder(nn.Module):
 class DecoderLM(CausalLM):
     """A :class:`Decoder` and its output projection, which may be tied to the embedding. Ranks may split it.
 
-    A family derives from it, and its ``from_config`` makes the layers from config.json.
+    A family derives from it, and its ``from_config`` makes the layers from config.json. Its attribute ``decoder`` may
+    be a subclass of :class:`Decoder`.
 
     Args:
         config: the checkpoint's config.
@@ -182,7 +210,11 @@ class DecoderLM(CausalLM):
         embedding_multiplier: factor of the embeddings; see :class:`Decoder`.
         logits_multiplier: factor of the logits.
         softcap: the bound ``c`` of the logits ``c * tanh(logits / c)``, after the factor; None for none.
+        ignored_layers: the number of layers after the last one that a checkpoint has, and the model does not compute,
+            such as those that predict further tokens.
     """
+
+    decoder: type[Decoder] = Decoder
 
     def __init__(
         self,
@@ -194,10 +226,13 @@ class DecoderLM(CausalLM):
         embedding_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
         softcap: float | None = None,
+        ignored_layers: int = 0,
     ) -> None:
         super().__init__()
+        first = config.num_hidden_layers
+        self.ignored_prefixes += tuple(f"model.layers.{each}." for each in range(first, first + ignored_layers))
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
-        self.model = Decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+        self.model = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
         self._attention = [layer.self_attn.attention for layer in self.model.layers]
         self.states = [each.states for each in self._attention]
         self.logits_multiplier, self.softcap = logits_multiplier, softcap

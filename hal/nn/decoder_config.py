@@ -11,7 +11,7 @@ from attrs.validators import ge, le
 from hal.config import read_model_config
 from hal.errors import ConfigError
 from hal.nn.mlp import ActivationName
-from hal.nn.rotary import KEYS_BESIDE, SIZE, RopeParameters
+from hal.nn.rope_parameters import KEYS_BESIDE, SIZE, RopeParameters
 
 FULL: Final[Literal["full_attention"]] = "full_attention"
 SLIDING: Final[Literal["sliding_attention"]] = "sliding_attention"
@@ -86,6 +86,21 @@ class DecoderConfig:
         return attrs.evolve(read_model_config(cls, others), rope=rope)
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the text model, from the config.json of a model that also reads images.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not isinstance(text := config.get("text_config"), Mapping):
+        raise ConfigError(
+            f"config.json has no table text_config, which {config.get('architectures')} needs",
+            "add it, or name the architecture of the text model",
+        )
+    tied = config.get("tie_word_embeddings")
+    return dict(text) if tied is None else {**text, "tie_word_embeddings": tied}
+
+
 def check_window(config: Any, attribute: Any, value: int | None) -> None:
     """Validate a config's ``sliding_window``, as an attrs validator: a number of tokens, or None for all.
 
@@ -107,6 +122,24 @@ def check_layer_types(config: Any, attribute: Any, value: tuple[str, ...] | None
     """
     if value is not None and len(value) != config.num_hidden_layers:
         raise ValueError(f"{attribute.name} has {len(value)} entries for {config.num_hidden_layers} layers")
+
+
+@attrs.frozen(kw_only=True)
+class AlternatingConfig(DecoderConfig):
+    """The decoder's keys, and those of families in which layers with a window and full ones alternate, as in Gemma."""
+
+    sliding_window: int | None = attrs.field(default=4096, validator=check_window)
+    layer_types: tuple[LayerType, ...] | None = attrs.field(default=None, validator=check_layer_types)
+
+    def types(self, full_every: int) -> tuple[LayerType, ...]:
+        """Return the type of each layer: ``layer_types``, or without it, each ``full_every``-th is full."""
+        layers = range(1, self.num_hidden_layers + 1)
+        return self.layer_types or tuple(SLIDING if layer % full_every else FULL for layer in layers)
+
+    @property
+    def windows(self) -> Mapping[LayerType, int | None]:
+        """The window of each type of layer."""
+        return {FULL: None, SLIDING: self.sliding_window}
 
 
 @attrs.frozen(kw_only=True)

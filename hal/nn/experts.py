@@ -1,10 +1,11 @@
-"""Mixtures of experts: the projections of all experts as one layer, and the MLP that routes tokens to them."""
+"""The experts of a mixture: the projections of all experts as one layer, and their gated MLPs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -13,47 +14,67 @@ from hal.config.settings import ExpertsMode
 from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
-from hal.nn.linear import EXPERTS, IN, OUT, Linear, Projection
+from hal.nn.linear import EXPERTS, IN, OUT, Projection
 from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
+from hal.nn.weights.assembly import Transposed
+from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Consumer, Weight
 from hal.parallel.mesh import Mesh
 
-MAX_EXPERTS = 1 << 16
-"""Each expert's tensors have names, which a damaged config must not multiply without limit."""
-
 
 class GroupedLinear(Projection):
-    """:func:`hal.ops.grouped_linear`: one projection per expert, without bias.
+    """:func:`hal.ops.grouped_linear`: one projection per expert.
 
     In the checkpoint, an expert is a module beside this layer, which has a number and the parts:
-    ``3.gate_proj.weight``. Or one tensor, with the name of this layer, has the weights of all experts.
+    ``3.gate_proj.weight``. Or one tensor, with the name of this layer, has the weights of all experts, and another
+    one, such as ``gate_up_proj_bias``, their biases.
 
     Args:
         num_experts: the number of experts.
         in_features: features of the input.
         parts: the out_features of each part of an expert, in order, by its name in the checkpoint.
+        bias: whether it has a bias.
         shard: the axis along which the ranks of a layer may split each expert, ``out_features`` or ``in_features``, or
             None. A layer above adds their results, as :class:`Experts` does. With ``num_experts``, ranks hold whole
             experts.
+        share: how ranks share that axis.
+        transposed: the layer's own name, if the checkpoint has one tensor ``[num_experts, in_features, out_features]``
+            of that name for all experts; else None.
 
     Attributes:
         weight: ``[num_experts, out_features, in_features]``.
-        fused: the layer's own name, if the checkpoint has that one tensor, like ``weight``; else None.
+        bias: ``[num_experts, out_features]``, or None.
+        fused: the layer's own name, if the checkpoint has one tensor of that name for all experts; else None.
     """
 
     def __init__(
-        self, num_experts: int, in_features: int, parts: Mapping[str, int], *, shard: str | None = None
+        self,
+        num_experts: int,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        shard: str | None = None,
+        share: Share = EQUALLY,
+        transposed: str | None = None,
     ) -> None:
         out_features = sum(parts.values())
-        super().__init__(in_features, out_features, parts=parts, shard=shard, num_experts=num_experts)
-        self.fused: str | None = None
+        super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, num_experts=num_experts)
+        self.fused, self.transposed = transposed, transposed is not None
         weight = torch.empty(num_experts, out_features, in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias: nn.Parameter | None
+        values = nn.Parameter(torch.empty(num_experts, out_features), requires_grad=False) if bias else None
+        self.register_parameter("bias", values)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
-        return {"weight": self.declare("weight", consumer=Consumer("grouped_linear", "weight"), fused=self.fused)}
+        weight = self.declare("weight", consumer=Consumer("grouped_linear", "weight"), fused=self.fused)
+        if self.transposed:
+            weight = attrs.evolve(weight, assemble=Transposed())
+        fused, consumer = f"{self.fused}_bias" if self.fused else None, Consumer("grouped_linear", "bias")
+        return {"weight": weight, "bias": self.declare("bias", OUT, added=True, fused=fused, consumer=consumer)}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
@@ -62,17 +83,10 @@ class GroupedLinear(Projection):
             x: the rows.
             counts: the number of rows of each expert, int64 ``[num_experts]``. Rows beyond their sum are unspecified.
         """
-        return ops.grouped_linear(x, self.weight, counts)
+        return ops.grouped_linear(x, self.weight, counts, self.bias)
 
     if TYPE_CHECKING:
         __call__ = forward
-
-
-class Gate(Linear):
-    """A small projection whose result routes or scales others, such as the scores of experts.
-
-    It stays unquantized.
-    """
 
 
 class Experts(nn.Module):
@@ -84,6 +98,10 @@ class Experts(nn.Module):
         width: features between the projections, for each expert.
         names: the checkpoint's names of the gate, up and down projections of an expert.
         activation: as in :class:`GatedMLP`.
+        bias: whether the projections have biases.
+        interleaved: whether the rows of gate and up alternate in one projection. The activation takes them so.
+        transposed: whether the checkpoint has ``[num_experts, in_features, out_features]`` for all experts; see
+            :class:`GroupedLinear`.
     """
 
     def __init__(
@@ -94,15 +112,24 @@ class Experts(nn.Module):
         *,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         activation: ActivationName | Function = "silu",
+        bias: bool = False,
+        interleaved: bool = False,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         gate, up, down = names
+        parts, share = ({gate: 2 * width}, Share(unit=2)) if interleaved else ({gate: width, up: width}, EQUALLY)
+        stored = ("gate_up_proj", "down_proj") if transposed else (None, None)
         self.activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.num_experts = num_experts
         self.group: str | None = None
         self.exchange: ExpertExchange | None = None
-        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, {gate: width, up: width}, shard=OUT)
-        self.down_proj = GroupedLinear(num_experts, width, {down: hidden_size}, shard=IN)
+        self.gate_up_proj = GroupedLinear(
+            num_experts, hidden_size, parts, bias=bias, shard=OUT, share=share, transposed=stored[0]
+        )
+        self.down_proj = GroupedLinear(
+            num_experts, width, {down: hidden_size}, bias=bias, shard=IN, transposed=stored[1]
+        )
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part of every expert from now on, and add the ranks' results.
@@ -171,63 +198,3 @@ def _check_shared(projection: nn.Module) -> None:
             "shared by experts",
             'set parallel.experts to "split", or declare the weight as hal.nn.GroupedLinear does',
         )
-
-
-class SparseMLP(nn.Module):
-    """A softmax router and its experts, each token's results weighted by its scores.
-
-    Args:
-        hidden_size: features of the input and of the output.
-        width: features between an expert's projections.
-        num_experts: the number of experts.
-        top_k: the number of experts per token.
-        renormalize: whether the weights of a token add up to 1.
-        names: see :class:`Experts`.
-        activation: as in :class:`GatedMLP`.
-
-    Raises:
-        ConfigError: the numbers of experts are out of range.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        width: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        renormalize: bool,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        activation: ActivationName | Function = "silu",
-    ) -> None:
-        super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError(
-                f"config.json chooses {top_k} experts per token of {num_experts}",
-                f"correct num_experts_per_tok: it is from 1 to the number of experts, {num_experts}",
-            )
-        if num_experts > MAX_EXPERTS:
-            raise ConfigError(
-                f"config.json has {num_experts} experts, more than {MAX_EXPERTS}", "correct the number of experts"
-            )
-        self.top_k, self.renormalize = top_k, renormalize
-        self.gate = Gate(hidden_size, num_experts)
-        self.experts = Experts(num_experts, hidden_size, width, names=names, activation=activation)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
-        weights, experts = ops.topk_route(
-            self.gate(hidden),
-            None,
-            self.top_k,
-            sigmoid=False,
-            renormalize=self.renormalize,
-            scale=1.0,
-            num_groups=1,
-            top_groups=1,
-            group_best=1,
-        )
-        return self.experts(hidden, weights, experts)
-
-    if TYPE_CHECKING:
-        __call__ = forward

@@ -36,10 +36,12 @@ class Projection(nn.Module):
         gather: whether ranks that split ``out_features`` exchange their parts, so that each has the whole output.
         num_experts: the number of experts, each of which has such a projection; None for a single projection.
         sizes: the out_features of each part on this rank; of the whole layer if it has no parts.
+        merged: whether the checkpoint has the parts as one layer already, of this layer's name.
         group: the name of the group that joins the results; None if they need not be joined.
     """
 
     group: str | None = None
+    merged: bool = False
 
     def __init__(
         self,
@@ -86,9 +88,10 @@ class Projection(nn.Module):
         names, known = axes.split(), {OUT: self.out_features, IN: self.in_features, **sizes}
         by_row = OUT in names
         merged: Assembly = Whole()
-        prefixes = [f".{part}." for part in self.parts] or [""]
+        prefixes = [""] if self.merged else [f".{part}." for part in self.parts] or [""]
         if by_row and self.parts:
-            merged = Concatenated(OUT, tuple(self.parts.values()))
+            cuts = tuple(self.parts.values())
+            merged = Merged(OUT, cuts) if self.merged else Concatenated(OUT, cuts)
         elif not by_row and name is not None:
             merged, names, known[PARTS] = Stacked(), [PARTS, *names], len(prefixes)
         if self.num_experts is not None and (by_row or name is not None):
@@ -108,6 +111,11 @@ class Projection(nn.Module):
             sizes=tuple(known[each] for each in names),
             **options,
         )
+
+    @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """The out_features on this rank of each layer in the checkpoint that it is merged from."""
+        return (sum(self.sizes),) if self.merged else self.sizes
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on. The loader fills the tensors accordingly.
@@ -183,7 +191,8 @@ class MergedLinear(Linear):
 
     Args:
         in_features: features of the input.
-        parts: the out_features of each part, in order, by the name of the checkpoint layer beside this one.
+        parts: the out_features of each part, in order, by the name of the checkpoint layer beside this one. A
+            checkpoint may also have them merged, in a layer of this one's name.
         bias: whether the parts have biases.
         shard: the axis along which ranks may split each part.
         share: how ranks share that axis.

@@ -38,6 +38,8 @@ class CausalLM(nn.Module):
         base_name: the module without the output projection. Checkpoints of that module alone lack its name.
         other_names: the model's spelling of a part of tensor names, by the spelling that a checkpoint may have instead.
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
+        ignored_prefixes: name prefixes of checkpoint tensors to skip, of parts that the model does not compute, such as
+            ``vision_tower.``.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
 
@@ -51,6 +53,7 @@ class CausalLM(nn.Module):
     base_name: str = "model"
     other_names: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     prepared_by: str | None = None
     loaded: object | None = None
 
@@ -92,6 +95,10 @@ class CausalLM(nn.Module):
     def has_logits(self) -> bool:
         """Whether the model computes logits."""
         return type(self).logits is not CausalLM.logits
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a checkpoint tensor of this name is skipped."""
+        return name.endswith(self.ignored) or name.startswith(self.ignored_prefixes)
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on, after the model's layers were split.

@@ -22,17 +22,27 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         offset: added to the checkpoint's weight, which is then float32, as the sum is not rounded: 1.0 in Gemma.
         share: how ranks share the features, if each has a part of them. The norm is over all.
+        learned: whether the checkpoint has the weight, which is 1 otherwise.
     """
 
-    def __init__(self, width: int, eps: float, *, offset: float = 0.0, share: Share | None = None) -> None:
+    weight: Tensor
+
+    def __init__(
+        self, width: int, eps: float, *, offset: float = 0.0, share: Share | None = None, learned: bool = True
+    ) -> None:
         super().__init__()
-        self.width, self.eps, self.offset, self.share = width, eps, offset, share
+        self.width, self.eps, self.offset, self.share, self.learned = width, eps, offset, share, learned
         self.group: str | None = None
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        if learned:
+            self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        else:
+            self.register_buffer("weight", torch.empty(width))
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of its weight."""
+        if not self.learned:
+            return {"weight": Weight((), "width", values=(1.0,) * self.width)}
         shard, dtype = "width" if self.share else None, torch.float32 if self.offset else None
         weight = Weight(("weight",), "width", shard, dtype=dtype, offset=self.offset, share=self.share or EQUALLY)
         return {"weight": weight}

@@ -42,6 +42,7 @@ class QuantizedLinear(Projection):
             gather=linear.gather,
             num_experts=linear.num_experts,
         )
+        self.merged = linear.merged
         vars(self).update(settings)
         self.has_bias = getattr(linear, "bias", None) is not None
         for name, weight in self.weights.items():

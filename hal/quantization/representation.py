@@ -41,11 +41,11 @@ class StoredLayer:
 
     def part_of_row(self, row: int) -> str:
         """Return the name of the part that has a row of this rank, counted over all experts."""
-        expert, row = divmod(row, sum(self.layer.sizes))
-        part = 0
-        while row >= self.layer.sizes[part]:
-            row, part = row - self.layer.sizes[part], part + 1
-        return self.names[(self.first_expert + expert) * len(self.layer.sizes) + part]
+        sizes, part = self.layer.stored_sizes, 0
+        expert, row = divmod(row, sum(sizes))
+        while row >= sizes[part]:
+            row, part = row - sizes[part], part + 1
+        return self.names[(self.first_expert + expert) * len(sizes) + part]
 
     def check_rows(self, valid: Tensor, problem: str) -> None:
         """Raise CheckpointError unless a condition holds for all rows.

@@ -69,8 +69,8 @@ class Weight:
     ``experts.3.up_proj.weight`` is below the layer, and ``.q_proj.weight``, with a leading dot, is beside it.
 
     Attributes:
-        sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the quantization
-            scheme that inserted the layer computes the tensor.
+        sources: names of checkpoint tensors, in the order in which ``assemble`` takes them. If empty, the tensor has
+            ``values``, or the quantization scheme that inserted the layer computes it.
         axes: names of the dimensions, separated by spaces: ``"out_features in_features"``. A name has the same size in
             all tensors of a layer.
         shard: the axis along which ranks may split the tensor, or None. Ranks split each concatenated part.
@@ -92,6 +92,7 @@ class Weight:
             that is not 8-bit, else the tensor's own. Where ``dtype`` is None, the tensor keeps the checkpoint's.
         optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
         column: whether the checkpoint may have a last dimension of size 1 more.
+        values: of a constant tensor with one axis, which no checkpoint has.
 
     Raises:
         ModelError: the axes are not distinct identifiers, or another attribute does not fit them.
@@ -114,6 +115,7 @@ class Weight:
     stored: tuple[torch.dtype, ...] = ()
     optional: bool = False
     column: bool = False
+    values: tuple[float, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         names = self.names

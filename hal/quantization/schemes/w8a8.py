@@ -197,4 +197,4 @@ def rows_of(stored: StoredLayer, parts: Tensor) -> Tensor:
     layer = stored.layer
     if layer.num_experts is not None:
         parts = parts[stored.first_expert : stored.first_expert + stored["weight"].shape[0]]
-    return parts.repeat_interleave(torch.tensor(layer.sizes), dim=-1)
+    return parts.repeat_interleave(torch.tensor(layer.stored_sizes), dim=-1)

@@ -15,10 +15,10 @@ from hal.checkpoint.weight_bindings import Binding, bindings_of, set_tensor
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.nn import Embedding, Linear, WeightUse
-from hal.nn.experts import SparseMLP
 from hal.nn.linear import IN, OUT
 from hal.nn.mlp import MLP, GatedMLP
 from hal.nn.norm import RMSNorm
+from hal.nn.router import Router, SparseMLP
 from hal.nn.weights.share import EQUALLY
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.samples import Draw, Sample
@@ -38,7 +38,7 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "norm-of-parts": lambda: nn.Sequential(
         Linear(HIDDEN, WIDTH, shard=OUT), RMSNorm(WIDTH, 1e-6, share=EQUALLY), Linear(WIDTH, HIDDEN, shard=IN)
     ),
-    "sparse-mlp": lambda: SparseMLP(HIDDEN, WIDTH, 4, 2, renormalize=True),
+    "sparse-mlp": lambda: SparseMLP(Router(HIDDEN, 4, 2, renormalize=True), WIDTH),
     "embedding": lambda: Embedding(VOCABULARY, HIDDEN),
 }
 """Layers that ranks split, by name."""
