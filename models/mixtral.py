@@ -12,7 +12,16 @@ from typing import Any, Self
 import attrs
 from attrs.validators import ge, le
 
-from hal.nn import DecoderConfig, DecoderLayer, DecoderLM, RotaryEmbedding, SelfAttention, SparseMLP, check_window
+from hal.nn import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderLM,
+    RotaryEmbedding,
+    Router,
+    SelfAttention,
+    SparseMLP,
+    check_window,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -39,15 +48,10 @@ class MixtralForCausalLM(DecoderLM):
         rotary = RotaryEmbedding(mixtral.head_dim, mixtral.rope)
 
         def layer() -> DecoderLayer:
-            experts = SparseMLP(
-                mixtral.hidden_size,
-                mixtral.intermediate_size,
-                mixtral.num_local_experts,
-                mixtral.num_experts_per_tok,
-                renormalize=True,
-                names=("w1", "w3", "w2"),
-                activation=mixtral.hidden_act,
-            )
-            return DecoderLayer(mixtral, SelfAttention(mixtral, rotary, window=mixtral.sliding_window), experts)
+            numbers = mixtral.num_local_experts, mixtral.num_experts_per_tok
+            router = Router(mixtral.hidden_size, *numbers, renormalize=True)
+            names = "w1", "w3", "w2"
+            mlp = SparseMLP(router, mixtral.intermediate_size, names=names, activation=mixtral.hidden_act)
+            return DecoderLayer(mixtral, SelfAttention(mixtral, rotary, window=mixtral.sliding_window), mlp)
 
         return cls(mixtral, (layer() for _ in range(mixtral.num_hidden_layers)))

@@ -6,13 +6,14 @@ Source: Yang et al., *Qwen2 Technical Report*, 2024.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import attrs
 from attrs.validators import deep_iterable, ge
-from torch import Tensor
+from torch import nn
 
-from hal.nn import DecoderLayer, DecoderLM, Gate, GatedMLP, RotaryEmbedding, SelfAttention, SparseMLP, WindowConfig
+from hal.nn import DecoderLayer, DecoderLM, GatedMLP, RotaryEmbedding, Router, SelfAttention, SparseMLP, WindowConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -37,15 +38,17 @@ class QwenMoeConfig(WindowConfig):
             given.setdefault("num_experts", given.pop("num_local_experts"))
         return super().from_config(given, layer_type)
 
-    def mlp(self, layer: int) -> GatedMLP | None:
-        """Return the MLP of a dense layer, or None for a sparse one."""
+    def mlp(self, layer: int) -> nn.Module:
+        """Return the MLP of a layer, dense or sparse."""
         if layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step:
             return GatedMLP(self.hidden_size, self.intermediate_size, activation=self.hidden_act)
-        return None
+        return self.sparse()
 
-    def experts(self) -> tuple[int, int, int, int]:
-        """Return the sizes of a :class:`SparseMLP`."""
-        return self.hidden_size, self.moe_intermediate_size, self.num_experts, self.num_experts_per_tok
+    def sparse(self, **shared: Any) -> SparseMLP:
+        """Return the MLP of a sparse layer, with a shared expert if one is given."""
+        numbers = self.num_experts, self.num_experts_per_tok
+        router = Router(self.hidden_size, *numbers, renormalize=self.norm_topk_prob)
+        return SparseMLP(router, self.moe_intermediate_size, activation=self.hidden_act, **shared)
 
 
 @attrs.frozen(kw_only=True)
@@ -61,23 +64,15 @@ class Qwen2MoeConfig(QwenMoeConfig):
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers
 
-
-class Qwen2MoeMLP(SparseMLP):
-    """The experts, and the shared one, which the sigmoid of a gate scales."""
-
-    def __init__(self, config: Qwen2MoeConfig) -> None:
-        activation = config.hidden_act
-        super().__init__(*config.experts(), renormalize=config.norm_topk_prob, activation=activation)
-        width = config.shared_expert_intermediate_size
-        self.shared_expert = GatedMLP(config.hidden_size, width, activation=activation)
-        self.shared_expert_gate = Gate(config.hidden_size, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        shared = self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
-        return super().forward(hidden) + shared
+    def sparse(self, **shared: Any) -> SparseMLP:
+        width = self.shared_expert_intermediate_size
+        expert = GatedMLP(self.hidden_size, width, activation=self.hidden_act)
+        return super().sparse(shared_experts=expert, shared_gate=True)
 
 
 class Qwen2MoeForCausalLM(DecoderLM):
+    other_names = MappingProxyType({".shared_expert.": ".shared_experts."})
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         moe = Qwen2MoeConfig.from_config(config)
@@ -85,6 +80,6 @@ class Qwen2MoeForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(moe, rotary, window=moe.window(index), bias=(moe.qkv_bias, False))
-            return DecoderLayer(moe, attention, moe.mlp(index) or Qwen2MoeMLP(moe))
+            return DecoderLayer(moe, attention, moe.mlp(index))
 
         return cls(moe, map(layer, range(moe.num_hidden_layers)))

@@ -12,7 +12,7 @@ from typing import Any, Self
 import attrs
 from attrs.validators import ge
 
-from hal.nn import DecoderLayer, DecoderLM, RMSNorm, RotaryEmbedding, SelfAttention, SparseMLP
+from hal.nn import DecoderLayer, DecoderLM, RMSNorm, RotaryEmbedding, SelfAttention
 
 from .qwen2_moe import QwenMoeConfig
 
@@ -37,7 +37,6 @@ class Qwen3MoeForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(moe, rotary, window=moe.window(index), norm=norm)
-            mlp = moe.mlp(index) or SparseMLP(*moe.experts(), renormalize=moe.norm_topk_prob, activation=moe.hidden_act)
-            return DecoderLayer(moe, attention, mlp)
+            return DecoderLayer(moe, attention, moe.mlp(index))
 
         return cls(moe, map(layer, range(moe.num_hidden_layers)))

@@ -32,7 +32,7 @@ from hal.config.text import kind_of
 from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import DecoderConfig
-from hal.nn.rotary import KEYS_BESIDE, ROPE_TYPES
+from hal.nn.rope_parameters import KEYS_BESIDE, ROPE_TYPES
 from hal.quantization.format_registry import config_keys
 from hal.step import ALL
 
@@ -59,9 +59,13 @@ VALUES: dict[str, Any] = {
     "{}": {},
 }
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
-ARCHITECTURES = sorted(
+REGISTERED = [
     each.name for each in importlib.metadata.entry_points(group=GROUP) if each.value.startswith("hal.models.")
-)
+]
+ARCHITECTURES = sorted(each for each in REGISTERED if each.endswith("ForCausalLM"))
+"""Without those that read the keys of another one in a table of config.json."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys of the number of experts, of which a few suffice."""
 LLAMA = "LlamaForCausalLM"
 ROPE = {
     "rope_theta": 1e4,
@@ -69,20 +73,23 @@ ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+    "short_factor": [1.5] * (CONFIG["head_dim"] // 2),
+    "long_factor": [2.0] * (CONFIG["head_dim"] // 2),
 }
 
 
 def declared(architecture: str) -> set[str]:
     """Return the keys that the model's configuration and its base classes declare."""
-    module = sys.modules[find_model(architecture).__module__]
-    return {field.name for field in attrs.fields(getattr(module, re.sub("ForCausalLM$", "Config", architecture)))}
+    found = find_model(architecture)
+    name = re.sub(r"For\w+$", "Config", found.__name__)
+    return {field.name for field in attrs.fields(getattr(sys.modules[found.__module__], name))}
 
 
 def config_of(architecture: str) -> dict[str, Any]:
     sizes = {"vocab_size": trained_tokenizer().get_vocab_size(), "tie_word_embeddings": False}
     config = {**CONFIG, **sizes, "architectures": [architecture]}
     del config["rope_parameters"]
-    return config
+    return config | {key: 8 for key in EXPERTS if key in declared(architecture)}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -11,7 +11,6 @@ import attrs
 
 from hal.nn import (
     MLP,
-    POST_NORMS,
     PRE_NORMS,
     SHARED_NORM,
     ActivationName,
@@ -20,7 +19,6 @@ from hal.nn import (
     DecoderLM,
     GatedMLP,
     LayerNorm,
-    RMSNorm,
     RotaryEmbedding,
     SelfAttention,
 )
@@ -113,53 +111,6 @@ class StableLmForCausalLM(DecoderLM):
             return DecoderLayer(stable, attention, mlp, norm=norm, norms=norms, parallel=parallel)
 
         return cls(stable, (layer() for _ in range(stable.num_hidden_layers)), norm=norm)
-
-
-class Olmo2ForCausalLM(DecoderLM):
-    """Norms after attention and MLP, and norms over all heads of query and key."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        olmo = DecoderConfig.from_config(config)
-        norm, rotary = partial(RMSNorm, eps=olmo.rms_norm_eps), RotaryEmbedding(olmo.head_dim, olmo.rope)
-
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(olmo, rotary, norm=norm, norm_over="width")
-            mlp = GatedMLP(olmo.hidden_size, olmo.intermediate_size, activation=olmo.hidden_act)
-            return DecoderLayer(olmo, attention, mlp, norms=POST_NORMS)
-
-        return cls(olmo, (layer() for _ in range(olmo.num_hidden_layers)))
-
-
-@attrs.frozen(kw_only=True)
-class GraniteConfig(DecoderConfig):
-    mlp_bias: bool = False
-    embedding_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-
-
-class GraniteForCausalLM(DecoderLM):
-    """Factors of embeddings, scores, residuals and logits."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        granite = GraniteConfig.from_config(config)
-        rotary = RotaryEmbedding(granite.head_dim, granite.rope)
-
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(granite, rotary, scale=granite.attention_multiplier)
-            sizes = granite.hidden_size, granite.intermediate_size
-            mlp = GatedMLP(*sizes, activation=granite.hidden_act, bias=granite.mlp_bias)
-            return DecoderLayer(granite, attention, mlp, residual_multiplier=granite.residual_multiplier)
-
-        return cls(
-            granite,
-            (layer() for _ in range(granite.num_hidden_layers)),
-            embedding_multiplier=granite.embedding_multiplier,
-            logits_multiplier=1 / granite.logits_scaling,
-        )
 
 
 @attrs.frozen(kw_only=True)

@@ -26,6 +26,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is the r
 TOLERANCE = 1e-4
 """Maximum difference of float32 logits, relative to the largest logit."""
 STEPS = 16
+ROPES = ("default", "linear", "llama3", "yarn")
+"""The types that :func:`draw_rope` draws. ``longrope`` has a number for each pair."""
 COMPILERS = ("eager", "graph", "inductor")
 """The modes of the CPU whose logits are compared."""
 
@@ -95,15 +97,22 @@ def randomize(model: Any, seed: int) -> None:
             values *= 0.5
         elif "embed" in name:
             values *= 0.1  # Small, so that the first norms depend on epsilon.
-        else:
+        elif parameter.dim() > 1:
             values *= parameter.shape[1] ** -0.5
         parameter.data.copy_(values)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 def spell_as_before_version_5(config: dict[str, Any], draw: random.Random) -> None:
     """Rewrite a config.json as older checkpoints have it, without the keys that newer versions of transformers add."""
     rope = config.pop("rope_parameters")
     config["rope_theta"], rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
+    if (part := rope.pop("partial_rotary_factor", None)) is not None:
+        config["partial_rotary_factor"] = part
     config["rope_scaling"] = None
     if rope_type != "default":
         config["rope_scaling"] = {draw.choice(("type", "rope_type")): rope_type, **rope}
@@ -131,7 +140,8 @@ def build(
     count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # not a bucket
     lengths = [draw.randint(1, 45) for _ in range(count)]
     lengths[-1] = 45  # longer than every window
-    sequences = [[draw.randrange(config.vocab_size) for _ in range(length + STEPS)] for length in lengths]
+    vocab_size = config.get_text_config().vocab_size
+    sequences = [[draw.randrange(vocab_size) for _ in range(length + STEPS)] for length in lengths]
     cuts = [draw.randrange(length) for length in lengths]
     needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
     # Half of the sequences have adjacent blocks, half have random ones.

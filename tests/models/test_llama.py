@@ -12,6 +12,7 @@ import pytest
 import torch
 from hal.models.llama import LlamaForCausalLM, MistralForCausalLM
 from helpers.comparison import (
+    ROPES,
     TOLERANCE,
     Case,
     build,
@@ -27,7 +28,6 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.errors import CheckpointError, ConfigError
-from hal.nn.rotary import ROPE_TYPES
 
 SEEDS = range(8, 28)  # test_the_configurations_cover_what_they_should checks these seeds.
 # Compiling takes seconds each. These seeds cover all that changes a graph; the same test checks that.
@@ -38,7 +38,7 @@ INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 def draw_config(seed: int) -> Any:
     """Draw a Llama or Mistral configuration; every type of rope parameters occurs in both."""
     draw = random.Random(seed)
-    family, kv_heads = ("llama", "mistral")[seed // len(ROPE_TYPES) % 2], draw.choice((1, 2))
+    family, kv_heads = ("llama", "mistral")[seed // len(ROPES) % 2], draw.choice((1, 2))
     sizes = {
         "vocab_size": draw.choice((97, 256, 1000)),
         "hidden_size": draw.choice((48, 80, 96, 160)),
@@ -51,7 +51,7 @@ def draw_config(seed: int) -> Any:
     }
     rest = {
         "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
-        "rope_parameters": draw_rope(draw, list(ROPE_TYPES)[seed % len(ROPE_TYPES)]),
+        "rope_parameters": draw_rope(draw, ROPES[seed % len(ROPES)]),
         "tie_word_embeddings": draw.random() < 0.5,
         "attn_implementation": "eager",
     }
@@ -102,7 +102,7 @@ def test_the_configurations_cover_what_they_should(tmp_path: Path) -> None:
         llamas = [config for config in configs if config.model_type == "llama"]
         mistrals = [config for config in configs if config.model_type == "mistral"]
         for family in (llamas, mistrals):
-            assert {config.rope_parameters["rope_type"] for config in family} == set(ROPE_TYPES)
+            assert {config.rope_parameters["rope_type"] for config in family} == set(ROPES)
             assert {config.tie_word_embeddings for config in family} == {False, True}
             derived = {config.head_dim * config.num_attention_heads == config.hidden_size for config in family}
             assert derived == {False, True}

@@ -10,14 +10,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.comparison import draw_rope, transformers
+from helpers.comparison import ROPES, draw_rope, transformers
 from helpers.thorough import DRAW, thorough
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hal import ops
 from hal.errors import ConfigError
 from hal.nn import RopeParameters, RotaryEmbedding
-from hal.nn.rotary import ROPE_TYPES
+from hal.nn.rope_parameters import ROPE_TYPES
 
 LLAMA_3_1 = {
     "factor": 8.0,
@@ -71,7 +71,7 @@ def test_released_checkpoints(rope: dict[str, Any], head_dim: int) -> None:
 
 
 @thorough(DRAW, r"\[seed=([5-9]|\d\d)-")
-@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("rope_type", ROPES)
 @pytest.mark.parametrize("seed", range(25), ids="seed={}".format)
 def test_random_parameters(rope_type: str, seed: int) -> None:
     draw = random.Random(seed)
@@ -179,7 +179,7 @@ NEUTRAL: dict[str, Any] = {
 """Keys without effect in a table whose type does not read them."""
 
 
-@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("rope_type", ROPES)
 @pytest.mark.parametrize("key", NEUTRAL)
 def test_a_key_without_effect_is_no_error(rope_type: str, key: str) -> None:
     rope = draw_rope(random.Random(0), rope_type)
@@ -199,11 +199,56 @@ def test_keys_beside_the_table(key: str) -> None:
     check({"rope_parameters": {"rope_type": "default"}, key: value}, 64)
 
 
-@pytest.mark.parametrize("rope_type", sorted({*ROPE_TYPES} - {"default"}))  # Llama's class ignores the key there.
+@pytest.mark.parametrize("rope_type", sorted({*ROPES} - {"default"}))  # Llama's class ignores the key there.
 def test_a_part_of_a_head(rope_type: str) -> None:
     rope = draw_rope(random.Random(1), rope_type)
     check({"rope_parameters": rope | {"partial_rotary_factor": 0.5}}, 64)
     check({"rope_parameters": rope, "partial_rotary_factor": 0.25}, 64)
+
+
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [1.0 + pair for pair in range(8)],
+}
+
+
+@pytest.mark.parametrize("original", [16, 64, 128])
+@pytest.mark.parametrize("more", [{}, {"factor": 3.0}, {"attention_factor": 1.3}], ids=str)
+def test_longrope_with_the_divisors_of_the_models_length(original: int, more: dict[str, Any]) -> None:
+    """transformers takes those of each text's length, which here are the same: the text is as long as the model."""
+    config = {"rope_parameters": LONG | more | {"original_max_position_embeddings": original}}
+    config["max_position_embeddings"] = 64
+    ours = RopeParameters.from_config(config)
+    rotary = RotaryEmbedding(16, ours)
+    assert ours.divisors == tuple(LONG["long_factor" if original < 64 else "short_factor"])
+    rotary.divisors = torch.tensor(ours.divisors)
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(head_dim=16, **copy.deepcopy(config)))
+    positions = torch.arange(64)
+    for mine, other in zip(rotary(positions, torch.float32), theirs(torch.empty(0), positions[None]), strict=True):
+        torch.testing.assert_close(mine, other[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"short_factor": None}, "required key 'short_factor' is missing.*rope_type longrope"),
+        ({"long_factor": [1.0, "2"]}, "expected float, found str '2'"),
+        ({"long_factor": [0.0] * 8}, "must be > 0"),
+        ({"long_factor": [1.0] * 7}, "factors for 7 pairs, and a head has 8 rotated pairs"),
+        ({"partial_rotary_factor": 0.5}, "factors for 8 pairs, and a head has 4 rotated pairs"),
+        ({"original_max_position_embeddings": 1}, "must be >= 2"),
+        ({"attention_factor": 256.0}, "must be <= 255"),
+    ],
+)
+def test_longrope_that_is_refused(change: dict[str, Any], message: str) -> None:
+    config = {
+        "rope_parameters": LONG | {"original_max_position_embeddings": 16} | change,
+        "max_position_embeddings": 64,
+    }
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        RotaryEmbedding(16, RopeParameters.from_config(config))
 
 
 @pytest.mark.parametrize(("factor", "width"), [(0.4, 3), (0.1, 0)])

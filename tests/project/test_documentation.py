@@ -29,7 +29,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal import config, errors
-from hal.nn.rotary import ROPE_TYPES
+from hal.nn.rope_parameters import ROPE_TYPES
 
 # Pages whose Python another test file runs, and why.
 ELSEWHERE = {
@@ -85,10 +85,15 @@ def test_a_package_that_a_page_installs_has_a_name(page: Path) -> None:
 def test_the_first_pages_name_every_family_of_models() -> None:
     """Derived from the entry points, so that a new family is not forgotten there."""
     entries = importlib.metadata.entry_points(group="hal.models")
-    ours = [entry.name.removesuffix("ForCausalLM") for entry in entries if entry.module.startswith("hal.models.")]
+    kind = re.compile("For(CausalLM|ConditionalGeneration)$")
+    ours = [kind.sub("", entry.name) for entry in entries if entry.module.startswith("hal.models.")]
+
+    def letters(text: str) -> str:
+        return re.sub(r"[-_. ]", "", text).lower()
+
     for page in (ROOT / "README.md", DOCS / "index.md"):
-        words = page.read_text(encoding="utf-8").replace("-", "").lower()
-        assert [name for name in ours if name.lower() not in words] == [], page.name
+        words = letters(page.read_text(encoding="utf-8"))
+        assert [name for name in ours if letters(name) not in words] == [], page.name
 
 
 def test_pages_install_nothing_that_no_index_has() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import hal
 from hal.cli import main
 from hal.errors import CheckpointError
-from hal.nn import Gate, GroupedLinear
+from hal.nn import GroupedLinear, Router
 from hal.nn.quantized_experts import Int8GroupedLinear
 from hal.nn.quantized_linear import Int8Linear
 from hal.testing.models.random_checkpoint import checkpoint
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_dequantized_weights(
     folder = quantized(plain, tmp_path / "int8", format)
     model = load(folder)
     kinds = [type(module) for module in model.modules()]
-    assert (kinds.count(Int8Linear), kinds.count(Int8GroupedLinear), kinds.count(Gate)) == (6, 2, 1)
+    assert (kinds.count(Int8Linear), kinds.count(Int8GroupedLinear), kinds.count(Router)) == (6, 2, 1)
     assert not kinds.count(GroupedLinear)
     assert model.get_submodule("model.layers.1.mlp.experts.down_proj").weight_scale.shape == (8, 48)
     found = logits(model, compiler)

@@ -11,7 +11,7 @@ from hal.checkpoint.gguf.gguf_header import GgufTensor
 from hal.checkpoint.gguf.metadata import Metadata
 from hal.checkpoint.gguf.tensor_types import Rows
 from hal.errors import CheckpointError
-from hal.nn.rotary import Llama3Rope
+from hal.nn.rope_parameters import Llama3Rope
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The parameters of all published models of Llama 3.1 to 3.3. A file has only the divisors that follow from them."""

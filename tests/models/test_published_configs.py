@@ -1,0 +1,91 @@
+"""Config files of published models: all keys are read, and the model has the tensors that transformers gives it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import checkpoints, published_configs
+from helpers.published_configs import CONFIGS
+
+import hal
+from hal.checkpoint.model_registry import find_model
+from hal.errors import ConfigError
+from hal.step import ALL
+
+transformers = pytest.importorskip("transformers", reason="transformers is the reference")
+
+UNREAD = {
+    "ERNIE-4.5-21B-A3B-PT": ["moe_capacity, moe_gate, moe_use_aux_free"],
+    "MiniMax-M2": ["use_mtp"],
+}
+"""Keys of which a warning says that they have no effect, by model."""
+
+
+def theirs(config: dict[str, Any]) -> Any:
+    """Return the text model that transformers makes of a config.json, without values."""
+    given = {key: value for key, value in copy.deepcopy(config).items() if key != "architectures"}
+    if (given.get("rope_scaling") or {}).get("type") == "su":  # which this version of transformers does not read
+        given["rope_scaling"]["type"] = "longrope"
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = CONFIGS[name]
+    with torch.device("meta"), caplog.at_level(logging.WARNING):
+        model = find_model(config["architectures"][0]).from_config(config)
+    assert [each.rpartition(": ")[2] for each in caplog.messages] == UNREAD.get(name, [])
+    whole = theirs(config)
+    beside = ("vision_tower", "multi_modal_projector", "embed_vision")
+    expected = sum(each.numel() for key, each in whole.named_parameters() if not any(part in key for part in beside))
+    stored = ("score_correction_bias", "layer_scalar")
+    expected += sum(each.numel() for key, each in whole.named_buffers() if key.endswith(stored))
+    assert sum(each.numel() for each in model.parameters()) == expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_runs(name: str, cpu: hal.Backend) -> None:
+    model = hal.load_model(hal.RandomCheckpoint.of(name, CONFIGS[name]), cpu)
+    runner = hal.Runner(model, cpu)
+    logits = runner.step(runner.batch([[5, 6, 7, 8]], [[1]]), ALL).logits
+    assert logits.isfinite().all()
+    assert (logits.float().std(-1) > 1e-3).all(), "all tokens have the same logit"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Phi-4-mini-instruct", {"full_attn_mod": 2}, "full_attn_mod.*known: 1|unknown value 2"),
+        ("Phi-3.5-mini-instruct", {"partial_rotary_factor": 0.5}, "factors for 8 pairs, and a head has 4"),
+        ("gemma-2-2b-it", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma-3-4b-it", {"text_config": None}, "no table text_config"),
+        ("gpt-oss-20b-BF16", {"hidden_act": "gelu"}, "unknown value 'gelu'"),
+        ("gpt-oss-20b-BF16", {"num_local_experts": 3}, "4 experts per token of 3"),
+        ("GLM-4.6", {"n_group": 3}, "3 groups of 8 experts"),
+        ("GLM-4.6", {"n_group": 4, "topk_group": 5}, "chooses 5 groups of 4"),
+        ("GLM-4.6", {"n_group": 4, "topk_group": 1}, "4 experts per token of 2"),
+        ("MiniMax-M2", {"scoring_func": "softmax"}, "unknown value 'softmax'"),
+        ("MiniMax-M2", {"rotary_dim": 64}, "rotary_dim is 64; it must be from 2 to head_dim, 32"),
+        ("MiniMax-M2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+    ],
+)
+def test_what_hal_cannot_do_is_refused(name: str, changes: dict[str, Any], message: str, cpu: hal.Backend) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        hal.load_model(hal.RandomCheckpoint.of(name, {**CONFIGS[name], **changes}), cpu)
+
+
+@pytest.mark.parametrize(("name", "method"), [("gpt-oss-20b-BF16", "mxfp4"), ("MiniMax-M2", "fp8")])
+def test_weights_in_a_format_that_hal_does_not_have_are_refused(
+    name: str, method: str, tmp_path: Path, cpu: hal.Backend
+) -> None:
+    folder = published_configs.write(tmp_path / name, name)
+    config = {**CONFIGS[name], "quantization_config": {"quant_method": method}}
+    checkpoints.write_json(folder / "config.json", config)
+    with pytest.raises(ConfigError, match=f"(?s){method}.*hal supports"):
+        hal.load_model(folder, cpu)

@@ -1,0 +1,23 @@
+"""Tests of families that two ranks split: merged projections, sinks, biases of experts, norms over all heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import published_configs, rank_programs
+from helpers.ranks import in_ranks
+from helpers.thorough import FAMILY, thorough
+
+
+@thorough(FAMILY, r"\[(?!gpt-oss)")
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b-BF16", "Olmo-3-7B-Instruct", "Phi-4-mini-instruct", "GLM-4.6", "MiniMax-M2"]
+)
+def test_the_same_logits(name: str, tmp_path: Path) -> None:
+    checkpoint = str(published_configs.write(tmp_path / name, name))
+    alone = rank_programs.logits(checkpoint, "float32", {})
+    for rank in in_ranks("logits", 2, checkpoint=checkpoint, dtype="float32", parallel={"tensor": 2}):
+        torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
+        assert rank["held"] < 0.7 * alone["held"]
