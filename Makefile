@@ -42,7 +42,7 @@ sys.exit(refused and f"== {refused.reason}: {refused.hint}")
 endef
 export CHECK_BUILD
 
-.PHONY: demo check test test-all test-exhaustive thorough bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
+.PHONY: demo check test test-all test-exhaustive thorough families bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
 
 # The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
 DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
@@ -126,6 +126,14 @@ test-vllm: $(VLLM_VENV)/.test
 # hal inside SGLang, without SGLang's kernels: no part of `make test`, since it installs some 2 GB.
 test-sglang: $(SGLANG_VENV)/.test
 	$(SGLANG_VENV)/bin/python -m pytest -q tests/engines
+
+# Tries every causal language model of transformers, for hours: no part of `make test`. FAMILIES='qwen3 gemma2' tries some.
+families: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+families: $(VENV)/.test
+	$(BIN)/python tests/families/run.py --facts build/families.json --checks eager,graph,ranks,inductor $(FAMILIES)
+	$(TEST_PYTHON) tests/families/run.py --facts build/families.json --checks npu $(FAMILIES)
+	$(BIN)/python tests/families/run.py --facts build/families.json --page docs/reference/families.md
+	git diff --exit-code docs/reference/families.md
 
 bench: $(VENV)/.test
 	$(TEST_PYTHON) -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds

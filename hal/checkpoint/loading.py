@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.driver_layers import put_layers
-from hal.checkpoint.model_registry import check_model_class, find_model, make_model
+from hal.checkpoint.model_registry import check_model_class, make_model
+from hal.checkpoint.model_sources import AUTO, find_model_class
 from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, quantize_layers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
@@ -55,7 +56,8 @@ def load_model(
     Args:
         path: the checkpoint's folder.
         backend: the ``dtype`` of its config is the dtype of weights and computation.
-        model_class: the model class; None selects the one registered for the checkpoint's architecture.
+        model_class: the model class; None selects the one that ``model_source`` of the backend's config has for the
+            checkpoint's architecture.
         progress: called as weights are loaded.
 
     Raises:
@@ -70,7 +72,7 @@ def load_model(
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
-    model, checkpoint, quantized = _build(checkpoint, model_class)
+    model, checkpoint, quantized = _build(checkpoint, model_class, backend.config.model_source)
     own_layers = put_layers(model, backend)
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
     if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
@@ -95,29 +97,36 @@ def load_model(
             set_tensor(each.module, each.name, constant)
     if _fill(checkpoint, layers, backend, progress) or own_layers:
         model.prepared_by = backend.name
+    model.eval().finish_loading(backend)
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(
             f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",
             "make it a parameter, or compute it in forward",
         )
     model.loaded = LoadedWeights(tuple(layers), dtype)
-    return model.eval()
+    return model
 
 
-def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = None, tensor: Group = SOLO) -> CausalLM:
+def build_model(
+    checkpoint: Checkpoint,
+    model_class: type[CausalLM] | None = None,
+    tensor: Group = SOLO,
+    source: str = AUTO,
+) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
     Args:
         checkpoint: the checkpoint.
         model_class: see :func:`hal.load_model`.
         tensor: the ranks that split each layer. The model is then this rank's part.
+        source: ``model_source`` of a configuration.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, checkpoint, quantized = _build(checkpoint, model_class)
+    model, checkpoint, quantized = _build(checkpoint, model_class, source)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
         check_divisible(quantized, tensor.size)
@@ -125,15 +134,20 @@ def build_model(checkpoint: Checkpoint, model_class: type[CausalLM] | None = Non
     return model
 
 
-def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig) -> None:
+def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str = AUTO) -> None:
     """Raise ConfigError unless ranks can share the checkpoint's model. Needs no ranks, and no values of weights.
+
+    Args:
+        checkpoint: the checkpoint.
+        parallel: how the ranks share it.
+        source: ``model_source`` of the configuration.
 
     Raises:
         ConfigError: see above; or the model does not support its config.
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, _, quantized = _build(checkpoint, None)
+    model, _, quantized = _build(checkpoint, None, source)
     mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
     try:
         if parallel.experts != "split":
@@ -145,7 +159,7 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig) -> None:
 
 
 def _build(
-    checkpoint: Checkpoint, model_class: type[CausalLM] | None
+    checkpoint: Checkpoint, model_class: type[CausalLM] | None, source: str
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -157,7 +171,7 @@ def _build(
             "check that config.json and the weights belong together",
         )
     if model_class is None:
-        model_class = find_model(checkpoint.architecture)
+        model_class = find_model_class(checkpoint.architecture, checkpoint.model_config, source)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     checkpoint = named_by_model(checkpoint, model)
     return model, checkpoint, quantize_layers(model, checkpoint)

@@ -43,6 +43,11 @@ def architectures() -> list[str]:
     return MODELS.names()
 
 
+def knows(architecture: str) -> bool:
+    """Return whether a class is registered for an architecture. Imports no model."""
+    return _registered_name(architecture) in MODELS.names()
+
+
 def find_model(architecture: str) -> type[CausalLM]:
     """Return the model class registered for an architecture. Imports that one only.
 
@@ -50,10 +55,14 @@ def find_model(architecture: str) -> type[CausalLM]:
         CheckpointError: no class is registered.
         ModelError: it cannot be imported or is not a model class, or several packages register one.
     """
-    whole = architecture.removesuffix("Model") + "ForCausalLM"  # A base model may be saved without its head.
-    if architecture.endswith("Model") and architecture not in MODELS.names() and whole in MODELS.names():
-        architecture = whole
-    return MODELS.load(architecture)
+    return MODELS.load(_registered_name(architecture))
+
+
+def _registered_name(architecture: str) -> str:
+    """Return the name of the whole model for a base model that was saved without its head."""
+    whole = architecture.removesuffix("Model") + "ForCausalLM"
+    known = MODELS.names()
+    return whole if architecture.endswith("Model") and architecture not in known and whole in known else architecture
 
 
 def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> CausalLM:

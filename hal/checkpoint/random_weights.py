@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.checkpoint import hub
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.model_registry import find_model
+from hal.checkpoint.model_sources import AUTO, find_model_class
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.checkpoint.weight_bindings import bindings_of
 from hal.config.untrusted_files import read_json
@@ -47,14 +47,14 @@ class RandomCheckpoint(Checkpoint):
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any]) -> RandomCheckpoint:
-        """Return a checkpoint with the tensors of the model that is registered for ``config``, in its dtype.
+        """Return a checkpoint with the tensors of the model for ``config``, in its dtype.
 
         Args:
             name: names the checkpoint in errors.
             config: the content of a config.json.
 
         Raises:
-            CheckpointError: no model is registered for it, or it is of quantized weights.
+            CheckpointError: no source has a model for it, or it is of quantized weights.
             ConfigError: the config is invalid for the model.
         """
         if key := next((each for each in config_keys() if each in config), None):
@@ -83,13 +83,17 @@ class RandomCheckpoint(Checkpoint):
                 yield place, 0, values[tuple(slice(*taken) for taken in each.taken)]
 
 
-def meta_model(config: Mapping[str, Any]) -> CausalLM:
-    """Create the model registered for a config.json on the meta device.
+def meta_model(config: Mapping[str, Any], source: str = AUTO) -> CausalLM:
+    """Create the model of a config.json on the meta device.
+
+    Args:
+        config: the content of config.json.
+        source: ``model_source`` of a configuration.
 
     Raises:
-        CheckpointError: no model is registered for it.
+        CheckpointError: no source has a model for it.
         ConfigError: the config is invalid for the model.
     """
     architecture = Checkpoint(Path("config.json"), config, {}).architecture
     with torch.device("meta"):
-        return find_model(architecture).from_config(config)
+        return find_model_class(architecture, config, source).from_config(config)

@@ -62,9 +62,13 @@ def speller(model: CausalLM, known: Collection[str]) -> Callable[[str], str]:
     layers = {name.rpartition(".")[0] for name in known}
 
     def spell(name: str) -> str:
-        if name in known or name.rpartition(".")[0] in layers:
+        if name in known:
             return name
-        return next((each for each in _spellings(name, model) if each.rpartition(".")[0] in layers), name)
+        spellings = list(_spellings(name, model))
+        exact = next((each for each in spellings if each in known), None)
+        if exact is not None or name.rpartition(".")[0] in layers:
+            return exact or name
+        return next((each for each in spellings if each.rpartition(".")[0] in layers), name)
 
     return spell
 

@@ -10,17 +10,23 @@ from hal.errors import ConfigError
 
 COMPILATION_CONFIG = "Keys of the table `compilation`, as a JSON object or a path ending in .json or .toml."
 COMPILER = "eager, graph, piecewise, or a compiler of the driver."
+MODEL_SOURCE = "Where the model's code comes from: auto, hal, or another source, such as transformers."
 
 
 def settings_of(
-    backend: str | None, dtype: str | None, compiler: str | None, compilation_config: str | None
+    backend: str | None,
+    dtype: str | None,
+    compiler: str | None,
+    compilation_config: str | None,
+    model_source: str | None = None,
 ) -> dict[str, Any]:
     """Return the environment's configuration, overridden by the options."""
     from hal.config import CompilationConfig, read
     from hal.drivers.registry import read_config
 
     settings = read_config()
-    options = {name: value for name, value in (("backend", backend), ("dtype", dtype)) if value is not None}
+    given = {"backend": backend, "dtype": dtype, "model_source": model_source}
+    options = {name: value for name, value in given.items() if value is not None}
     compilation = {} if compilation_config is None else dict(compilation_of(compilation_config))
     read(CompilationConfig, compilation, "--compilation-config")
     if compiler is not None and compilation.setdefault("compiler", compiler) != compiler:

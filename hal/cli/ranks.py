@@ -51,13 +51,16 @@ def with_ranks(
     return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
 
 
-def start_ranks(parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes | None = None) -> bool:
+def start_ranks(
+    parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes | None = None, source: str = "auto"
+) -> bool:
     """Run this process's command in several ranks, unless it is one of them or the only one.
 
     Args:
         parallel: the ranks.
         checkpoint: of the model that they share.
         stdin: what this process has read from stdin.
+        source: ``model_source`` of the configuration.
 
     Returns:
         Whether ranks ran the command; if so, this process has nothing left to do.
@@ -74,7 +77,7 @@ def start_ranks(parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes |
     if (ranks := parallel.size) == 1 or is_rank():
         return False
     check_ranks(ranks)
-    check_shared(checkpoint, parallel)
+    check_shared(checkpoint, parallel, source)
     failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
     if failure is None:
         return True

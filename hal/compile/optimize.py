@@ -18,6 +18,7 @@ from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.compile.pass_manager import PassManager, Report
+from hal.compile.recognize.recognition import recognition_passes
 from hal.compile.rewrite.rewrite import Rewrite, fusions
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.drivers.backend import Backend
@@ -78,12 +79,14 @@ class OptimizedStep:
         report: the report of the passes.
         stages: the stages so far.
         unsupported: see :func:`unsupported_options`.
+        recognized: the names of the passes that recognized operations, whose skipped sites are no surprise.
     """
 
     traced: TracedStep
     report: Report
     stages: tuple[Stage, ...]
     unsupported: Mapping[tuple[str, tuple[str, ...]], int]
+    recognized: frozenset[str] = frozenset()
 
     def hoist(self, backend: Backend, keep: Collection[str] = ()) -> None:
         """Prepare kernel arguments once; see :func:`hoist_preparations`."""
@@ -126,7 +129,10 @@ def optimize_model(
     trace = partial(trace_step, model, states, sizes, whole=kept_whole(backend), decompose=False, rows=rows)
     step = optimize(trace, backend, passes)
     log.info("optimized a step of %s:\n%s", type(model).__name__, step.report)
-    for warning in step.report.missed(wanted_rewrites(backend, passes)):
+    expected = attrs.evolve(
+        step.report, passes=tuple(each for each in step.report.passes if each.name not in step.recognized)
+    )
+    for warning in expected.missed(wanted_rewrites(backend, passes)):
         log.warning("%s: %s", type(model).__name__, warning)
     return step
 
@@ -149,11 +155,13 @@ def optimize(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[
     stages = [stage_of("trace", traced, began)]
     began = time.perf_counter()
     manager = PassManager(traced.graph, traced.mode)
-    for each in (*PREPARATIONS, *chosen, *CLEANUPS):
+    recognition = recognition_passes(backend) if traced.recognize else ()
+    for each in (*PREPARATIONS, *recognition, *chosen, *CLEANUPS):
         manager.add(each)
     report = manager.apply()
     stages.append(stage_of("rewrite", traced, began))
-    return OptimizedStep(traced, report, tuple(stages), unsupported_options(traced.graph.graph, backend))
+    unsupported = unsupported_options(traced.graph.graph, backend)
+    return OptimizedStep(traced, report, tuple(stages), unsupported, frozenset(map(pass_name, recognition)))
 
 
 def all_passes(backend: Backend) -> Sequence[Rewrite | Callable[..., Any]]:

@@ -91,6 +91,7 @@ class TracedStep:
         queries: new tokens of each sequence; 0 for steps of any shape.
         fields: the batch's fields, in order.
         mode: the mode of the inputs' fake tensors.
+        recognize: whether the model computes in plain torch what hal has operations for.
     """
 
     graph: fx.GraphModule
@@ -99,6 +100,7 @@ class TracedStep:
     queries: int
     fields: Mapping[str, Field]
     mode: FakeTensorMode
+    recognize: bool = False
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -209,7 +211,8 @@ def trace_step(
         return (*found, copied.logits(found[0] if rows is ALL else found[0][batch.query_start_loc[1:] - 1]))
 
     graph, fixed = _trace(model, dict(zip(fields, fakes, strict=True)), kept_states, step, mode, whole, decompose)
-    return TracedStep(graph, fixed, of_axes, sizes.queries if sizes.sequences else 0, fields, mode)
+    queries = sizes.queries if sizes.sequences else 0
+    return TracedStep(graph, fixed, of_axes, queries, fields, mode, model.recognize)
 
 
 def trace_logits(model: CausalLM, hidden: Tensor, *, whole: Collection[str], decompose: bool = True) -> TracedStep:

@@ -149,6 +149,9 @@ class Config:
         backend: a driver's name, or ``auto`` for the available driver of highest priority.
         dtype: the dtype of weights and caches; ``auto`` means the checkpoint's.
         strict: an operation without a kernel raises instead of running its reference.
+        model_source: where a model's code comes from: ``hal`` for the models that packages register with hal, or
+            another source's name, such as ``transformers``. ``auto`` means hal's if there is one, else another's.
+        check_model: at load, a model of another source compares its logits with those of its source's own code.
         max_prefill_tokens: the most tokens of a prefill step, which bounds its memory.
         compilation: how a runner executes the model; see :class:`CompilationConfig`.
         cache: the size of the paged KV cache; see :class:`CacheConfig`.
@@ -159,6 +162,8 @@ class Config:
     backend: str = "auto"
     dtype: DTypeName = "auto"
     strict: bool = False
+    model_source: str = "auto"
+    check_model: bool = True
     max_prefill_tokens: int = attrs.field(default=2048, validator=at_most(TOKENS))
     compilation: CompilationConfig = attrs.field(factory=CompilationConfig)
     cache: CacheConfig = attrs.field(factory=CacheConfig)

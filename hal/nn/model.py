@@ -40,6 +40,7 @@ class CausalLM(nn.Module):
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
         ignored_prefixes: name prefixes of checkpoint tensors to skip, of parts that the model does not compute, such as
             ``vision_tower.``.
+        recognize: whether compilers look for hal's operations in what the model computes in plain torch.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
 
@@ -54,6 +55,7 @@ class CausalLM(nn.Module):
     other_names: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
+    recognize: bool = False
     prepared_by: str | None = None
     loaded: object | None = None
 
@@ -117,6 +119,16 @@ class CausalLM(nn.Module):
             f"{type(self).__name__} cannot be split between {tensor.size} ranks",
             "set parallel.tensor to 1, or override split in the model",
         )
+
+    def finish_loading(self, backend: Any) -> None:
+        """Complete a model whose weights were loaded, such as with tensors that no checkpoint has. Does nothing here.
+
+        Args:
+            backend: the :class:`hal.Backend` that the model was loaded for.
+
+        Raises:
+            HalError: the model cannot run.
+        """
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -13,12 +13,15 @@ from torch.nn import functional
 import hal
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.recognize.rotations import rotations
 from hal.compile.rewrite.proof import check_rewrite
 
 REWRITES = (
     decoder_layers.rms_norm,
-    decoder_layers.rotary_embedding,
+    decoder_layers.late_rms_norm,
+    *rotations,
     decoder_layers.silu_and_mul,
+    *decoder_layers.gelu_and_mul,
     decoder_layers.repeated_heads,
     decoder_layers.batched_split,
     *routings,
@@ -33,7 +36,7 @@ def cpu() -> Iterator[hal.Backend]:
     torch.compiler.reset()
 
 
-@thorough(OPERATION, r"\[(?!rms_norm|rotary_embedding|topk_route\]|experts_of)")
+@thorough(OPERATION, r"\[(?!rms_norm|rotary_embedding\]|partial_inter|topk_route\]|experts_of)")
 @pytest.mark.parametrize("rewrite", REWRITES, ids=lambda each: each.name)
 def test_both_sides_of_a_rewrite_agree(rewrite: hal.compile.rewrite.rewrite.Rewrite) -> None:
     check_rewrite(rewrite, (torch.bfloat16,) if rewrite.name.startswith("experts_of") else DTYPES)

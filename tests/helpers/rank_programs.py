@@ -324,3 +324,22 @@ def replaced(first: str, second: str, parallel: dict[str, Any]) -> dict[str, Ten
                 hal.replace_weights(runner, tensors(Path(second)))
                 found["replaced"] = logits(runner)
     return found
+
+
+def family_difference(folder: str, family: str, compiler: str, tensor: int) -> float:
+    """Return how far the logits of a model of transformers differ from its own, in parts of the largest.
+
+    Args:
+        folder: its checkpoint.
+        family: the model_type.
+        compiler: the compiler.
+        tensor: the number of ranks.
+    """
+    from helpers.family_steps import config_for, differences, own_logits, tokens_for
+    from helpers.transformers_families import model_of
+
+    model = model_of(family)
+    rows = tokens_for(model.config.vocab_size)
+    config = config_for(compiler, parallel={"tensor": tensor})
+    with hal.open(config) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
+        return max(differences(runner, rows, own_logits(model, rows)).values())

@@ -97,7 +97,8 @@ def config_of_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 def _cut(setting: Setting, layers: int) -> Setting:
     config = config_of_layers(setting.checkpoint.config, layers)
-    meta = meta_model({name: value for name, value in config.items() if name in setting.checkpoint.model_config})
+    kept = {name: value for name, value in config.items() if name in setting.checkpoint.model_config}
+    meta = meta_model(kept, setting.backend.config.model_source)
     if len(meta.states) != layers:
         raise BenchmarkError(
             f"--trace needs a model of {layers} layers, but num_hidden_layers={layers} gives {len(meta.states)}",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
 from hal.cli.console import progress_bar
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.sampling_options import REVISION, sampling_options
@@ -45,6 +45,7 @@ SEED = "The seed of the first answer. By default, a random one."
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
 def command(
     checkpoint: Path,
     system: str | None,
@@ -57,6 +58,7 @@ def command(
     emulate: bool,
     compiler: str | None,
     compilation_config: str | None,
+    model_source: str | None,
 ) -> None:
     """Talk with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
 
@@ -73,7 +75,7 @@ def command(
     opened = Checkpoint.open(checkpoint, revision=revision)
     ChatTemplate.read(opened)  # Before the weights: it may be missing.
     opened.tokenizer()
-    settings = settings_of(backend, dtype, compiler, compilation_config)
+    settings = settings_of(backend, dtype, compiler, compilation_config, model_source)
     with emulated(emulate, backend) as options:
         settings["options"] = {**settings.get("options", {}), **options}
         with progress_bar("loading") as progress:

@@ -79,12 +79,12 @@ def command(
         _check_ranks(tensor_parallel, named, modes, save_to, compilation_config)
     given = Prompts.read(prompts, prompts_file)
     settings = settings_of(None, dtype, None, compilation_config)
-    read(Config, settings, "configuration")
+    source = read(Config, settings, "configuration").model_source
     opened = Checkpoint.open(checkpoint)
-    prompted = _prompts(opened, given, max_new_tokens)
+    prompted = _prompts(opened, given, max_new_tokens, source)
     if tensor_parallel is not None:
         _check_split(settings)
-        if not start_ranks(ParallelConfig(tensor_parallel), opened, given.stdin):
+        if not start_ranks(ParallelConfig(tensor_parallel), opened, given.stdin, source):
             name = (named or [settings.get("backend", "auto")])[0]
             context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
         return
@@ -195,12 +195,12 @@ def _ranks_agree(
     return all(each.agrees for each in found)
 
 
-def _prompts(checkpoint: Checkpoint, given: Prompts, max_new_tokens: int) -> texts.Prompts:
+def _prompts(checkpoint: Checkpoint, given: Prompts, max_new_tokens: int, source: str) -> texts.Prompts:
     from hal.checkpoint.loading import build_model
     from hal.compare import texts
 
     encoded = given.encode(checkpoint.tokenizer())
-    most = min(max_new_tokens, build_model(checkpoint).max_length)  # The caches get room for as many.
+    most = min(max_new_tokens, build_model(checkpoint, source=source).max_length)  # The caches get room for as many.
     return texts.Prompts(tuple(map(tuple, encoded)), most, checkpoint.stop_token_ids)
 
 

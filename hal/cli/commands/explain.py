@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
 from hal.cli.console import print_table
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
@@ -44,6 +44,7 @@ ASSUME = "Figures of devices and links for --devices: a path ending in .toml or 
 @click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
 @click.option("--batch-size", type=SEQUENCES, default=2, show_default=True, help="Of the decode step.")
 @parallel(COPIES, PLANNED)
 @click.option("--devices", type=click.IntRange(1, bounds.DEVICES), metavar="N", help=DEVICES)
@@ -58,6 +59,7 @@ def command(
     dtype: str | None,
     compiler: str | None,
     compilation_config: str | None,
+    model_source: str | None,
     batch_size: int,
     tensor_parallel: int | None,
     data_parallel: int | None,
@@ -90,7 +92,7 @@ def command(
 
     if dump is not None:
         check_folder(dump)
-    settings = settings_of(backend, dtype, compiler, compilation_config)
+    settings = settings_of(backend, dtype, compiler, compilation_config, model_source)
     settings = with_ranks(settings, tensor_parallel, data_parallel, experts)
     shared = read(hal.Config, settings, "configuration").parallel
     opened = Checkpoint.open(checkpoint)
@@ -145,7 +147,9 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     from hal.checkpoint.driver_layers import replaced
     from hal.checkpoint.loading import build_model
 
-    found = Counter((old.__name__, new.__name__) for old, new in replaced(model, build_model(opened)))
+    found = Counter(
+        (old.__name__, new.__name__) for old, new in replaced(model, build_model(opened, source=on.config.model_source))
+    )
     rows = [(*names, str(times)) for names, times in found.items()]
     if rows:
         print_table(("layer", "the driver's", "times"), rows)

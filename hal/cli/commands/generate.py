@@ -15,7 +15,7 @@ import attrs
 import click
 
 from hal.cli import ranks
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
 from hal.cli.console import progress_bar
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
@@ -60,6 +60,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--emulate", is_flag=True, help=EMULATE)
 @click.option("--compiler", metavar="NAME", help=COMPILER)
 @click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
 @ranks.parallel(DATA_PARALLEL)
 @click.option("--json", "as_json", is_flag=True, help=JSON)
 @click.option("--logprobs", type=int, metavar="N", help=LOGPROBS)
@@ -79,6 +80,7 @@ def command(
     emulate: bool,
     compiler: str | None,
     compilation_config: str | None,
+    model_source: str | None,
     tensor_parallel: int | None,
     data_parallel: int | None,
     experts: str | None,
@@ -114,7 +116,7 @@ def command(
     given = Prompts.read(prompts, prompts_file)
     variables = {**switches_of(switches), **({} if tools is None else {"tools": tools_of(tools)})}
     settings = ranks.with_ranks(
-        settings_of(backend, dtype, compiler, compilation_config), tensor_parallel, data_parallel, experts
+        settings_of(backend, dtype, compiler, compilation_config, model_source), tensor_parallel, data_parallel, experts
     )
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
@@ -122,7 +124,8 @@ def command(
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
     tokens = given.encode(tokenizer, template, variables)
-    if ranks.start_ranks(read(hal.Config, settings, "configuration").parallel, opened, given.stdin):
+    asked = read(hal.Config, settings, "configuration")
+    if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):
         return
 
     with yielding_to_the_cause():

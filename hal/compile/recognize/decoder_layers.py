@@ -1,4 +1,4 @@
-"""Rewrites from the overloads that spell a norm, a rotation or an activation out, as in transformers' decoders.
+"""Rewrites from the overloads that spell a norm or an activation out, as in transformers' decoders.
 
 Each has a pattern in plain torch. In 16 bits transformers rounds in between, and hal's operations once, so both sides
 agree within the operation's tolerance.
@@ -6,7 +6,8 @@ agree within the operation's tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,18 @@ def _norm_samples(draw: Draw) -> Iterator[Sample]:
         yield draw.normal(*shape), draw.normal(shape[-1]), 1e-5
 
 
+def _late_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide).to(x.dtype)
+
+
+def _narrow_norm_samples(draw: Draw) -> Iterator[Sample]:
+    # In float32 nothing is rounded, so both spellings are one.
+    narrow = Draw(torch.bfloat16 if draw.dtype is torch.float32 else draw.dtype, draw.device)
+    yield from _norm_samples(narrow)
+
+
 rms_norm = Rewrite(
     "rms_norm",
     _norm,
@@ -45,67 +58,40 @@ rms_norm = Rewrite(
     axes={"x": "... width", "weight": "width"},
     dtypes={"x": FLOATING, "weight": "x"},
 )
-
-
-def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def _rotary_operation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    batch, _, length, width = query.shape
-    rows = [each.transpose(1, 2).reshape(-1, each.shape[1], width) for each in (query, key)]
-    angles = [each.expand(batch, length, width).reshape(-1, width) for each in (cos, sin)]
-    rotated = hal.rotary_embedding.default(*rows, *angles)
-    first, second = (each.view(batch, length, -1, width).transpose(1, 2) for each in rotated)
-    return first, second
-
-
-def _rotary_samples(draw: Draw) -> Iterator[Sample]:
-    for batch, heads, kv_heads, length, width in ((3, 8, 2, 5, 64), (1, 3, 1, 6, 32), (2, 4, 4, 1, 128)):
-        for rows in {1, batch}:
-            angles = draw.normal(rows, length, width // 2).float().repeat(1, 1, 2)
-            yield (
-                draw.normal(batch, heads, length, width),
-                draw.normal(batch, kv_heads, length, width),
-                angles.cos().to(draw.dtype),
-                angles.sin().to(draw.dtype),
-            )
-
-
-rotary_embedding = Rewrite(
-    "rotary_embedding",
-    _rotary,
-    _rotary_operation,
-    _rotary_samples,
-    axes={
-        "query": "batch num_heads length head_dim",
-        "key": "batch num_kv_heads length head_dim",
-        "cos": "rows=1|batch length head_dim",
-        "sin": "rows=1|batch length head_dim",
-    },
-    dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query"},
+late_rms_norm = Rewrite(
+    "rms_norm_rounded_late",
+    _late_norm,
+    _norm_operation,
+    _narrow_norm_samples,
+    axes={"x": "... width", "weight": "width"},
+    dtypes={"x": (torch.bfloat16, torch.float16), "weight": "x"},
 )
+"""The norm whose weight is applied before the result is rounded, as in gpt-oss and OLMo 2."""
 
 
-def _activation(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def _gated(name: str, activation: Callable[[Tensor], Tensor], operation: Callable[..., Tensor]) -> Rewrite:
+    """Return the rewrite of an activated gate that is multiplied by the other half."""
+
+    def spelled(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    def samples(draw: Draw) -> Iterator[Sample]:
+        yield from ops.operation("silu_and_mul").samples(draw)
+
+    return Rewrite(name, spelled, operation, samples, axes={"x": "... merged"}, dtypes={"x": FLOATING})
 
 
-silu_and_mul = Rewrite(
-    "silu_and_mul",
-    _activation,
-    hal.silu_and_mul.default,
-    ops.operation("silu_and_mul").samples,
-    axes={"x": "... merged"},
-    dtypes={"x": FLOATING},
+silu_and_mul = _gated("silu_and_mul", functional.silu, hal.silu_and_mul.default)
+gelu_and_mul = tuple(
+    _gated(
+        "gelu_and_mul" if approximate == "none" else f"gelu_{approximate}_and_mul",
+        partial(functional.gelu, approximate=approximate),
+        partial(hal.gelu_and_mul.default, approximate=approximate),
+    )
+    for approximate in ("none", "tanh")
 )
+"""With the error function, and with its approximation."""
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:

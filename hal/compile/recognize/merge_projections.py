@@ -22,6 +22,8 @@ from hal.compile.recognize.consecutive_weights import concatenated, move_togethe
 aten = torch.ops.aten
 log = logging.getLogger("hal.compile")
 
+GATES = frozenset({aten.silu.default, aten.gelu.default})
+"""Activations of a gate."""
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
@@ -172,7 +174,7 @@ def _weights(node: fx.Node) -> list[Any]:
 def _multiplied_by(gate: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
     """Return the projection that is multiplied by the activation of another, or None."""
     for activation in _readers(gate):
-        if activation.target is aten.silu.default:
+        if activation.target in GATES:
             for product in _readers(activation):
                 for operand in product.all_input_nodes if product.target is aten.mul.Tensor else ():
                     while operand.target in VIEWS:
@@ -185,8 +187,9 @@ def _multiplied_by(gate: fx.Node, others: Collection[fx.Node]) -> fx.Node | None
 def _before_the_views(graph: fx.Graph, product: fx.Node) -> None:
     """Compute the product of an activated gate before its operands are reshaped, as the activation's operation does."""
     for activation, view in itertools.permutations(product.args[:2]):
-        if not isinstance(activation, fx.Node) or activation.target is not aten.silu.default:
+        if not isinstance(activation, fx.Node) or activation.target not in GATES:
             continue
+        function: Any = activation.target
         gate: Any = activation.args[0]
         views: list[Any] = [gate, view]
         if not all(isinstance(each, fx.Node) and each.target in VIEWS for each in views):
@@ -196,8 +199,8 @@ def _before_the_views(graph: fx.Graph, product: fx.Node) -> None:
         if shapes[0] != shapes[1] or shapes[2] != shapes[3] or len(activation.users) > 1:
             continue
         with value(product).fake_mode, torch.inference_mode(False), torch.no_grad(), graph.inserting_before(product):
-            activated = graph.call_function(aten.silu.default, (sources[0],))
-            activated.meta["val"] = aten.silu.default(value(sources[0]))
+            activated = graph.call_function(function, (sources[0],), activation.kwargs)
+            activated.meta["val"] = function(value(sources[0]), **activation.kwargs)
             multiplied = graph.call_function(aten.mul.Tensor, (activated, sources[1]))
             multiplied.meta = {**product.meta, "val": aten.mul.Tensor(value(activated), value(sources[1]))}
             shaped = graph.call_function(aten.view.default, (multiplied, gate.args[1]))

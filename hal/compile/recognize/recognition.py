@@ -15,6 +15,7 @@ from hal.compile.fx.symbolic_sizes import value
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
+from hal.compile.recognize.rotations import rotations
 from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls
 from hal.compile.rewrite.rewrite import Rewrite
 from hal.compile.rewrite_report import PassReport
@@ -70,15 +71,35 @@ def _converts(node: Any, dtype: torch.dtype) -> bool:
 def rewrites_of(backend: Backend) -> tuple[Rewrite, ...]:
     """Return the rewrites to the operations that a backend has kernels for, in order."""
     by_operation: Mapping[str, tuple[Rewrite, ...]] = {
-        "rms_norm": (decoder_layers.rms_norm,),
-        "rotary_embedding": (decoder_layers.rotary_embedding,),
+        "rms_norm": (decoder_layers.rms_norm, decoder_layers.late_rms_norm),
+        "rotary_embedding": rotations,
         "scaled_dot_product_attention": (decoder_layers.repeated_heads,),
         "topk_route": routings,
         "grouped_linear": grouped_experts(),
         "silu_and_mul": (decoder_layers.silu_and_mul,),
+        "gelu_and_mul": decoder_layers.gelu_and_mul,
         "split_qkv_rmsnorm_rope": (decoder_layers.batched_split,),
     }
     return tuple(each for name, rewrites in by_operation.items() if name in backend.kernels for each in rewrites)
+
+
+def recognition_passes(backend: Backend) -> tuple[Rewrite | Callable[..., Any], ...]:
+    """Return the passes that recognize operations in a step of a model in plain torch, in order.
+
+    Its projections and embeddings are hal's layers.
+    """
+    found = rewrites_of(backend)
+    return (
+        common_subexpressions,
+        *(each for each in found if each not in LATE),
+        integer_round_trips,
+        early_views,
+        *(each for each in found if each in LATE),
+    )
+
+
+LATE = (decoder_layers.silu_and_mul, *decoder_layers.gelu_and_mul, decoder_layers.batched_split)
+"""The rewrites that read merged projections, or views in their final place."""
 
 
 def needs_gradients(inputs: Sequence[Any]) -> bool:
@@ -126,7 +147,7 @@ class Recognition:
     @property
     def passes(self) -> Iterator[Rewrite | Callable[..., Any]]:
         """The passes, in order; none if gradients may be needed. The last ones read merged projections."""
-        last = [each for each in self._passes if each in (decoder_layers.silu_and_mul, decoder_layers.batched_split)]
+        last = [each for each in self._passes if each in LATE]
         if not self._passes:
             return
         for each in self._passes:

@@ -1,4 +1,4 @@
-"""Calls of torch that are one of hal's operations: linear, embedding and scaled_dot_product_attention.
+"""Calls of torch that are one of hal's operations, such as linear and scaled_dot_product_attention.
 
 They are replaced while a graph is traced, before the dispatcher turns them into a device's overloads.
 """
@@ -129,8 +129,21 @@ def _attention(
     return _call("scaled_dot_product_attention", query, key, value, attn_mask, scale, is_causal)
 
 
+def _layer_norm(
+    input: Tensor,  # noqa: A002 - torch's name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    if len(normalized_shape) != 1 or weight is None:
+        raise NotAnOperation("it has no weight, or normalizes several dimensions")
+    return _call("layer_norm", input, weight, bias, eps)
+
+
 RECOGNIZED: Mapping[str, tuple[Callable[..., Any], Kernel]] = {
     "embedding": (functional.embedding, _embedding),
+    "layer_norm": (functional.layer_norm, _layer_norm),
     "linear": (functional.linear, _linear),
     "scaled_dot_product_attention": (functional.scaled_dot_product_attention, _attention),
 }

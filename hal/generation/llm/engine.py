@@ -42,7 +42,7 @@ def open_engine(
 
     Args:
         checkpoint: the checkpoint.
-        options: backend, dtype and compiler; ``auto`` and None leave the configuration's.
+        options: backend, dtype, model_source and compiler; ``auto`` and None leave the configuration's.
         config: keys of the configuration; see :func:`hal.open`.
         stack: closes what was opened.
         max_length: the most tokens of a sequence; None for what fits.
@@ -87,7 +87,7 @@ def settings_of(options: Mapping[str, str | None], config: Mapping[str, Any] | N
     for key, value in (read_config(config) if config else {}).items():
         both = isinstance(value, dict) and isinstance(settings.get(key), dict)
         settings[key] = {**settings[key], **value} if both else value
-    for name in ("backend", "dtype"):
+    for name in ("backend", "dtype", "model_source"):
         if options.get(name) not in (None, "auto"):
             settings[name] = options[name]
     if options.get("compiler") is not None:

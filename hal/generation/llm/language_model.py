@@ -59,6 +59,7 @@ class LLM:
             priority.
         dtype: the dtype of weights and cache: ``float32``, ``bfloat16``, ``float16`` or ``auto``, the checkpoint's.
         compiler: how steps run, such as ``eager`` or ``graph``.
+        model_source: where the model's code comes from, as in the configuration.
         revision: the branch, tag or commit of a model of the hub.
         max_length: the most tokens of a prompt and its text; None for what the model takes and the cache holds.
         max_sequences: the most texts that are generated together. Others wait.
@@ -84,6 +85,7 @@ class LLM:
         backend: str = "auto",
         dtype: str | None = None,
         compiler: str | None = None,
+        model_source: str | None = None,
         revision: str | None = None,
         max_length: int | None = None,
         max_sequences: int = 64,
@@ -101,7 +103,7 @@ class LLM:
         with ExitStack() as stack:
             self._runner, self.max_length = open_engine(
                 self.checkpoint,
-                {"backend": backend, "dtype": dtype, "compiler": compiler},
+                {"backend": backend, "dtype": dtype, "compiler": compiler, "model_source": model_source},
                 config,
                 stack,
                 max_length=max_length,

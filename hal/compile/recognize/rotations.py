@@ -1,0 +1,113 @@
+"""Rewrites from the overloads that spell a rotary embedding out, as in transformers' decoders.
+
+They differ in the elements that form a pair, in whether a part of each head is rotated, and in how cosines and sines
+are given. In 16 bits transformers rounds in between, and hal's operation once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hal.compile.rewrite.rewrite import Rewrite
+from hal.ops import FLOATING, Draw, Sample
+
+hal = torch.ops.hal
+
+Rotated = tuple[Tensor, Tensor]
+Spelled = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of a query or key ``[batch, heads, length, head_dim]``, and cosines and sines of its positions."""
+
+
+def _halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def _whole(turn: Callable[[Tensor], Tensor]) -> Spelled:
+    def spelled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + turn(x) * sin
+
+    return spelled
+
+
+def _partly(turn: Callable[[Tensor], Tensor]) -> Spelled:
+    def spelled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        width = cos.shape[-1]
+        rotated, kept = x[..., :width], x[..., width:]
+        return torch.cat((rotated * cos + turn(rotated) * sin, kept), dim=-1)
+
+    return spelled
+
+
+def _by_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: int = 1, half: bool = False) -> Rewrite:
+    """Return a rewrite.
+
+    Args:
+        name: of the rewrite.
+        spelled: computes the rotation of one tensor.
+        interleaved: whether the elements of a pair are adjacent.
+        part: heads are so many times as wide as what is rotated of them, in the samples.
+        half: whether cosines and sines are given once for each pair, rather than for each element.
+    """
+
+    def pattern(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+        return spelled(query, cos, sin), spelled(key, cos, sin)
+
+    def operation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
+        batch, _, length, width = query.shape
+        rows = [each.transpose(1, 2).reshape(-1, each.shape[1], width) for each in (query, key)]
+        angles = [torch.cat((each, each), dim=-1) if half else each for each in (cos, sin)]
+        angles = [each.expand(batch, 1, length, each.shape[-1]).reshape(-1, each.shape[-1]) for each in angles]
+        rotated = hal.rotary_embedding.default(*rows, *angles, interleaved)
+        first, second = (each.view(batch, length, -1, width).transpose(1, 2) for each in rotated)
+        return first, second
+
+    def samples(draw: Draw) -> Iterator[Sample]:
+        for batch, heads, kv_heads, length, width in ((3, 8, 2, 5, 64), (1, 3, 1, 6, 32), (2, 4, 4, 1, 128)):
+            for rows in {1, batch}:
+                angles = draw.normal(rows, 1, length, width // 2).float()
+                if not half:
+                    angles = angles.repeat_interleave(2, dim=-1) if interleaved else angles.repeat(1, 1, 1, 2)
+                yield (
+                    draw.normal(batch, heads, length, width * part),
+                    draw.normal(batch, kv_heads, length, width * part),
+                    angles.cos().to(draw.dtype),
+                    angles.sin().to(draw.dtype),
+                )
+
+    rotary = "head_dim//2" if half else "head_dim" if part == 1 else "rotary_dim"
+    return Rewrite(
+        name,
+        pattern,
+        operation,
+        samples,
+        axes={
+            "query": "batch num_heads length head_dim",
+            "key": "batch num_kv_heads length head_dim",
+            "cos": f"rows=1|batch 1 length {rotary}",
+            "sin": f"rows=1|batch 1 length {rotary}",
+        },
+        dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query"},
+    )
+
+
+rotations = (
+    _rotation("rotary_embedding", _whole(_halves)),
+    _rotation("partial_rotary_embedding", _partly(_halves), part=2),
+    _rotation("interleaved_rotary_embedding", _whole(_neighbours), interleaved=True),
+    _rotation("partial_interleaved_rotary_embedding", _partly(_neighbours), interleaved=True, part=2),
+    _rotation("rotary_embedding_by_parts", _by_parts, half=True),
+)
+"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated."""

@@ -1,0 +1,250 @@
+"""hal's experts and routers in the place of transformers', where they compute the same."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hal import ops
+from hal.engines.transformers.experts import Gate, gate_of
+from hal.engines.transformers.models.conversions import Conversions, spelling, whole_weight
+from hal.engines.transformers.models.probe import REMEDY
+from hal.errors import ConfigError
+from hal.nn import Consumer, Experts, Weight
+from hal.parallel import Mesh
+
+
+class RoutedExperts(Experts):
+    """:class:`hal.nn.Experts` with the arguments of transformers' experts."""
+
+    def distribute(self, mode: Any, mesh: Mesh) -> None:
+        """Compute this rank's experts from now on; see :meth:`hal.nn.Experts.distribute`."""
+        super().distribute(mode, mesh)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape."""
+        return super().forward(hidden, top_k_weights.to(hidden.dtype), top_k_index.int())
+
+
+class StackedExperts(nn.Module):
+    """Experts whose projections are one tensor each in the checkpoint, with or without biases.
+
+    Args:
+        module: transformers' experts, on the meta device.
+        path: their path in the model.
+        conversions: how the checkpoint has their tensors.
+
+    Attributes:
+        gate_up_proj: ``[num_experts, 2 * width, hidden]``, or ``up_proj`` without a gate.
+        down_proj: ``[num_experts, hidden, width]``.
+    """
+
+    def __init__(self, module: Any, path: str, conversions: Conversions) -> None:
+        super().__init__()
+        self.num_experts = int(module.num_experts)
+        self._gate: Gate | None = gate_of(module) if module.has_gate else None
+        self._module = (module,)  # What it computes between the projections; it keeps no parameter.
+        self._first = "gate_up_proj" if module.has_gate else "up_proj"
+        self.weights: Mapping[str, Weight] = {}
+        declared = {}
+        for name in (self._first, "down_proj"):
+            tensor = getattr(module, name)
+            shape, axes = list(tensor.shape), [f"{name}_{dim}" for dim in range(3)]
+            known = conversions.weight(f"{path}.{name}")
+            if module.is_transposed:
+                shape, axes = [shape[0], shape[2], shape[1]], [axes[0], axes[2], axes[1]]
+            order = " ".join(axes)
+            known = known or whole_weight(name, tensor.shape)
+            declared[name] = Weight(
+                known.sources, order, assemble=known.assemble, consumer=Consumer("grouped_linear", "weight")
+            )
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+            if module.has_bias:
+                bias = getattr(module, f"{name}_bias")
+                if (known := conversions.weight(f"{path}.{name}_bias")) is not None:
+                    declared[f"{name}_bias"] = known
+                self.register_parameter(
+                    f"{name}_bias", nn.Parameter(torch.empty(bias.shape, device="meta"), requires_grad=False)
+                )
+        for name, _ in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, None)
+        self.weights = declared
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Map ``[tokens, hidden]`` to the same shape."""
+        experts = top_k_index.int()
+        rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
+        inner = self._activated(self._project(rows, counts, self._first))
+        output = self._project(inner, counts, "down_proj")
+        return ops.expert_unpermute(output, positions, top_k_weights.to(output.dtype))
+
+    def _project(self, rows: Tensor, counts: Tensor, name: str) -> Tensor:
+        return ops.grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias", None))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self._gate is not None:
+            return self._gate(x)
+        module = self._module[0]
+        found: Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        return found
+
+
+def experts_of(module: Any, path: str, conversions: Conversions) -> nn.Module:
+    """Return hal's experts in the place of transformers'.
+
+    Raises:
+        ConfigError: they compute what hal's do not.
+    """
+    if module.has_post_expert_norm:
+        raise ConfigError(
+            f"{type(module).__name__} of transformers has a norm behind each expert, which hal's experts do not have",
+            REMEDY,
+        )
+    names = _expert_names(module, path, conversions)
+    gate = gate_of(module) if module.has_gate else None
+    if names is None or gate is None or getattr(gate, "func", None) is ops.clipped_silu_and_mul:
+        return StackedExperts(module, path, conversions)
+    with torch.device("meta"):
+        width, hidden = module.down_proj.shape[2], module.down_proj.shape[1]
+        return RoutedExperts(int(module.num_experts), hidden, width, names=names, activation=gate)
+
+
+def _expert_names(module: Any, path: str, conversions: Conversions) -> tuple[str, str, str] | None:
+    """Return the checkpoint's names of the gate, up and down projections of each expert, or None if it has none."""
+    if module.is_transposed or module.has_bias or not module.has_gate:
+        return None
+    first, second = (conversions.assembled.get(f"{path}.{name}", ()) for name in ("gate_up_proj", "down_proj"))
+    count = int(module.num_experts)
+    if len(first) != 2 * count or len(second) != count:
+        return None
+    below = re.compile(r"^(?P<above>.*)\.(?P<expert>\d+)\.(?P<name>\w+)\.weight$")
+    found: dict[str, set[tuple[int, int]]] = {}
+    for source, region in (*first, *second):
+        match = below.match(source)
+        turned = region.axes != ("axis1", "axis2")
+        if match is None or turned or region.target["axis0"][0] != int(match["expert"]):
+            return None
+        found.setdefault(match["name"], set()).add(region.target["axis1"])
+    ordered = sorted({below.match(source)["name"] for source, _ in first}, key=lambda each: min(found[each]))  # type: ignore[index]
+    (down,) = {below.match(source)["name"] for source, _ in second}  # type: ignore[index]
+    if len(ordered) != 2 or any(len(each) != 1 for each in found.values()):
+        return None
+    above = below.match(first[0][0])["above"]  # type: ignore[index]
+    conversions.names.update(spelling(f"{above}.weight", f"{path}.weight"))
+    return ordered[0], ordered[1], down
+
+
+class Router(nn.Module):
+    """A projection to the scores of experts and :func:`hal.ops.topk_route`, as transformers' routers return them.
+
+    Args:
+        module: transformers' router, on the meta device.
+        wide: whether the scores are computed in float32.
+        options: of the operation.
+    """
+
+    def __init__(self, module: Any, wide: bool, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._wide, self._options = wide, dict(options)
+        self.weight = nn.Parameter(torch.empty(module.weight.shape, device="meta"), requires_grad=False)
+        bias = getattr(module, "e_score_correction_bias", None)
+        self.e_score_correction_bias: Tensor | None
+        if isinstance(bias, nn.Parameter):
+            self.register_parameter("e_score_correction_bias", bias)
+        else:
+            self.register_buffer("e_score_correction_bias", bias)
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors."""
+        dtype = torch.float32 if self._wide else None
+        declared = {"weight": Weight(("weight",), "num_experts in_features", dtype=dtype)}
+        if self.e_score_correction_bias is not None:
+            declared["e_score_correction_bias"] = Weight(
+                ("e_score_correction_bias",), "num_experts", dtype=torch.float32
+            )
+        return declared
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits, the weights and the experts of each token."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = ops.linear(rows.to(self.weight.dtype), self.weight)
+        weights, experts = ops.topk_route(logits, self.e_score_correction_bias, **self._options)
+        return logits, weights, experts
+
+
+def router_of(module: Any) -> Router | None:
+    """Return hal's router that computes what a layer does, or None."""
+    if not isinstance(weight := getattr(module, "weight", None), nn.Parameter) or list(module.children()):
+        return None
+    others = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} - {"weight"}
+    if weight.dim() != 2 or others - {"e_score_correction_bias"}:
+        return None
+    experts, hidden = weight.shape
+    if not isinstance(top_k := getattr(module, "top_k", None), int) or not 1 <= top_k <= experts:
+        return None
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        given = {"weight": torch.randn(experts, hidden, generator=generator) * hidden**-0.5}
+        bias = 0.3 * torch.randn(experts, generator=generator) if others else None
+        if bias is not None:
+            given["e_score_correction_bias"] = bias
+        x = torch.randn(7, hidden, generator=generator)
+        try:
+            _, weights, chosen = functional_call(module, given, (x,))
+        except Exception:  # A router of another form may raise anything.
+            return None
+        wanted = _dense(weights, chosen, experts)
+        if wanted is None:
+            return None
+        for options in _routings(module, top_k):
+            weights, chosen = ops.operation("topk_route").body(x @ given["weight"].T, bias, **options)
+            found = _dense(weights, chosen, experts)
+            if found is not None and torch.allclose(found, wanted, 1e-4, 1e-5):
+                return Router(module, weight.dtype is torch.float32 and _is_wide(module, given, x), options)
+    return None
+
+
+def _is_wide(module: Any, given: Mapping[str, Tensor], x: Tensor) -> bool:
+    """Return whether a router computes its scores in float32 whatever the dtype of its input."""
+    narrow = {name: each.bfloat16() if name == "weight" else each for name, each in given.items()}
+    try:
+        logits, *_ = functional_call(module, narrow, (x.bfloat16(),))
+    except Exception:  # It may need all in one dtype.
+        return False
+    return isinstance(logits, Tensor) and logits.dtype is torch.float32
+
+
+def _dense(weights: Any, chosen: Any, experts: int) -> Tensor | None:
+    """Return the weights by expert, ``[tokens, num_experts]``; None if these are no weights of chosen experts."""
+    if not (isinstance(weights, Tensor) and isinstance(chosen, Tensor) and weights.shape == chosen.shape):
+        return None
+    if weights.dim() != 2 or chosen.is_floating_point() or not weights.is_floating_point():
+        return None
+    return torch.zeros(weights.shape[0], experts).scatter(1, chosen.long(), weights.float())
+
+
+def _routings(module: Any, top_k: int) -> Iterator[dict[str, Any]]:
+    """Yield the options of the operation that may fit a router."""
+    scale = getattr(module, "routed_scaling_factor", 1.0)
+    groups = getattr(module, "num_group", None) or getattr(module, "n_group", None) or 1
+    kept = getattr(module, "topk_group", None) or 1
+    sizes = {(1, 1, 1), *((groups, kept, best) for best in (1, 2) if groups > 1)}
+    for sigmoid, renormalize, factor, (num_groups, top_groups, best) in itertools.product(
+        (False, True), (True, False), dict.fromkeys((float(scale), 1.0)), sorted(sizes, reverse=True)
+    ):
+        yield {
+            "top_k": top_k,
+            "sigmoid": sigmoid,
+            "renormalize": renormalize,
+            "scale": factor,
+            "num_groups": num_groups,
+            "top_groups": top_groups,
+            "group_best": best,
+        }

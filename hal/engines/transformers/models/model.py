@@ -1,0 +1,273 @@
+"""The model: transformers' class and hal's :class:`~hal.nn.CausalLM` in one, so that tensors keep their names."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from hal import ops
+from hal.engines.transformers.models.body import (
+    CACHE,
+    POSITIONS,
+    TOKENS,
+    BodyProbe,
+    Given,
+    answer_heads,
+    head_logits,
+)
+from hal.engines.transformers.models.buffers import fill_buffers
+from hal.engines.transformers.models.calls import NAME, Step, attend, running
+from hal.engines.transformers.models.check import check_logits
+from hal.engines.transformers.models.conversions import conversions_of
+from hal.engines.transformers.models.merging import Inputs, merge_projections
+from hal.engines.transformers.models.positions import answer_positions
+from hal.engines.transformers.models.probe import REMEDY, NoCache, Probe, mask, skip_experts
+from hal.engines.transformers.models.replacement import declare_weights, refusal_to_split, replace_layers, tie
+from hal.errors import ConfigError, HalError
+from hal.nn import CausalLM, LayerState
+from hal.parallel import Group
+from hal.step import Batch
+
+log = logging.getLogger("hal.checkpoint")
+
+BATCH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary frequencies that depend on the longest sequence of a batch."""
+UNBOUNDED = 1 << 20
+"""The longest sequence of a model whose config has no limit."""
+
+
+def class_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return transformers' class of a causal language model, and its config.
+
+    Args:
+        config: the content of config.json.
+
+    Raises:
+        ConfigError: transformers has none.
+    """
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"transformers has no model_type {kind!r:.70}", "install the version that config.json names, or " + REMEDY
+        )
+    try:
+        read = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # transformers validates configs in its own way.
+        raise ConfigError(f"transformers refuses config.json: {error!s:.300}", "correct the key") from error
+    if type(read) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"transformers has no causal language model for model_type {kind!r}", REMEDY)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(read)]
+    found = found[0] if isinstance(found, tuple) else found
+    if found.config_class is not type(read) and found.config_class is read.sub_configs.get("text_config"):
+        read = read.get_text_config()
+    return found, read
+
+
+class TransformersLM(CausalLM):
+    """A causal language model of transformers.
+
+    Its tokens are sequences of length 1 in a batch, so that no layer but attention sees two of them, and each tensor
+    has the tokens as its first dimension, as pieces of a graph need it.
+    """
+
+    of: ClassVar[Any]
+    """transformers' class, from which the class of a model is derived, too."""
+    recognize = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> TransformersLM:
+        """Build the model from a checkpoint's config.json, without weights.
+
+        Raises:
+            ConfigError: the model needs what hal does not have; the message says what.
+        """
+        found, _ = class_of(config)
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, mask)
+        ExpertsInterface.register(NAME, skip_experts)
+        made = type(found.__name__, (TransformersLM, found), {"of": found, "__module__": found.__module__})
+        try:
+            return _made(made, config, keep_padding=False)
+        except HalError as error:
+            if found.__name__ in error.problem:
+                raise
+            raise type(error)(f"{found.__name__}: {error.problem}", error.remedy) from error.__cause__
+        except Exception as error:  # Code of a family that is built in another way may raise anything.
+            try:
+                return _made(made, config, keep_padding=True)
+            except Exception:  # The first error says more.
+                problem = f"{found.__name__} of transformers does not run over hal's cache: {_why(error)}"
+                raise ConfigError(problem, REMEDY) from error
+
+    @property
+    def output_projection(self) -> str:  # type: ignore[override]
+        """The name of the module that computes the logits."""
+        return self._modules.get("output_projection", self._head)  # type: ignore[return-value]  # Two families have one.
+
+    def _adapt(self) -> None:
+        """Find out what the model computes, while it has no values, and put hal's layers into it."""
+        theirs: Any = self  # transformers' part of the class
+        text = theirs.config.get_text_config()
+        _check_rotary(text)
+        self.requires_grad_(False)
+        self.max_length = int(getattr(text, "max_position_embeddings", None) or UNBOUNDED)
+        self.base_name = theirs.base_model_prefix or "model"
+        head = theirs.get_output_embeddings()
+        self._head = next((path for path, each in self.named_modules() if each is head), "lm_head")
+        self._unexpected = tuple(re.compile(each) for each in theirs._keys_to_ignore_on_load_unexpected or ())
+        conversions = conversions_of(self)
+        self.other_names = conversions.names
+        given: dict[Given, Any] = {TOKENS: _integers(), POSITIONS: _integers(), CACHE: NoCache()}
+        answer_positions(self)
+        inputs, bodies, probe = Inputs(self), BodyProbe(self, given), Probe(given[POSITIONS])
+        try:
+            with running(probe):
+                self.of.forward(
+                    self,
+                    input_ids=given[TOKENS],
+                    position_ids=given[POSITIONS],
+                    cache=given[CACHE],
+                    use_cache=True,
+                    return_dict=True,
+                )
+        finally:
+            groups = inputs.groups()
+            bodies.close()
+        if not probe.calls:
+            raise ConfigError(f"{self.of.__name__} of transformers does not call attention by its interface", REMEDY)
+        self._body, self._calls = bodies.body(), tuple(probe.calls)
+        self.hal_attention = nn.ModuleList(probe.layers)
+        declare_weights(self, conversions)
+        self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim)
+        self.replaced["merged"] = merge_projections(self, groups)
+        self.tied = dict(theirs.all_tied_weights_keys)
+        self._shared = tie(self)
+        answer_heads(self.get_submodule(self._body.path))
+        self._declare_states()
+        self._check_outputs()
+        fill_buffers(self)
+
+    def _check_outputs(self) -> None:
+        """Run both functions on the meta device with the new layers, which shows the number of logits."""
+        given: dict[Given, Any] = {TOKENS: _integers(), POSITIONS: _integers(), CACHE: NoCache()}
+        probe = Probe(given[POSITIONS])
+        self._share_tied(True)
+        with ops.intercepted(lambda operation, _: operation.node):
+            with running(probe):
+                hidden = self._body(self, given)
+            self.vocab_size = self.logits(hidden.reshape(-1, hidden.shape[-1])).shape[-1]
+        self._share_tied(False)  # Each is loaded once.
+        if probe.calls != list(self._calls):
+            raise ConfigError(f"{self.of.__name__} of transformers does not call attention alike in each step", REMEDY)
+
+    def _share_tied(self, on: bool) -> None:
+        """Let tied tensors be their sources', or none."""
+        for target, source in self._shared.items():
+            path, _, last = target.rpartition(".")
+            self.get_submodule(path).register_parameter(last, self.get_parameter(source) if on else None)
+
+    def _declare_states(self) -> None:
+        layers: Any = self.hal_attention
+        self.states = [
+            layer.states if call.owner == index else {}
+            for index, (call, layer) in enumerate(zip(self._calls, layers, strict=True))
+        ]
+
+    def ignores(self, name: str) -> bool:
+        """Return whether transformers skips a tensor of a checkpoint."""
+        return any(each.search(name) for each in self._unexpected)
+
+    def split(self, tensor: Group) -> None:
+        """Declare the states of this rank's heads. The layers are split already.
+
+        Raises:
+            ConfigError: transformers' plan splits a layer in a way that hal has no layer for, or there is no plan.
+        """
+        if (problem := refusal_to_split(self)) is not None:
+            raise ConfigError(f"{self.of.__name__} cannot be split between {tensor.size} ranks: {problem}", REMEDY)
+        self._declare_states()
+
+    def finish_loading(self, backend: Any) -> None:
+        """Share tied tensors, move computed ones to the device, and compare the model with transformers' own forward.
+
+        Raises:
+            ConfigError: the logits differ.
+        """
+        device = backend.device.torch
+        self._share_tied(True)
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        ranks = backend.mesh.tensor.size
+        # transformers' own attention does not repeat key heads between ranks.
+        if backend.config.check_model and all(each.num_kv_heads % ranks == 0 for each in self.hal_attention):
+            token = backend.enter()
+            try:
+                with torch.inference_mode():
+                    check_logits(self, backend)
+            finally:
+                backend.leave(token)
+
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
+        """Return the hidden states ``[tokens, width]``."""
+        given = {TOKENS: batch.token_ids.unsqueeze(1), POSITIONS: batch.positions.unsqueeze(1), CACHE: NoCache()}
+        layers: Any = self.hal_attention
+        with running(Step(self._calls, layers, batch, states)):
+            hidden = self._body(self, given)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map ``[rows, width]`` to ``[rows, vocab_size]``."""
+        return head_logits(self, self._body, hidden)
+
+
+def _made(made: Any, config: Mapping[str, Any], *, keep_padding: bool) -> TransformersLM:
+    """Return a model with hal's layers.
+
+    Args:
+        made: its class.
+        config: the content of config.json.
+        keep_padding: whether the model knows its padding token. Some families look for it among the tokens in each
+            step, on the host; others compute with it.
+    """
+    _, read = class_of(config)
+    read._attn_implementation = read._experts_implementation = NAME
+    model: TransformersLM = made(read)
+    if not keep_padding:
+        vars(read.get_text_config())["pad_token_id"] = None
+    model._adapt()
+    return model
+
+
+def _why(error: Exception) -> str:
+    """Return what an exception of a model without values says."""
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        return "attention is computed in the class, not by transformers' interface"
+    if "nonzero" in str(error) or "meta tensor" in str(error):
+        return "what it computes depends on the values of tensors, such as which experts occur"
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first:.200}"
+
+
+def _integers() -> Tensor:
+    return torch.zeros(3, 1, dtype=torch.int64, device="meta")
+
+
+def _check_rotary(config: Any) -> None:
+    """Raise ConfigError if rotary frequencies depend on the batch."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
+        if (kind := each.get("rope_type")) in BATCH_DEPENDENT:
+            raise ConfigError(
+                f"config.json has the rope_type {kind}, whose frequencies depend on the longest sequence of a batch in "
+                "transformers",
+                REMEDY,
+            )

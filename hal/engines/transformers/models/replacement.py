@@ -1,0 +1,98 @@
+"""The replacement of a model's layers by hal's, and the declarations of the tensors that the others keep."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hal.engines.transformers.models.conversions import Conversions
+from hal.engines.transformers.models.experts import StackedExperts, experts_of, router_of
+from hal.engines.transformers.models.layers import (
+    TiedHead,
+    TokenEmbedding,
+    TransposedLinear,
+    embedding_of,
+    linear_of,
+    norm_of,
+)
+from hal.engines.transformers.models.tensor_parallel import plan_of, refusal, sharding
+from hal.nn import Weight
+
+
+def declare_weights(model: Any, conversions: Conversions) -> None:
+    """Declare the tensors that the checkpoint has otherwise, buffers that it has, and those that stay float32."""
+    wide = [re.compile(each.replace(".", r"\.").replace("*", r"[^.]+")) for each in model._keep_in_fp32_modules_strict]
+    buffers = dict(model.named_buffers())
+    for name, tensor in model.state_dict().items():
+        if name in model.all_tied_weights_keys:
+            continue
+        path, _, last = name.rpartition(".")
+        dtype = torch.float32 if any(each.search(name) for each in wide) else None
+        found = conversions.weight(name, dtype=dtype)
+        if found is None and (name in buffers or dtype is not None):
+            found = Weight((last,), " ".join(f"{last}_{dim}" for dim in range(tensor.dim())), dtype=dtype)
+        if found is not None:
+            module = model.get_submodule(path)
+            module.weights = {**vars(module).get("weights", {}), last: found}
+
+
+def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Counter[str]:
+    """Put hal's layers into a model. Return how many, by the name of hal's layer.
+
+    Args:
+        model: transformers' model on the meta device; changed in place.
+        conversions: how its checkpoint has its tensors.
+        head_dim: elements of a key head.
+    """
+    plan = plan_of(model)
+    head = model.get_output_embeddings()
+    model.refused_split = refusal(plan, model.output_projection)
+    counts: Counter[str] = Counter()
+    for path, layer in list(model.named_modules()):
+        made: nn.Module | None = None
+        if isinstance(layer, nn.Linear | nn.Embedding | Conv1D) and vars(layer).get("weights"):
+            continue  # Its tensors are no whole tensors of the checkpoint, or stay float32.
+        if hasattr(layer, "has_gate") and isinstance(getattr(layer, "down_proj", None), nn.Parameter):
+            made = experts_of(layer, path, conversions)
+        elif type(layer) is nn.Linear:
+            made = linear_of(layer, **sharding(plan.get(path), path, layer, head_dim, head=layer is head))
+        elif type(layer) is Conv1D:
+            with torch.device("meta"):
+                made = TransposedLinear(layer.nx, layer.nf, bias=True)
+        elif isinstance(layer, nn.Embedding):
+            made = embedding_of(layer)
+        elif (made := router_of(layer)) is None and not vars(layer).get("weights"):
+            made = norm_of(layer)
+        if made is not None:
+            counts[type(made).__name__] += 1
+            model.set_submodule(path, made)
+    if counts[StackedExperts.__name__] and model.refused_split is None:
+        model.refused_split = "the checkpoint has one tensor for all experts, which hal's ranks do not cut"
+    return counts
+
+
+def tie(model: Any) -> dict[str, str]:
+    """Remove the tied tensors, so that each is loaded once. Return those to share later, by name, with their source."""
+    shared = {}
+    head = dict(model.named_modules()).get(model.output_projection)
+    biased = getattr(head, "bias", None) is not None
+    for target, source in model.all_tied_weights_keys.items():
+        path, _, last = target.rpartition(".")
+        layer, owner = model.get_submodule(path), model.get_submodule(source.rpartition(".")[0])
+        if path == model.output_projection and type(owner) is TokenEmbedding and not biased:
+            model.set_submodule(path, TiedHead(owner))
+        else:
+            layer.register_parameter(last, None)
+            shared[target] = source
+    return shared
+
+
+def refusal_to_split(model: Any) -> str | None:
+    """Return why ranks cannot split a model whose layers were replaced, or None."""
+    problem: str | None = model.refused_split
+    return problem

@@ -1,0 +1,212 @@
+"""Tests of models from transformers' own code: their logits, where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import random_checkpoint
+from helpers.family_steps import config_for, differences, own_logits, tokens_for
+from helpers.ranks import in_ranks
+from helpers.thorough import FAMILY, thorough
+from helpers.transformers_families import config_of, model_of
+
+import hal
+from hal.checkpoint.loading import check_shared
+from hal.config import ParallelConfig
+from hal.errors import CheckpointError, ConfigError
+
+pytest.importorskip("transformers", reason="these tests run models of transformers")
+
+FAMILIES = (
+    "qwen3",  # norms of query and key
+    "gemma2",  # softcaps, windows in some layers, scaled embeddings, norms of 1 + w
+    "gemma3n_text",  # layers that share keys and values
+    "gpt_oss",  # sinks, and experts with biases, a clipped gate and transposed weights
+    "deepseek_v3",  # latent attention with values narrower than keys, and a router with sigmoid, bias and groups
+    "mixtral",  # another name for the experts in the checkpoint
+    "glm4",  # interleaved rotation of a part of a head, and a merged projection
+    "cohere",  # layer norms without bias, and a factor of the logits
+    "stablelm",  # layer norms with bias, and rotation of a part of a head
+    "olmo2",  # norms over the whole width
+    "gpt2",  # learned positions, and transposed weights
+    "opt",  # a model that calls a part of its base model
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that saves a family's small model, and returns its folder, tokens and logits."""
+    made: dict[str, Any] = {}
+
+    def save(family: str) -> Any:
+        if family not in made:
+            model, folder = model_of(family), tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            rows = tokens_for(model.config.get_text_config().vocab_size)
+            made[family] = folder, rows, own_logits(model, rows)
+        return made[family]
+
+    return save
+
+
+@thorough(FAMILY, r"\[(?!eager-(gemma2|gpt_oss|deepseek_v3|glm4|gpt2)|graph-gemma2)")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_logits_are_those_of_transformers(compiler: str, family: str, saved: Any) -> None:
+    folder, rows, wanted = saved(family)
+    with hal.open(config_for(compiler)) as backend:
+        model = hal.load_model(folder, backend)
+        with hal.Runner(model, backend) as runner:
+            assert max(differences(runner, rows, wanted).values()) < 1e-4
+
+
+def test_another_family_is_found_by_itself(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _, _ = saved("gpt2")
+    assert "GPT2LMHeadModel" not in hal.architectures()
+    with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
+        model = hal.load_model(folder, backend)
+    assert type(model).__mro__[1].__name__ == "TransformersLM"
+    lines = [each for each in caplog.messages if "model_source" in each]
+    assert lines == ["hal has no model GPT2LMHeadModel; it runs the code of transformers (model_source)"]
+
+
+def test_the_source_is_chosen(tmp_path: Path) -> None:
+    folder, tokens = random_checkpoint(tmp_path / "qwen3"), {}
+    for source in ("auto", "hal", "transformers"):
+        with hal.LLM(folder, backend="cpu", dtype="float32", model_source=source) as llm:
+            (completion,) = llm.generate(["the cat"], temperature=0.0, max_new_tokens=12, ignore_eos=True)
+            tokens[source] = completion.token_ids
+    assert len(tokens["hal"]) == 12
+    assert tokens["auto"] == tokens["hal"] == tokens["transformers"]
+
+
+def test_the_source_hal_has_no_other_family(saved: Any) -> None:
+    folder, _, _ = saved("gpt2")
+    backend = hal.open({"backend": "cpu", "model_source": "hal"})
+    with pytest.raises(CheckpointError, match="no model 'GPT2LMHeadModel' is installed"):
+        hal.load_model(folder, backend)
+
+
+def test_an_unknown_source_names_the_others(saved: Any) -> None:
+    folder, _, _ = saved("gpt2")
+    backend = hal.open({"backend": "cpu", "model_source": "transformer"})
+    with pytest.raises(ConfigError, match="no source of models 'transformer'") as caught:
+        hal.load_model(folder, backend)
+    assert "transformers" in caught.value.remedy
+
+
+def adapt(config: dict[str, Any]) -> Any:
+    from hal.engines.transformers.models.model import TransformersLM
+
+    with torch.device("meta"):
+        return TransformersLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "problem"),
+    [
+        ("mamba", {}, "another state than keys and values|does not call attention"),
+        ("bloom", {}, "BloomForCausalLM"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type dynamic, whose frequencies depend on the longest sequence",
+        ),
+    ],
+)
+def test_what_hal_cannot_run_is_refused_by_name(family: str, more: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        adapt(config_of(family, **more).to_dict())
+    assert "docs/how-to/add-a-model-family.md" in caught.value.remedy
+
+
+def test_configs_that_transformers_does_not_have() -> None:
+    with pytest.raises(ConfigError, match="transformers has no model_type 'acme'"):
+        adapt({"model_type": "acme"})
+    with pytest.raises(ConfigError, match="no causal language model for model_type 'vit'"):
+        adapt({"model_type": "vit"})
+
+
+def test_a_positional_count_of_its_own_is_found_at_load(saved: Any) -> None:
+    """Each token of a step is a sequence of length 1 to the model, which would give it the first position."""
+    folder, rows, wanted = saved("data2vec-text")
+    with hal.open(config_for("eager")) as backend:
+        with pytest.raises(ConfigError, match="gives other logits over hal's cache than by itself") as caught:
+            hal.load_model(folder, backend)
+        assert "check_model" in caught.value.remedy
+    backend = hal.open(config_for("eager", check_model=False))
+    with hal.Runner(hal.load_model(folder, backend), backend) as runner:
+        assert max(differences(runner, rows, wanted).values()) > 1e-2
+
+
+def test_layers_are_replaced_by_what_they_compute() -> None:
+    model = adapt(config_of("deepseek_v3", first_k_dense_replace=1, n_routed_experts=8, n_group=2).to_dict())
+    assert model.replaced["Router"] == 1
+    assert model.replaced["RoutedExperts"] == 1
+    router = model.get_submodule("model.layers.1.mlp.gate")
+    assert router._options["sigmoid"]
+    assert router._options["num_groups"] == 2
+    assert router._options["group_best"] == 2
+    assert not [each for each in model.modules() if "Norm" in type(each).__name__ and "Deepseek" in type(each).__name__]
+    gemma = adapt(config_of("gemma2").to_dict())
+    assert gemma.model.norm.offset == 1.0
+    cohere = adapt(config_of("cohere").to_dict())
+    assert type(cohere.model.norm) is hal.nn.LayerNorm
+    assert cohere.model.norm.bias is None
+
+
+@pytest.mark.parametrize(
+    ("family", "passes"),
+    [
+        ("gemma2", {"gelu_tanh_and_mul": 2, "rotary_embedding": 2}),
+        ("glm4", {"interleaved_rotary_embedding": 2, "silu_and_mul": 2}),
+    ],
+)
+def test_a_step_is_recognized(
+    family: str, passes: dict[str, int], saved: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _, _ = saved(family)
+    with hal.open(config_for("graph")) as backend, hal.Runner(hal.load_model(folder, backend), backend):
+        for name, sites in passes.items():
+            assert f"\n{name}: applied at {sites} sites" in caplog.text
+    assert "was applied nowhere" not in caplog.text
+
+
+def test_random_weights_of_another_family(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_of("stablelm", architectures=["StableLmForCausalLM"]).to_dict())
+    )
+    with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
+        model = hal.load_model(hal.RandomCheckpoint.open(tmp_path), backend)
+        with hal.Runner(model, backend) as runner:
+            assert runner.step(runner.batch([[5, 6]], [[1]])).logits.isfinite().all()
+
+
+def test_new_weights_replace_the_old(saved: Any) -> None:
+    folder, rows, _ = saved("qwen3")
+    other = model_of("qwen3", seed=1)
+    with hal.open(config_for("graph")) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
+        hal.replace_weights(runner, other.state_dict())
+        assert max(differences(runner, rows, own_logits(other, rows)).values()) < 1e-4
+
+
+@thorough(FAMILY, r"\[(?!mixtral)")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "stablelm"])
+def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
+    folder, _, _ = saved(family)
+    found = in_ranks("family_difference", 2, folder=str(folder), family=family, compiler="graph", tensor=2)
+    assert max(found) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [("olmo2", "by colwise_gather_output, which no layer of hal's does"), ("gpt2", "transformers has no plan for it")],
+)
+def test_ranks_do_not_split_a_model_without_a_plan(family: str, problem: str, saved: Any) -> None:
+    folder, _, _ = saved(family)
+    with pytest.raises(ConfigError, match=problem):
+        check_shared(hal.Checkpoint.open(folder), ParallelConfig(2))

@@ -1,0 +1,151 @@
+"""What is found out about one family of transformers' causal language models, each check in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from helpers.family_steps import config_for, differences, own_logits, tokens_for
+from helpers.transformers_families import config_of, model_of
+
+import hal
+from hal.checkpoint.model_registry import knows
+
+BOUND = 1e-3
+"""The largest difference of logits in float32, in parts of the largest, that is rounding."""
+NARROW_BOUND = 8e-2
+"""The same in bfloat16."""
+SECONDS = 150
+"""The longest time of one compiler."""
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""Sizes that the NPU's attention takes."""
+Tell = Callable[..., None]
+
+
+@contextmanager
+def checkpoint(kind: str, **more: Any) -> Iterator[tuple[str, Any, list[list[int]]]]:
+    """Yield the folder of a family's small checkpoint, the model, and the tokens of the steps."""
+    model = model_of(kind, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        yield folder, model, tokens_for(model.config.get_text_config().vocab_size)
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def on_cpu(kind: str, compilers: tuple[str, ...], tell: Tell) -> None:
+    """Compare logits in each compiler with transformers'."""
+    with checkpoint(kind) as (folder, model, rows):
+        name = type(model).__name__
+        tell(architecture=name, native=knows(name))
+        wanted = own_logits(model, rows)
+        for compiler in compilers:
+            try:
+                with limited(SECONDS), hal.open(config_for(compiler)) as backend:
+                    made = hal.load_model(folder, backend)
+                    with hal.Runner(made, backend) as runner:
+                        worst = max(differences(runner, rows, wanted).values())
+                tell(**{compiler: "yes" if worst < BOUND else "wrong", f"{compiler} difference": worst})
+            except Exception as error:
+                tell(**{compiler: "no", f"{compiler} reason": _reason(error)})
+                if compiler == "eager":
+                    return
+
+
+def on_two_ranks(kind: str, tell: Tell) -> None:
+    """Compare logits of two ranks with transformers'."""
+    with checkpoint(kind) as (folder, model, rows):
+        wanted = own_logits(model, rows)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        other = os.fork()
+        rank = "1" if other == 0 else "0"
+        os.environ |= {**ranks, "RANK": rank, "LOCAL_RANK": rank}
+        found: dict[str, Any] = {}
+        try:
+            with limited(SECONDS), hal.open(config_for("graph", parallel={"tensor": 2, "timeout": 60})) as backend:
+                made = hal.load_model(folder, backend)
+                with hal.Runner(made, backend) as runner:
+                    worst = max(differences(runner, rows, wanted).values())
+            found = {"ranks": "yes" if worst < BOUND else "wrong", "ranks difference": worst}
+        except Exception as error:
+            found = {"ranks": "no", "ranks reason": _reason(error)}
+        if other == 0:
+            os._exit(0)
+        tell(**found)
+        os.waitpid(other, 0)
+
+
+def on_npu(kind: str, tell: Tell) -> None:
+    """Compare logits of the emulated NPU in bfloat16, and count the launches of a decode layer."""
+    hal.open({"backend": "npu", "options": {"emulator": "on"}}).close()  # before transformers imports torch_npu
+    counts = []
+    for layers in (1, 2):
+        with checkpoint(kind, **_layers(kind, layers)) as (folder, model, rows):
+            wanted = own_logits(model, rows)
+            config = {**config_for("graph"), "backend": "npu", "dtype": "bfloat16", "options": {"emulator": "on"}}
+            config["cache"] = {"num_tokens": 2048}
+            with limited(2 * SECONDS), hal.open(config) as backend:
+                made = hal.load_model(folder, backend)
+                with hal.Runner(made, backend) as runner:
+                    counts.append(_launches(runner, backend))
+                    if layers == 2:
+                        worst = _short(runner, rows, wanted)
+                        tell(npu="yes" if worst < NARROW_BOUND else "wrong", **{"npu difference": worst})
+    tell(launches=counts[1] - counts[0])
+
+
+def _layers(kind: str, layers: int) -> dict[str, Any]:
+    config = config_of(kind, **WIDE)
+    more: dict[str, Any] = {"num_hidden_layers": layers}
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := getattr(config, name, None):
+            more[name] = [kinds[-1]] * layers
+    return {**WIDE, **more}
+
+
+def _launches(runner: hal.Runner, backend: hal.Backend) -> int:
+    runner.step(runner.batch([[5, 6, 7]], [[1]]))
+    batch = runner.batch([[8]], [[1]], cached=[3])
+    runner.step(batch)
+    with backend.counting_launches() as counted:
+        runner.step(batch)
+        backend.device.synchronize()
+    return sum(counted.values())
+
+
+def _short(runner: hal.Runner, rows: list[list[int]], wanted: list[torch.Tensor]) -> float:
+    got = runner.step(runner.batch([row[:9] for row in rows], [[1], [2], [3]])).logits.float().cpu()
+    return max(float((one - own[8]).abs().max() / own[8].abs().max()) for one, own in zip(got, wanted, strict=True))
+
+
+def _reason(error: BaseException) -> str:
+    text = error.problem if isinstance(error, hal.HalError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0][:300]

@@ -1,0 +1,119 @@
+"""``make families``: try every causal language model of transformers, and write what came out as a page.
+
+    python tests/families/run.py --facts build/families.json [--checks eager,graph,ranks,npu] [--minutes N] [MODEL_TYPE]
+    python tests/families/run.py --facts build/families.json --page docs/reference/families.md
+
+Facts are kept between calls, so that a run can go on later. Each check of a family has a process of its own. The check
+``npu`` needs a Python with torch_npu, and not in the same call as the others: an emulated CANN stays in a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+CHECKS = {
+    "eager": ("eager",),
+    "graph": ("graph", "piecewise"),
+    "inductor": ("inductor",),
+    "ranks": ("ranks",),
+    "npu": ("npu", "launches"),
+}
+"""The facts that each check finds, the first of which it always does."""
+LIMIT = 600
+"""The longest time of a check, in seconds."""
+
+
+def checked(kind: str, check: str) -> dict[str, Any]:
+    """Return what a check finds, run in a fork of this process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        with os.fdopen(writing, "w") as output:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+
+            def tell(**facts: Any) -> None:
+                print(json.dumps(facts), file=output, flush=True)
+
+            try:
+                _function(check)(kind, tell)
+            except BaseException as error:
+                import checks
+
+                first = CHECKS[check][0]
+                tell(**{first: "no", f"{first} reason": checks._reason(error)})
+        os._exit(0)
+    os.close(writing)
+    found, deadline, text = {}, time.monotonic() + LIMIT, ""
+    while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not (piece := os.read(reading, 1 << 16).decode()):
+            break
+        text += piece
+    else:
+        os.kill(child, 9)
+        found[CHECKS[check][0]] = "late"
+    os.close(reading)
+    os.waitpid(child, 0)
+    for line in text.splitlines():
+        found |= json.loads(line)
+    return found or {CHECKS[check][0]: "no", f"{CHECKS[check][0]} reason": "the process ended"}
+
+
+def _function(check: str) -> Callable[..., None]:
+    import checks
+
+    if check in ("eager", "graph", "inductor"):
+        return lambda kind, tell: checks.on_cpu(kind, CHECKS[check], tell)
+    return checks.on_two_ranks if check == "ranks" else checks.on_npu
+
+
+def main() -> None:
+    """Run the checks that have no facts yet, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--facts", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--checks", default="eager")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("kinds", nargs="*")
+    given = parser.parse_args()
+    facts: dict[str, dict[str, Any]] = json.loads(given.facts.read_text()) if given.facts.exists() else {}
+    if given.page:
+        from page import page_of
+
+        given.page.write_text(page_of(facts), encoding="utf-8")
+        return
+    import hal  # noqa: F401 - so that each fork has it
+
+    listed = given.kinds or list(facts)
+    if "eager" in given.checks and not given.kinds:
+        from helpers.transformers_families import kinds
+
+        listed = list(kinds())
+    end = time.monotonic() + 60 * given.minutes
+    for check in given.checks.split(","):
+        for kind in listed:
+            known = facts.setdefault(kind, {})
+            runs = check == "eager" or known.get("eager") == "yes"
+            if (CHECKS[check][0] in known and not given.kinds) or not runs:
+                continue
+            if time.monotonic() > end:
+                return
+            known |= checked(kind, check)
+            sys.stdout.write(f"{kind} {check} { {name: known.get(name) for name in CHECKS[check]} }\n")
+            sys.stdout.flush()
+            given.facts.parent.mkdir(parents=True, exist_ok=True)
+            given.facts.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Small random models of every causal language model of transformers.
+
+A family's default config is made small by rules that keep its structure: the kinds of its layers, whether key heads are
+shared, its windows and experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+SIZES: dict[tuple[str, ...], int] = {
+    ("vocab_size", "vocab_size_per_layer_input", "n_vocab"): 101,
+    (
+        "hidden_size",
+        "d_model",
+        "n_embd",
+        "embed_dim",
+        "dim",
+        "emb_dim",
+        "embedding_size",
+        "word_embed_proj_dim",
+    ): 64,
+    (
+        "intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "ffn_hidden_size",
+        "decoder_ffn_dim",
+        "encoder_ffn_dim",
+        "d_ff",
+        "ffn_hidden_dim",
+        "mlp_hidden_size",
+        "feed_forward_size",
+        "dim_ff",
+        "dff",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "expert_ffn_hidden_size",
+        "dense_intermediate_size",
+        "d_inner",
+        "mlp_intermediate_size",
+        "intermediate_size_mlp",
+        "block_ff_dim",
+    ): 96,
+    (
+        "moe_intermediate_size",
+        "expert_intermediate_size",
+        "intermediate_size_moe",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+    ): 32,
+    (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "decoder_layers",
+        "encoder_layers",
+        "num_decoder_layers",
+    ): 2,
+    (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "decoder_attention_heads",
+        "encoder_attention_heads",
+        "num_heads",
+        "num_decoder_attention_heads",
+        "num_encoder_attention_heads",
+    ): 4,
+    ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "swa_head_dim"): 16,
+    ("global_head_dim",): 32,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer"): 4,
+    (
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+        "num_experts_per_token",
+        "moe_top_k",
+        "num_selected_experts",
+    ): 2,
+    ("n_group", "topk_group"): 1,
+    ("q_lora_rank",): 32,
+    ("kv_lora_rank", "o_lora_rank"): 16,
+    ("qk_nope_head_dim",): 16,
+    ("qk_rope_head_dim",): 8,
+    ("v_head_dim",): 16,
+    ("qk_head_dim",): 24,
+    (
+        "sliding_window",
+        "local_attention",
+        "window_size",
+        "sliding_window_size",
+        "attention_window",
+        "attention_chunk_size",
+    ): 8,
+    (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "max_length_positions",
+    ): 256,
+    ("hidden_size_per_layer_input",): 8,
+    ("index_head_dim",): 16,
+    ("index_n_heads",): 2,
+    ("index_topk",): 64,
+    ("linear_key_head_dim", "linear_value_head_dim"): 16,
+    ("linear_num_key_heads",): 2,
+    ("linear_num_value_heads",): 4,
+    ("mamba_n_heads", "mamba_num_heads"): 4,
+    ("mamba_d_head", "mamba_head_dim"): 32,
+    ("mamba_d_state", "ssm_state_size", "state_size"): 8,
+    ("mamba_d_ssm",): 128,
+    ("mamba_chunk_size",): 8,
+}
+"""The small size of each key of a config."""
+SIZE_OF = {name: size for names, size in SIZES.items() for name in names}
+KEY_HEADS = (
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_kv_heads",
+    "num_global_key_value_heads",
+    "swa_num_key_value_heads",
+    "n_kv_heads",
+)
+LAYER_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+DECODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "reformer",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "trocr",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Encoders that are decoders if their config says so."""
+_GEMMA: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **_GEMMA,
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING * 2,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 101,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_unified_text": {**_GEMMA, "num_hidden_layers": 2, "layer_types": _ALTERNATING, "global_head_dim": 32},
+    "gemma3n_text": {
+        **_GEMMA,
+        "num_hidden_layers": 4,
+        "layer_types": _ALTERNATING * 2,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "vocab_size_per_layer_input": 101,
+        "hidden_size_per_layer_input": 8,
+    },
+    "dbrx": {
+        "vocab_size": 101,
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+}
+"""Whole configs of families that the rules do not fit, by model_type."""
+BESIDE: dict[str, dict[str, Any]] = {
+    **{kind: {"is_decoder": True} for kind in DECODERS},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        },
+        "layer_types": ["full_attention"] * 2,
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_bigcode": {"multi_query": True},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "xmod": {"is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What a family needs beside the rules, by model_type."""
+
+
+def kinds() -> dict[str, str]:
+    """Return the class of each model_type in transformers' mapping of causal language models."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in NAMES.items() if kind in CONFIG_MAPPING}
+
+
+def config_of(kind: str, **more: Any) -> Any:
+    """Return a small config of a model_type.
+
+    Args:
+        kind: the model_type.
+        more: keys that the rules do not decide.
+    """
+    from transformers import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[kind]
+    if kind in WHOLE:
+        return made(**{**WHOLE[kind], **more})
+    base = made()
+    text = base.get_text_config(decoder=True)
+    beside = {**BESIDE.get(kind, {}), **more}
+    if text is base:
+        return made(**{**_small(text), **beside})
+    place = next((name for name, value in vars(base).items() if value is text), None)
+    if place is None:  # an encoder and a decoder in one config
+        return made(**{"is_decoder": True, **_small(base), **beside})
+    parts: dict[str, Any] = {place: type(text)(**_small(text)).to_dict()}
+    for name in ("vision_config", "audio_config"):
+        if getattr(base, name, None) is not None:
+            parts[name] = _small_part(getattr(base, name))
+    return made(**{**parts, **beside})
+
+
+def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """Return a small random model in evaluation mode, whose logits depend on every weight.
+
+    Args:
+        kind: the model_type.
+        seed: of the weights.
+        dtype: of the weights.
+        more: keys of the config.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    torch.manual_seed(seed)
+    config = config_of(kind, **more)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = found[0] if isinstance(found, tuple) else found
+    if made.config_class is not type(config) and made.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    model = made(config).eval()
+    _randomize(model, seed)
+    return model.to(dtype)
+
+
+def _randomize(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter.copy_(parameter.nan_to_num(0.0) + 0.2 * noise)
+            elif "emb" in name:
+                parameter.copy_(noise)
+            else:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                inner = parameter.shape[-2 if type(owner).__name__ == "Conv1D" else -1]
+                parameter.copy_(noise * inner**-0.5)
+
+
+def _small(config: Any) -> dict[str, Any]:
+    """Return the keys of a config that the rules make small."""
+    known = {*vars(config), *getattr(config, "attribute_map", {})}
+    given = {name: SIZE_OF[name] for name in known if name in SIZE_OF and _is_size(config, name)}
+    heads = next(
+        (value for name in ("num_attention_heads", "n_head") if isinstance(value := _get(config, name), int)), None
+    )
+    for name in KEY_HEADS:
+        if isinstance(value := _get(config, name), int):
+            given[name] = 4 if value == heads else 1 if value == 1 else 2
+    if isinstance(_get(config, "first_k_dense_replace"), int):
+        given["first_k_dense_replace"] = 1
+    lists = {name: value for name in LAYER_KINDS if isinstance(value := _get(config, name), list | tuple) and value}
+    layers = max([2, *(len(set(each)) for each in lists.values())])
+    for name in given:
+        if "layer" in name and SIZE_OF.get(name) == 2:
+            given[name] = layers
+    given |= {name: _cut(each, layers) for name, each in lists.items() if _settable(config, name)}
+    given |= {name: value for name, value in TOKENS.items() if hasattr(config, name)}
+    for alias, real in getattr(config, "attribute_map", {}).items():
+        if alias in given and real in given:
+            del given[alias]
+    if _get(config, "qk_rope_head_dim") and "head_dim" in given:
+        given["head_dim"] = 8
+    return given
+
+
+def _small_part(config: Any) -> dict[str, Any]:
+    """Return another part of a config, such as of images, made small."""
+    values: dict[str, Any] = config.to_dict()
+    return {
+        name: SIZE_OF[name] if name in SIZE_OF and name != "vocab_size" and type(value) is int else value
+        for name, value in values.items()
+    }
+
+
+def _is_size(config: Any, name: str) -> bool:
+    return _settable(config, name) and type(_get(config, name)) in (int, float)
+
+
+def _settable(config: Any, name: str) -> bool:
+    found = getattr(type(config), name, None)
+    return not isinstance(found, property) or found.fset is not None
+
+
+def _get(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # Properties of a config may raise anything.
+        return None
+
+
+def _cut(values: Sequence[Any], count: int) -> list[Any]:
+    """Return so many kinds of layers with every kind of the longer list."""
+    distinct = list(dict.fromkeys(values))
+    return (distinct + list(values) * count)[:count]
