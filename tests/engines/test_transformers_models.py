@@ -209,4 +209,4 @@ def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
 def test_ranks_do_not_split_a_model_without_a_plan(family: str, problem: str, saved: Any) -> None:
     folder, _, _ = saved(family)
     with pytest.raises(ConfigError, match=problem):
-        check_shared(hal.Checkpoint.open(folder), ParallelConfig(2))
+        check_shared(hal.Checkpoint.open(folder), ParallelConfig(2), "transformers")
