@@ -6,7 +6,8 @@ LINUX := $(filter Linux,$(shell uname -s))
 # torch_npu aborts beside it. TORCH=torch==2.13.0 chooses that.
 TORCH ?= torch==2.13.0$(if $(LINUX),+cpu)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-CHECKPOINT ?= checkpoints/tiny-python
+# SmolLM2-135M-Instruct, which a package of the package index carries as data.
+MODEL ?= checkpoints/smollm2-135m-instruct.gguf
 # For torch-npu: beside it, and without CANN, `import torch` fails, and so does transformers.
 NPU_VENV ?= $(VENV)/npu
 # For the CUDA driver on the emulated CUDA: a separate environment with torch for CUDA.
@@ -42,14 +43,29 @@ sys.exit(refused and f"== {refused.reason}: {refused.hint}")
 endef
 export CHECK_BUILD
 
-.PHONY: demo check test test-all test-exhaustive thorough families bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
+.PHONY: demo chat check test test-all test-exhaustive thorough families bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
 
-# The same prompts on the CPU, on an emulated NPU and on two, which must give the same text. The NPU computes in 16 bits only.
-DEMO = generate $(CHECKPOINT) --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
-  --prompt 'def read_lines(path):' --prompt 'class Stack:' --prompt 'def main():'
+# The same questions on the CPU, on an emulated NPU and on two, which must give the same answers. The NPU computes in 16 bits.
+QUESTIONS = $(MODEL) --dtype float16 --chat --greedy --max-new-tokens 24 \
+  --prompt 'What is the capital of France?' --prompt 'Name three colors.'
+CONTINUED = checkpoints/tiny-python --dtype float16 --max-new-tokens 80 --temperature 0.85 --top-p 0.95 --seed 3 \
+  --prompt 'def read_lines(path):' --prompt 'class Stack:'
+DEMO ?= QUESTIONS
 
 demo: $(VENV)/.base
-	$(BIN)/hal $(DEMO) --backend cpu > $(VENV)/demo-cpu.txt
+	@if $(MAKE) --no-print-directory --silent $(MODEL); then $(MAKE) --no-print-directory demo-texts; else \
+	  echo '== so the demo continues Python, with the small model of this repository'; \
+	  $(MAKE) --no-print-directory demo-texts DEMO=CONTINUED; fi
+
+chat: $(VENV)/.base $(MODEL)
+	$(BIN)/hal chat $(MODEL)
+
+checkpoints/smollm2-135m-instruct.gguf: | $(VENV)/.base
+	@$(BIN)/python checkpoints/fetch.py $@
+
+.PHONY: demo-texts demo-npu
+demo-texts:
+	$(BIN)/hal generate $($(DEMO)) --backend cpu > $(VENV)/demo-cpu.txt
 	@cat $(VENV)/demo-cpu.txt
 ifndef LINUX
 	@echo '== the emulated NPU needs Linux, so that half is left out'
@@ -58,13 +74,12 @@ else
 	  else echo '== so the half on the emulated NPU is left out'; fi
 endif
 
-.PHONY: demo-npu
 demo-npu: $(NPU_VENV)/.npu
-	$(NPU_BIN)/hal $(DEMO) --backend npu --emulate > $(VENV)/demo-npu.txt
+	$(NPU_BIN)/hal generate $($(DEMO)) --backend npu --emulate > $(VENV)/demo-npu.txt
 	@cat $(VENV)/demo-npu.txt
 	@diff $(VENV)/demo-cpu.txt $(VENV)/demo-npu.txt || { echo '== CPU and emulated NPU: the texts differ'; exit 1; }
 	@echo '== CPU and emulated NPU: the same text'
-	$(NPU_BIN)/hal $(DEMO) --backend npu --emulate --tensor-parallel 2 > $(VENV)/demo-npus.txt
+	$(NPU_BIN)/hal generate $($(DEMO)) --backend npu --emulate --data-parallel 2 > $(VENV)/demo-npus.txt
 	@diff $(VENV)/demo-npu.txt $(VENV)/demo-npus.txt || { echo '== one and two emulated NPUs: the texts differ'; exit 1; }
 	@echo '== one and two emulated NPUs: the same text'
 
@@ -167,7 +182,7 @@ clean:
 $(VENV)/.base: setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL_TORCH)
-	$(PIP) --editable .
+	$(PIP) --editable '.[gguf]'
 	$(BIN)/python -m pip uninstall --quiet --quiet --yes torch-npu
 	touch $@
 
