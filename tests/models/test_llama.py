@@ -76,6 +76,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
+@thorough(EXHAUSTIVE, r"\[seed=([68]|1[02468]|2[02468])-eager|\[seed=([579]|1[13579]|2[13579])-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     theirs = [their_logits(case.model, sequence) for sequence in case.sequences]

@@ -101,7 +101,7 @@ def check(case: Case, compiler: str) -> None:
 
 
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
-@thorough(EXHAUSTIVE, r"\[seed=([56]\d-graph|5[2-9]|6\d)")
+@thorough(EXHAUSTIVE, r"\[seed=([56]\d-graph|5[2-9]|6\d|[2-4][02468]-eager|[2-4][13579]-graph)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
