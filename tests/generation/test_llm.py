@@ -281,7 +281,7 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
         opened(folder, "eager")
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(1000, marks=thorough(LONG))])
+@pytest.mark.parametrize("rounds", [60, pytest.param(800, marks=thorough(LONG))])
 def test_requests_leave_nothing_behind(rounds: int, trained: Path) -> None:
     config = {**CONFIG, "cache": {**CONFIG["cache"], "reuse_prefixes": False}}
     with hal.LLM(trained, backend="cpu", dtype="float32", compiler="eager", config=config) as llm:
@@ -300,7 +300,7 @@ def test_requests_leave_nothing_behind(rounds: int, trained: Path) -> None:
 
         tracemalloc.start()
         try:
-            before = ask(20)
+            before = ask(max(20, rounds // 4))  # Until then, Python and torch keep objects for later.
             after = ask(rounds)
         finally:
             tracemalloc.stop()
