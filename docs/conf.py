@@ -48,6 +48,7 @@ nitpicky = True
 nitpick_ignore = [
     # Names of torch and the standard library: links to other projects' documentation would need the network to build.
     ("py:class", "Tensor"),
+    ("py:class", "Path"),
     ("py:class", "Config"),
     # Constants of a class's own module, which docstrings name without it; the API page shows the class as hal.X.
     ("py:data", "DUMMY_BLOCK"),
