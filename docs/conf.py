@@ -25,6 +25,7 @@ extensions = [
     "conformance_matrix",
     "emulated",
     "generations",
+    "what_works",
 ]
 exclude_patterns = ["_build"]
 

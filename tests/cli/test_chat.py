@@ -49,6 +49,7 @@ def answers(folder: Path, *conversations: list[tuple[str, str]], **sampling: Any
         return [each.text for each in llm.chat(talks, **sampling)]
 
 
+@pytest.mark.shows("conversations", "the command")
 def test_a_conversation_has_a_memory_until_it_is_reset(talker: Path) -> None:
     options = ("chat", talker, "--backend", "cpu", "--max-new-tokens", "6", "--system", "s")
     stdin = "one\ntwo\n\n/reset\none\n/system other\none\n/nonsense\n/exit\nnever read\n"
@@ -169,6 +170,7 @@ def test_generate_takes_messages(talker: Path) -> None:
     assert result.stdout == answers(talker, [("user", "one")], max_new_tokens=6)[0] + "\n"
 
 
+@pytest.mark.shows("stop texts", "the command")
 def test_generate_stops_at_a_text(trained: Path) -> None:
     options = ("generate", trained, "--backend", "cpu", "--prompt", "import os\n", "--max-new-tokens", "20", "--json")
     whole = json.loads(run(*options).stdout)
@@ -181,6 +183,7 @@ def test_generate_stops_at_a_text(trained: Path) -> None:
     assert [each["finished"] for each in pieces] == [None] * (len(pieces) - 1) + ["stop"]
 
 
+@pytest.mark.shows("sampling as the checkpoint recommends", "the command")
 def test_generate_samples_as_the_checkpoint_recommends(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "qwen3")
     options = ("--prompt", "the cat", "--max-new-tokens", "9", "--backend", "cpu")

@@ -171,6 +171,7 @@ class TestGenerate:
         assert result.stdout == texts(checkpoint, ["the cat"])[0] + "\n"
         assert "---" not in result.stderr
 
+    @pytest.mark.shows("texts", "the command")
     def test_json_has_an_object_for_each_prompt(self, checkpoint: Path) -> None:
         tokenizer = Checkpoint.open(checkpoint).tokenizer()
         result = generate(checkpoint, "--json")
@@ -535,6 +536,7 @@ class TestProcess:
             pytest.fail(process.communicate()[1].decode())
         return process
 
+    @pytest.mark.shows("streams", "the command")
     def test_an_interrupt_ends_a_process_that_streams(self, endless: list[str]) -> None:
         process = self.started(endless)
         process.send_signal(signal.SIGINT)

@@ -72,6 +72,8 @@ ON_NPU = pytest.mark.skipif(not installed("torch-npu"), reason="torch_npu is not
         pytest.param("npu", "trained", "eager", 40, {"dtype": "bfloat16"}, marks=ON_NPU),
     ],
 )
+@pytest.mark.shows("texts", "SGLang")
+@pytest.mark.shows("requests that join running ones", "SGLang")
 def test_random_requests_get_the_tokens_of_generate(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,6 +113,7 @@ def test_random_requests_get_the_tokens_of_generate(
 
 
 @needs_sglang
+@pytest.mark.shows("new weights while it runs", "SGLang")
 def test_a_running_server_takes_new_weights(trained: Path, tmp_path: Path) -> None:
     """SGLang flushes its cache of prefixes, which the former weights computed. hal keeps its captured graphs."""
     other = tmp_path / "other"

@@ -76,6 +76,8 @@ def test_clients_get_the_text_of_generate(server: Server, texts: list[str]) -> N
     assert found == texts * 2
 
 
+@pytest.mark.shows("streams", "SGLang")
+@pytest.mark.shows("a server", "SGLang")
 def test_a_client_gets_a_stream(server: Server, texts: list[str]) -> None:
     status, answer = server.post("/generate", {"text": PROMPTS[0], "sampling_params": GREEDY, "stream": True})
     events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")]

@@ -69,6 +69,7 @@ def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal
 
 @thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.shows("texts", "transformers")
 def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> None:
     model, prompts = model_of(family), prompts_of(9, 4, 14)
     expected = generate(model, prompts, 12)
@@ -152,6 +153,7 @@ def paged_calls(cpu: hal.Backend) -> Iterator[list[int]]:
     cpu.activate()
 
 
+@pytest.mark.shows("requests that join running ones", "transformers")
 def test_continuous_batching(paged_calls: list[int]) -> None:
     from hal.engines.transformers import use
 

@@ -171,6 +171,8 @@ def check_random(
         ("trained", "npu", "npugraph_ex", "float16", 200),
     ],
 )
+@pytest.mark.shows("texts", "vLLM")
+@pytest.mark.shows("requests that join running ones", "vLLM")
 def test_random_requests_get_the_tokens_of_generate(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, device: str, compiler: str, dtype: str, requests: int
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_step_starts_before_the_tokens_of_the_last_are_on_the_host(
         ("trained", "npu", "npugraph_ex", "float16", 200, {}),
     ],
 )
+@pytest.mark.shows("tensor parallelism", "vLLM")
 def test_two_ranks_split_a_model(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -227,6 +230,7 @@ def test_two_ranks_split_a_model(
     ("name", "experts", "ranks"),
     [("trained", "split", 1), ("trained_experts", "split", 2), ("trained_experts", "all_to_all", 2)],
 )
+@pytest.mark.shows("data parallelism", "vLLM")
 def test_two_replicas_give_the_tokens_of_generate(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, experts: str, ranks: int, device: str
 ) -> None:

@@ -85,6 +85,7 @@ def family(folder: Path, model_type: str, seed: int = 1, **overrides: Any) -> Pa
 
 
 @needs_vllm
+@pytest.mark.shows("every family of models", "vLLM")
 def test_every_family_gives_the_tokens_of_generate(tmp_path: Path) -> None:
     checkpoints = {name: str(family(tmp_path / name, name)) for name in FAMILIES}
     checkpoints["qwen3"] = str(random_checkpoint(tmp_path / "qwen3"))

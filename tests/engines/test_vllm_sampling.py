@@ -56,6 +56,7 @@ def test_a_logits_processor_keeps_what_it_knows_of_a_request_that_stays() -> Non
 
 
 @needs_vllm
+@pytest.mark.shows("log-probabilities", "vLLM")
 def test_log_probabilities_of_chosen_tokens(trained: Path) -> None:
     """They are those that a request for all tokens has. Others of the same steps ask for none, or the likeliest."""
     program = (

@@ -94,6 +94,8 @@ def expected(checkpoint: Path, prompts: tuple[str, ...], **config: Any) -> list[
     return [tokenizer.decode(each) for each in found]
 
 
+@pytest.mark.shows("streams", "vLLM")
+@pytest.mark.shows("a server", "vLLM")
 def test_64_clients_stream_at_once(server: Server, trained: Path) -> None:
     wanted = expected(trained, PROMPTS, backend="cpu", dtype="float32")
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -54,6 +54,8 @@ def reference(trained: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
 
 
+@pytest.mark.shows("texts", "hal.LLM")
+@pytest.mark.shows("requests that join running ones", "hal.LLM")
 @pytest.mark.parametrize(
     ("count", "num_threads"), [(60, 4), pytest.param(200, 8, marks=thorough(LONG))], ids=["few", "many"]
 )
@@ -122,6 +124,7 @@ def test_text_ids_and_reasons(llm: hal.LLM) -> None:
     assert llm.generate([]) == []
 
 
+@pytest.mark.shows("stop texts", "hal.LLM")
 def test_a_stop_text_cuts_the_text_and_ends_it(llm: hal.LLM) -> None:
     whole = llm.generate(TEXTS[2], max_new_tokens=40)[0]
     stop = whole.text[12:15]
@@ -135,6 +138,7 @@ def test_a_stop_text_cuts_the_text_and_ends_it(llm: hal.LLM) -> None:
     assert late.text.startswith(whole.text[: whole.text.index(stop) + len(stop)])
 
 
+@pytest.mark.shows("several samples of a prompt", "hal.LLM")
 def test_samples_of_a_prompt_share_its_prefix(llm: hal.LLM) -> None:
     prompt = " ".join(TEXTS) * 2
     tokens: list[int] = []
@@ -156,6 +160,7 @@ def test_samples_of_a_prompt_share_its_prefix(llm: hal.LLM) -> None:
     assert found[2].text == llm.generate(prompt, temperature=1.0, seed=5, max_new_tokens=6)[0].text
 
 
+@pytest.mark.shows("streams", "hal.LLM")
 def test_streams_end_with_their_reader(llm: hal.LLM) -> None:
     before = idle_blocks(llm)
 
@@ -180,6 +185,7 @@ def test_streams_end_with_their_reader(llm: hal.LLM) -> None:
     assert idle_blocks(llm) == before
 
 
+@pytest.mark.shows("log-probabilities", "hal.LLM")
 def test_logprobs_are_those_of_transformers(llm: hal.LLM, reference: Any) -> None:
     (made,) = llm.generate(TEXTS[3], max_new_tokens=6, logprobs=3, prompt_logprobs=2)
     tokens = torch.tensor([[*made.prompt_token_ids, *made.token_ids]])
@@ -195,6 +201,7 @@ def test_logprobs_are_those_of_transformers(llm: hal.LLM, reference: Any) -> Non
     assert {len(each.top) for each in made.prompt_logprobs or ()} == {2}
 
 
+@pytest.mark.shows("scores of continuations", "hal.LLM")
 def test_scores_are_those_of_transformers(llm: hal.LLM, reference: Any) -> None:
     continuations = [" sys\n", " os, sys", "x" * 30]
     scores = llm.score("import", continuations)
@@ -233,6 +240,7 @@ def linked(source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens", "cls_token", "max_tokens"])
+@pytest.mark.shows("embeddings", "hal.LLM")
 def test_embeddings_follow_modules_json(mode: str, trained: Path, tmp_path: Path, reference: Any) -> None:
     folder = linked(trained, tmp_path / "model")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
@@ -259,6 +267,7 @@ def test_embeddings_follow_modules_json(mode: str, trained: Path, tmp_path: Path
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.shows("sampling as the checkpoint recommends", "hal.LLM")
 def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = linked(trained, tmp_path / "model")
     (folder / "generation_config.json").unlink()

@@ -50,6 +50,8 @@ def test_models(client: OpenAI) -> None:
     assert model.id == "tiny" == client.models.retrieve("tiny").id
 
 
+@pytest.mark.shows("texts", "hal serve")
+@pytest.mark.shows("a server", "hal serve")
 def test_completions_are_those_of_the_llm(llm: hal.LLM, client: OpenAI) -> None:
     prompts = [TEXTS[0], TEXTS[2]]
     found = client.completions.create(
@@ -86,6 +88,7 @@ def test_extensions_are_those_of_sampling_params(llm: hal.LLM, client: OpenAI) -
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.shows("stop texts", "hal serve")
 def test_stop_texts(stream: bool, llm: hal.LLM, client: OpenAI) -> None:
     whole = llm.generate(TEXTS[2], max_new_tokens=40)[0].text
     stop = whole[12:15]
@@ -97,6 +100,7 @@ def test_stop_texts(stream: bool, llm: hal.LLM, client: OpenAI) -> None:
     assert choices[-1].finish_reason == "stop"
 
 
+@pytest.mark.shows("log-probabilities", "hal serve")
 def test_log_probabilities(llm: hal.LLM, client: OpenAI) -> None:
     (expected,) = llm.generate(TEXTS[3], max_new_tokens=6, logprobs=3)
     assert expected.logprobs is not None
@@ -113,6 +117,7 @@ def test_log_probabilities(llm: hal.LLM, client: OpenAI) -> None:
     assert [each.text_offset[0] for each in streamed if each and each.text_offset] == found.text_offset
 
 
+@pytest.mark.shows("conversations", "hal serve")
 def test_chat_is_that_of_the_llm(llm: hal.LLM, client: OpenAI) -> None:
     found = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=7, logprobs=True, top_logprobs=2
@@ -151,6 +156,7 @@ def test_messages_in_parts_and_calls_of_tools(llm: hal.LLM, client: OpenAI) -> N
     assert found.choices[0].message.content == llm.chat(plain, max_new_tokens=5)[0].text
 
 
+@pytest.mark.shows("streams", "hal serve")
 def test_streams_join_to_the_text(llm: hal.LLM, client: OpenAI) -> None:
     sampling: Any = {"temperature": 0.7, "seed": 1, "n": 2}
     events = list(
@@ -175,6 +181,7 @@ def test_streams_join_to_the_text(llm: hal.LLM, client: OpenAI) -> None:
     assert len({event.id for event in events}) == 1
 
 
+@pytest.mark.shows("embeddings", "hal serve")
 def test_embeddings(llm: hal.LLM, client: OpenAI) -> None:
     texts = list(TEXTS[:3])
     expected = llm.embed(texts)
@@ -186,6 +193,7 @@ def test_embeddings(llm: hal.LLM, client: OpenAI) -> None:
         assert found.usage.prompt_tokens == sum(len(llm.tokenizer.encode(each).ids) for each in texts)
 
 
+@pytest.mark.shows("answers that follow a JSON schema", "hal serve")
 def test_json_follows_its_schema(client: OpenAI) -> None:
     schema = {
         "type": "object",
