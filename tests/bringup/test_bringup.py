@@ -124,6 +124,7 @@ def test_a_device_without_faults_passes(faulty: pytest.MonkeyPatch, trained: Pat
     assert {each["status"] for each in found.values()} == {"passed"}
     assert result.stdout.strip() == str(tmp_path / "up" / "index.html")
     assert (tmp_path / "up" / "index.html").read_text().count("<svg") >= 2
+    assert found["decode"]["data"][0]["launches"] == []
     assert found["texts-graph"]["lines"][0] == f"{len(PROMPTS)} of {len(PROMPTS)} texts are the reference's"
 
 
