@@ -11,7 +11,7 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 from helpers.distributions import install
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.bringup import run_parts as running
 from hal.bringup.parts import PROMPTS, Outcome, Request, compare_texts, parts, read_output
@@ -116,7 +116,7 @@ def bring_up(trained: Path, folder: Path, *options: str) -> tuple[Result, dict[s
     return result, {each["name"]: each for each in report["parts"]}
 
 
-@thorough(PROCESSES)
+@thorough(EXHAUSTIVE)
 def test_a_device_without_faults_passes(faulty: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
     faulty.setenv("HAL_FAULTY_FAULT", "nothing")
     result, found = bring_up(trained, tmp_path / "up", "--conformance", "none")
@@ -131,10 +131,12 @@ def test_a_device_without_faults_passes(faulty: pytest.MonkeyPatch, trained: Pat
 @thorough(PROCESSES)
 def test_wrong_numbers_are_found_and_named(faulty: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
     faulty.setenv("HAL_FAULTY_FAULT", "nan")
-    result, found = bring_up(trained, tmp_path / "up", "--conformance", "none")
+    kept = ("reference", "texts-eager", "operations")
+    faulty.setattr(running, "parts", lambda request: [each for each in parts(request) if each.name in kept])
+    result, found = bring_up(trained, tmp_path / "up")
     assert result.exit_code == 1
     assert found["reference"]["status"] == "passed"
-    assert {found[name]["status"] for name in ("doctor", "texts-eager", "operations")} == {"failed"}
+    assert {found[name]["status"] for name in ("texts-eager", "operations")} == {"failed"}
     assert found["operations"]["lines"][0].startswith("it ended with status 1")
     assert any("silu_and_mul" in each for each in found["operations"]["lines"])
 
@@ -143,11 +145,11 @@ def test_wrong_numbers_are_found_and_named(faulty: pytest.MonkeyPatch, trained: 
 def test_parts_that_hang_are_ended(faulty: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
     faulty.setenv("HAL_FAULTY_FAULT", "hang")
     faulty.setattr(
-        running, "parts", lambda request: [each for each in parts(request) if each.name in ("texts-eager", "doctor")]
+        running, "parts", lambda request: [each for each in parts(request) if each.name in ("texts-eager", "reference")]
     )
     request = Request(checkpoint=str(trained), backend="faulty", dtype="float32", seconds=20)
-    doctor, text = run_parts(request, {}, tmp_path, lambda said: None)
-    assert doctor.status == "failed"
+    reference, text = run_parts(request, {}, tmp_path, lambda said: None)
+    assert reference.status == "passed"
     assert text.status == "late"
     assert re.match(r"it did not end, and was ended after 20 s", text.lines[0])
 
@@ -157,11 +159,11 @@ def test_conformance_goes_on_after_a_hang(faulty: pytest.MonkeyPatch, trained: P
     faulty.setenv("HAL_FAULTY_FAULT", "hang")
     faulty.setattr(running, "parts", lambda request: [each for each in parts(request) if each.name == "conformance"])
     faulty.setattr(running, "CASE_SECONDS", 12.0)
-    faulty.setattr(running, "RESTARTS", 2)
+    faulty.setattr(running, "RESTARTS", 1)
     request = Request(checkpoint=str(trained), backend="faulty", dtype="float32", seconds=120)
     (found,) = run_parts(request, {}, tmp_path, lambda said: None)
     assert found.status == "failed"
     hung = [each["name"] for each in found.data if each["status"] == "hung"]
     assert hung
-    assert all("silu_and_mul" in each for each in hung)
+    assert found.data[-1]["name"] == "the cases that are left"
     assert len([each for each in found.data if each["status"] == "passed"]) > 50
