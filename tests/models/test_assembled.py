@@ -381,6 +381,7 @@ def check(case: Case, compiler: str) -> None:
 
 @thorough(DRAW, r"seed=[2-4]\b")
 @thorough(EXHAUSTIVE, r"seed=([5-9]|\d\d)\b")
+@thorough(EXHAUSTIVE, r"seed=([24]-eager|3-graph)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
