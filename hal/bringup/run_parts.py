@@ -70,11 +70,13 @@ def _outcome(part: Part, command: str, code: int | None, seconds: float, found: 
     good = False
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # The output is that of a failure, or none.
         good, lines = part.judge(found)
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    if code:  # 2 with hal's own errors
+        lines[:0] = [line for line in last if line.startswith(("error: ", "remedy: "))]
     if code is None:
         lines.insert(0, f"it did not end, and was ended after {seconds:.0f} s")
     elif code != 0:
         lines.insert(0, f"it ended with status {code}" if code > 0 else f"signal {-code} ended it")
-    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
     return Outcome(
         name=part.name,
         title=part.title,

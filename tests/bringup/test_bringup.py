@@ -163,7 +163,7 @@ def test_conformance_goes_on_after_a_hang(faulty: pytest.MonkeyPatch, trained: P
     request = Request(checkpoint=str(trained), backend="faulty", dtype="float32", seconds=120)
     (found,) = run_parts(request, {}, tmp_path, lambda said: None)
     assert found.status == "failed"
-    hung = [each["name"] for each in found.data if each["status"] == "hung"]
-    assert hung
+    statuses = [each["status"] for each in found.data]
+    assert statuses.count("hung") == 2  # in a process each, and the second is the last
+    assert statuses.count("passed") > 5
     assert found.data[-1]["name"] == "the cases that are left"
-    assert len([each for each in found.data if each["status"] == "passed"]) > 50
