@@ -108,6 +108,8 @@ def main() -> None:
                 continue
             if time.monotonic() > end:
                 return
+            for name in CHECKS[check]:
+                known.pop(f"{name} reason", None)
             known |= checked(kind, check)
             sys.stdout.write(f"{kind} {check} { {name: known.get(name) for name in CHECKS[check]} }\n")
             sys.stdout.flush()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers import transformers_families
 from helpers.thorough import EXHAUSTIVE, FAMILY, LONG, thorough
 from helpers.tiny_transformers import FAMILIES, generate, model_of, prompts_of
 
@@ -78,3 +80,36 @@ def test_greedy_tokens(family: str, npu: Callable[..., hal.Backend]) -> None:
     model.compile(backend="hal", dynamic=True)
     assert generate(model, prompts, 8) == expected
     torch.compiler.reset()
+
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@thorough(FAMILY, r"\[(?!llama)")
+@pytest.mark.parametrize(("family", "launches"), [("llama", 12), ("qwen3", 14), ("glm4", 16), ("stablelm", 18)])
+def test_the_launches_of_a_layer_of_transformers_own_code(
+    family: str, launches: int, npu: Callable[..., hal.Backend], tmp_path: Path
+) -> None:
+    found = []
+    for layers in (1, 2):
+        made = transformers_families.model_of(family, num_hidden_layers=layers, **WIDE)
+        made.save_pretrained(tmp_path / str(layers))
+        backend = npu(
+            dtype="bfloat16", model_source="transformers", compilation={"compiler": "graph", "capture_sizes": [4]}
+        )
+        model = hal.load_model(tmp_path / str(layers), backend)
+        with backend, hal.Runner(model, backend) as runner:
+            runner.step(runner.batch([[5, 6, 7]], [[1]]))
+            batch = runner.batch([[8]], [[1]], cached=[3])
+            runner.step(batch)
+            with backend.counting_launches() as counted:
+                runner.step(batch)
+                backend.device.synchronize()
+            found.append(sum(counted.values()))
+    assert found[1] - found[0] == launches
