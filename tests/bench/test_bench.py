@@ -778,7 +778,7 @@ class TestLaunches:
     def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         setting = plan.prepare(tiny(backend="cpu"))
         meta = random_weights.meta_model(TINY)
-        monkeypatch.setattr(launches, "meta_model", lambda config: meta)
+        monkeypatch.setattr(launches, "meta_model", lambda config, source: meta)
         with pytest.raises(BenchmarkError, match="needs a model of 1 layers, but num_hidden_layers=1 gives 2"):
             launches.count(setting, lambda text: None)
 

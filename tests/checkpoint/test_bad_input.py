@@ -183,7 +183,8 @@ CONFIGS = {
     "an unknown architecture": Case(
         config(architectures=["Qwen4ForCausalLM"]),
         CheckpointError,
-        "remedy: known: Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM",
+        "no model 'Qwen4ForCausalLM' is installed; for model_type 'qwen3', transformers has the causal language model "
+        "Qwen3ForCausalLM, not Qwen4ForCausalLM",
     ),
     "a missing key": Case(config(hidden_size=None), ConfigError, "required key 'hidden_size' is missing"),
     "a wrong type": Case(config(hidden_size="32"), ConfigError, "expected int, found str '32'"),

@@ -116,6 +116,9 @@ def arguments_of(path: tuple[str, ...], checkpoint: Path, folder: Path) -> list[
             str(folder / "nothing.txt"),
         ],
         ("emulate",): ["--", "no-such-program"],
+        # An address of nobody's, so that no server goes on.
+        ("serve",): [str(checkpoint), "--backend", "cpu", "--host", "203.0.113.1"],
+        ("bringup",): [str(checkpoint), "--backend", "nobody", "--output", str(folder / "out")],
     }[path]
 
 
@@ -130,6 +133,8 @@ def test_every_command_with_numbers_is_tried() -> None:
         ("doctor",),
         ("quantize",),
         ("emulate",),
+        ("serve",),
+        ("bringup",),
     }
     assert len(OPTIONS) > 30
 

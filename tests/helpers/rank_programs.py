@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -335,6 +336,7 @@ def family_difference(folder: str, family: str, compiler: str, tensor: int) -> f
         compiler: the compiler.
         tensor: the number of ranks.
     """
+    sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]  # As for all tests of the core.
     from helpers.family_steps import config_for, differences, own_logits, tokens_for
     from helpers.transformers_families import model_of
 

@@ -43,6 +43,25 @@ UNBOUNDED = 1 << 20
 """The longest sequence of a model whose config has no limit."""
 
 
+def check_architecture(architecture: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless transformers' class for a config is that of an architecture.
+
+    Args:
+        architecture: its architecture in config.json.
+        config: the content of config.json.
+    """
+    found, _ = class_of(config)
+    kind = str(config["model_type"]).replace("_", "").replace("-", "")
+    # Of a type that transformers runs as another, the published name is the type's: ExaoneForCausalLM runs as Llama.
+    typed = architecture.lower().startswith(kind) and architecture.endswith("ForCausalLM")
+    if architecture != found.__name__ and not typed:
+        raise ConfigError(
+            f"for model_type {config['model_type']!r}, transformers has the causal language model {found.__name__}, "
+            f"not {architecture:.70}",
+            "correct model_type or architectures in config.json, if they do not belong together, or " + REMEDY,
+        )
+
+
 def class_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return transformers' class of a causal language model, and its config.
 

@@ -21,8 +21,8 @@ class TransformersSource(ModelSource):
         """Return the class that runs transformers' code for a config.
 
         Raises:
-            ConfigError: transformers is not installed or has another version than the extra names, or has no causal
-                language model for the config.
+            ConfigError: transformers is not installed, cannot be imported or has another version than the extra names,
+                or has no causal language model of that name for the config.
         """
         if importlib.util.find_spec("transformers") is None:
             raise ConfigError(
@@ -30,7 +30,14 @@ class TransformersSource(ModelSource):
                 "pip install 'torch-hal[transformers]'",
             )
         check_version("transformers", "the source of models transformers")
-        from hal.engines.transformers.models.model import TransformersLM, class_of
+        try:
+            from hal.engines.transformers.models.model import TransformersLM, check_architecture
+        except ImportError as error:
+            raise ConfigError(
+                f"transformers, which would have the model's code, cannot be imported: {error!s:.300}",
+                "transformers imports torch_npu where it is installed, which needs CANN: run this in an environment "
+                "without torch_npu, or see `hal doctor`",
+            ) from error
 
-        class_of(config)
+        check_architecture(architecture, config)
         return TransformersLM
