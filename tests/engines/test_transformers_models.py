@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import ROOT
 from helpers.checkpoints import random_checkpoint
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
+from helpers.pages import lay_out
 from helpers.ranks import in_ranks
 from helpers.thorough import FAMILY, thorough
 from helpers.transformers_families import config_of, model_of
@@ -210,3 +213,8 @@ def test_ranks_do_not_split_a_model_without_a_plan(family: str, problem: str, sa
     folder, _, _ = saved(family)
     with pytest.raises(ConfigError, match=problem):
         check_shared(hal.Checkpoint.open(folder), ParallelConfig(2), "transformers")
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path) -> None:
+    script = lay_out(ROOT / "docs" / "how-to" / "run-other-models.md", tmp_path)
+    assert runpy.run_path(str(script))["logits"].shape == (1, 100)

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "one-model-on-cpu-and-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
+    "run-other-models.md": "tests/engines runs it, for the same reason",
 }
 INSTALLED = re.compile(r"touch pyproject\.toml")
 
