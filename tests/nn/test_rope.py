@@ -258,6 +258,7 @@ def test_a_part_without_pairs_is_refused(factor: float, width: int) -> None:
         RotaryEmbedding(8, rope)
 
 
+@pytest.mark.usefixtures("cpu")
 def test_adjacent_elements_are_the_halves_in_another_order() -> None:
     rope, positions = RopeParameters(partial_rotary_factor=0.5), torch.arange(7)
     query, key = torch.randn(2, 7, 3, 16, generator=torch.Generator().manual_seed(3)).unbind()
