@@ -35,8 +35,8 @@ class TransformersSource(ModelSource):
         except ImportError as error:
             raise ConfigError(
                 f"transformers, which would have the model's code, cannot be imported: {error!s:.300}",
-                "transformers imports torch_npu where it is installed, which needs CANN: run this in an environment "
-                "without torch_npu, or see `hal doctor`",
+                "transformers imports every device's package that is installed: mend or remove the one that fails, or "
+                "set up what it needs (`hal doctor`)",
             ) from error
 
         check_architecture(architecture, config)
