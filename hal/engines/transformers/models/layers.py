@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from hal import ops
 from hal.nn import Embedding, LayerNorm, Linear, RMSNorm, Transposed, Weight
+from hal.nn.decoder import rounded_factor
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "layernorm_epsilon")
 """The attributes in which norms keep what they add to the variance."""
@@ -32,8 +33,7 @@ class TokenEmbedding(Embedding):
 
     def __init__(self, vocab_size: int, width: int, scale: float = 1.0) -> None:
         super().__init__(vocab_size, width)
-        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        self._scales = {dtype: float(torch.tensor(scale, dtype=dtype, device="cpu")) for dtype in dtypes}
+        self._scales = rounded_factor(scale)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map ``[...]`` to ``[..., width]``."""
