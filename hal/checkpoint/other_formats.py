@@ -39,7 +39,8 @@ def no_folder(path: Path) -> CheckpointError:
         if any(path.match(pattern) for pattern in PICKLES):
             return _pickle(path, path.parent)
     return CheckpointError(
-        problem, "give the path of a checkpoint's folder, or the name of a model of the hub, such as Qwen/Qwen3-0.6B"
+        problem,
+        "give the path of a checkpoint's folder or GGUF file, or the name of a model of the hub, such as Qwen/Qwen3-0.6B",
     )
 
 

@@ -326,7 +326,7 @@ def check_command(arguments: list[str], *messages: str) -> None:
 @pytest.mark.parametrize(
     ("path", "problem", "remedy"),
     [
-        ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder"),
+        ("/Qwen/Qwen3-0.6B", "found nothing", "give the path of a checkpoint's folder or GGUF file"),
         (
             "model.ggml",
             "model.ggml is a GGML file, and hal reads safetensors from folders",
