@@ -17,6 +17,7 @@ from hal.testing.conformance import Conformance
 
 SHORT = ("devices", "graphs", "operations")
 STOPPED = 3
+"""The exit status after a failure, if cases are left."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 

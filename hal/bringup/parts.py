@@ -160,7 +160,7 @@ def compare_texts(outcomes: Sequence[Outcome]) -> None:
             for index, (count, pair) in enumerate(zip(equal, pairs, strict=True))
             if pair[0] != pair[1]
         ]
-        if not any(equal):
+        if equal.count(0) * 2 >= len(equal):  # Rounding may choose another first token in one, not in half of them.
             each.status = "failed"
 
 

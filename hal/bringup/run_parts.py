@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from hal.bringup.conformance_program import STOPPED
 from hal.bringup.parts import Outcome, Part, Request, compare_texts, parts, read_output
 from hal.config.process_keeper import ProcessKeeper
 from hal.progress import Say
@@ -149,10 +150,6 @@ def _conformance(part: Part, request: Request, options: Mapping[str, Any], folde
     told = found and (code is None or code in (0, STOPPED))  # A case that hung is among the results.
     good_code = None if late else 0 if told else code
     return _outcome(part, "the cases of hal.testing", good_code, time.monotonic() - begin, found, log)
-
-
-STOPPED = 3
-"""The exit status of the conformance program after a failure, if cases are left."""
 
 
 def _cases(arguments: list[str], results: Path, log: Path, seconds: float) -> tuple[int | None, bool]:

@@ -39,9 +39,23 @@ def test_texts_that_begin_alike_pass_and_others_fail() -> None:
     assert same.lines == ["2 of 2 texts are the reference's", "text"]
     assert "prompt 0: the first 2 tokens agree, of 3" in alike.lines[-1]
     assert len(other.lines) == 4
+    half = texts("texts-d", [1, 2, 3], [8])
+    compare_texts([reference, half])
+    assert half.status == "failed"
     alone = texts("texts-a", [1])
     compare_texts([texts("reference", status="failed"), alone])
     assert alone.lines == ["text"]
+
+
+@pytest.mark.parametrize("option", ["--backend", "--against"])
+def test_a_driver_that_is_not_installed(option: str, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    given = {"--backend": "cpu", option: "nonesuch"}
+    arguments = [each for pair in given.items() for each in pair]
+    result = CliRunner().invoke(main, ["bringup", str(trained), *arguments, "--output", str(folder)])
+    assert (result.exit_code, folder.exists()) == (2, False)
+    assert "nonesuch" in result.stderr
+    assert "known: " in result.stderr
 
 
 def test_each_part_judges_what_its_command_prints() -> None:

@@ -56,7 +56,11 @@ def command(
     from hal.bringup.report_page import page
     from hal.bringup.run_parts import as_json, run_parts
     from hal.checkpoint.checkpoint import Checkpoint
+    from hal.drivers.registry import driver_names, load_driver
 
+    for name in (backend, against):
+        if name not in driver_names():
+            load_driver(name)  # Its error names those that there are. A driver that fails to load is a part's result.
     folder = (output or Path(f"bringup-{backend}")).absolute()
     if folder.exists():
         raise ConfigError(f"{folder} exists already", "choose another folder with --output, or remove it first")
