@@ -40,7 +40,7 @@ def no_folder(path: Path) -> CheckpointError:
             return _pickle(path, path.parent)
     return CheckpointError(
         problem,
-        "give the path of a checkpoint's folder or GGUF file, or the name of a model of the hub, such as Qwen/Qwen3-0.6B",
+        "give the path of a checkpoint's folder or GGUF file, or a model's name on the hub, such as Qwen/Qwen3-0.6B",
     )
 
 
