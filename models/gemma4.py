@@ -48,7 +48,6 @@ from hal.nn import (
     check_window,
     text_config,
 )
-from hal.nn.decoder import rounded_factor
 from hal.nn.mlp import ACTIVATIONS
 from hal.ops import AttentionOptions
 
@@ -261,15 +260,15 @@ class Gemma4Decoder(Decoder):
         self.features = config.hidden_size_per_layer_input
         if self.features:
             width = config.num_hidden_layers * self.features
-            self.embed_tokens_per_layer = Embedding(config.vocab_size_per_layer_input, width)
+            self.embed_tokens_per_layer = Embedding(config.vocab_size_per_layer_input, width, self.features**0.5)
             self.per_layer_model_projection = Linear(config.hidden_size, width)
             self.per_layer_projection_norm = RMSNorm(self.features, config.rms_norm_eps)
-            self.token_factor, self.state_factor = rounded_factor(self.features**0.5), config.hidden_size**-0.5
+            self.state_factor = config.hidden_size**-0.5
 
     def further(self, batch: Batch, embeddings: Tensor) -> Sequence[tuple[Tensor, ...]]:
         if not self.features:
             return super().further(batch, embeddings)
-        tokens = self.embed_tokens_per_layer(batch.token_ids) * self.token_factor[embeddings.dtype]
+        tokens = self.embed_tokens_per_layer(batch.token_ids)
         states = self.per_layer_model_projection(embeddings) * self.state_factor
         normed = self.per_layer_projection_norm(states.view(-1, len(self.layers), self.features))
         both = (normed + tokens.view_as(normed)) * 2.0**-0.5

@@ -7,12 +7,11 @@ Source: Touvron et al., *LLaMA: Open and Efficient Foundation Language Models*, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
@@ -129,12 +128,6 @@ class DecoderLayer(nn.Module):
         __call__ = forward
 
 
-def rounded_factor(factor: float) -> Mapping[torch.dtype, float]:
-    """Return a factor as each dtype has it."""
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    return {dtype: float(torch.tensor(factor, dtype=dtype, device="cpu")) for dtype in dtypes}
-
-
 class Decoder(nn.Module):
     """Maps tokens to normalized hidden states. Layers with the same rotary embedding share its cos and sin.
 
@@ -142,7 +135,7 @@ class Decoder(nn.Module):
         config: the sizes.
         layers: the layers, in order.
         norm: makes the last norm; see :class:`DecoderLayer`.
-        embedding_multiplier: factor of the embeddings, which is rounded to their dtype.
+        embedding_multiplier: factor of the embeddings; see :class:`Embedding`.
     """
 
     def __init__(
@@ -154,7 +147,7 @@ class Decoder(nn.Module):
         embedding_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, embedding_multiplier)
         self.layers: Sequence[DecoderLayer] = nn.ModuleList(layers)  # type: ignore[assignment]
         used = [each.self_attn.rotaries for each in self.layers]
         rotaries = list(dict.fromkeys(rotary for each in used for rotary in each))
@@ -164,13 +157,10 @@ class Decoder(nn.Module):
             self.add_module(name, rotary)
         self._places = [[rotaries.index(rotary) for rotary in each] for each in used]
         self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
-        self._multipliers = rounded_factor(embedding_multiplier)
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """Return the hidden states, ``[tokens, hidden_size]``."""
         hidden = self.embed_tokens(batch.token_ids)
-        if (multiplier := self._multipliers[hidden.dtype]) != 1.0:
-            hidden = hidden * multiplier
         angles: list[Angles] = [getattr(self, each)(batch.positions, hidden.dtype) for each in self._rotaries]
         for index, (layer, places, further) in enumerate(
             zip(self.layers, self._places, self.further(batch, hidden), strict=True)

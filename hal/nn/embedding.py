@@ -19,13 +19,20 @@ class Embedding(nn.Module):
 
     Ranks that split it hold consecutive rows, the last ones padded.
 
+    Args:
+        vocab_size: the number of rows.
+        width: the number of features.
+        multiplier: factor of the rows that are looked up, which is rounded to their dtype.
+
     Attributes:
         weight: the table, or this rank's rows.
         projection: the table as the driver prepared it for :meth:`as_linear`; None if that is the table itself.
     """
 
-    def __init__(self, vocab_size: int, width: int) -> None:
+    def __init__(self, vocab_size: int, width: int, multiplier: float = 1.0) -> None:
         super().__init__()
+        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        self._multipliers = {dtype: float(torch.tensor(multiplier, dtype=dtype, device="cpu")) for dtype in dtypes}
         self.vocab_size = vocab_size
         self.first = 0
         self.group: str | None = None
@@ -52,15 +59,20 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map ``[tokens]`` to ``[tokens, width]``."""
+        found = self._rows(token_ids)
+        multiplier = self._multipliers[found.dtype]
+        return found if multiplier == 1.0 else found * multiplier
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         if self.group is None:
             return ops.embedding(token_ids, self.weight)
         rows = token_ids - self.first
         other = (rows < 0) | (rows >= self.weight.shape[0])
         found = ops.embedding(rows.masked_fill(other, 0), self.weight)
         return ops.all_reduce(found.masked_fill(other.unsqueeze(-1), 0.0), self.group)
-
-    if TYPE_CHECKING:
-        __call__ = forward
 
     def as_linear(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to logits ``[..., vocab_size]``."""

@@ -16,30 +16,17 @@ from torch.func import functional_call
 
 from hal import ops
 from hal.nn import Embedding, LayerNorm, Linear, RMSNorm, Transposed, Weight
-from hal.nn.decoder import rounded_factor
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "layernorm_epsilon")
 """The attributes in which norms keep what they add to the variance."""
 
 
 class TokenEmbedding(Embedding):
-    """hal's embedding of token ids of any shape, whose rows may be scaled.
-
-    Args:
-        vocab_size: the number of rows.
-        width: the number of features.
-        scale: the factor of the rows, which is rounded to their dtype.
-    """
-
-    def __init__(self, vocab_size: int, width: int, scale: float = 1.0) -> None:
-        super().__init__(vocab_size, width)
-        self._scales = rounded_factor(scale)
+    """hal's embedding of token ids of any shape."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map ``[...]`` to ``[..., width]``."""
-        rows = super().forward(token_ids.reshape(-1)).view(*token_ids.shape, -1)
-        scale = self._scales[rows.dtype]
-        return rows if scale == 1.0 else rows * scale
+        return super().forward(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
 
 class TiedHead(nn.Module):
