@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from helpers.checkpoints import trained_tokenizer
 from helpers.gguf_writing import write_gguf
-from helpers.thorough import AGAIN, DRAW, FAMILY, thorough
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, FAMILY, thorough
 from helpers.tiny_transformers import model_of
 from torch import Tensor
 
@@ -127,6 +127,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_made_of(
     assert torch.equal(our_logits(file), our_logits(folder))
 
 
+@thorough(EXHAUSTIVE, r"-(Q5_[01]|Q4_1|F16|BF16)")
 @thorough(DRAW, r"Llama-(?!F32|Q4_1)|(Qwen2|Qwen3|Gemma3)-(?!Q8_0)")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)

@@ -16,7 +16,7 @@ from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers import large_checkpoint
 from helpers.checkpoints import random_checkpoint, write_json
 from helpers.distributions import install
-from helpers.thorough import FAMILY, MODE, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,6 +53,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@thorough(EXHAUSTIVE, r"\[bfloat16-packed")
 @thorough(MODE, r"\[float32|\[bfloat16-packed")
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint, write_json
 from helpers.distributions import install
-from helpers.thorough import DRAW, MODE, PROCESSES, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, PROCESSES, thorough
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
@@ -306,6 +306,7 @@ class TestSettings:
         monkeypatch.setenv("HAL_COMPILATION", '{"compiler": "graph", "capture_sizes": [2]}')
         assert self.captured(checkpoint) == [2]
 
+    @thorough(EXHAUSTIVE, r"\[compilation.toml")
     @thorough(MODE, r"\[compilation\.toml")
     @pytest.mark.parametrize(
         ("name", "content"),

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal import ops
@@ -345,6 +345,7 @@ class TestModes:
             assert [row["layer"] for row in each["rows"]] == [*layers, LOGITS]
             assert all(row["rounding"] > 0 for row in each["rows"])
 
+    @thorough(EXHAUSTIVE, r"\[(piecewise|graph)")
     @thorough(MODE, r"\[(eager|graph),|\[piecewise")
     @pytest.mark.parametrize("compilers", ["eager,graph", "graph,eager", "piecewise,graph"])
     def test_stale_lengths_in_a_graph(self, faulty: Faulty, small: Path, compilers: str) -> None:

@@ -26,6 +26,7 @@ FUSED = [name for name, operation in ops.catalogue().items() if operation.fused]
 SIZES = (1, 2, 3, 5, 17, 64, 129, 257)
 
 
+@thorough(EXHAUSTIVE, r"\[(expert_mlp|add_rms_norm_quantize)")
 @thorough(AGAIN, r"\[(?!add_rms_norm\])")
 @thorough(EXHAUSTIVE, r"\[quant_expert_mlp")
 @pytest.mark.parametrize("name", FUSED)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -276,6 +276,7 @@ class Mistaken(CpuBackend):
         return cache
 
 
+@thorough(EXHAUSTIVE, r"\[(raise-graph|eager-piecewise\]|raise-piecewise_eager)")
 @thorough(MODE, r"\[\w+-piecewise|\[eager-graph")
 @pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager"])
 @pytest.mark.parametrize("on_capture_error", ["raise", "eager"])

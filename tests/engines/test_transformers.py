@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT
-from helpers.thorough import DRAW, FAMILY, LONG, PROCESSES, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, LONG, PROCESSES, thorough
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,6 +67,7 @@ def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal
     assert found == own_counts(model, tmp_path / "checkpoint", cpu, prompt)
 
 
+@thorough(EXHAUSTIVE, r"\[(Mixtral|Llama)")
 @thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.shows("texts", "transformers")
@@ -77,6 +78,7 @@ def test_greedy_tokens_of_a_compiled_model(family: str, cpu: hal.Backend) -> Non
     assert generate(model, prompts, 12) == expected
 
 
+@thorough(EXHAUSTIVE, r"\[Qwen3\]")
 @thorough(LONG)
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_a_graph_compiled_with_inductor(family: str, cpu: hal.Backend) -> None:

@@ -14,7 +14,7 @@ from helpers.checkpoints import random_checkpoint
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.pages import lay_out
 from helpers.ranks import in_ranks
-from helpers.thorough import FAMILY, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 from helpers.transformers_families import config_of, model_of
 
 import hal
@@ -56,6 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
+@thorough(EXHAUSTIVE, r"\[graph-(glm4|mixtral|stablelm|olmo2|qwen3|opt|gpt_oss)")
 @thorough(FAMILY, r"\[(?!eager-(gemma2|gpt_oss|deepseek_v3|glm4|gpt2)|graph-gemma2)")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compiler", ["eager", "graph"])

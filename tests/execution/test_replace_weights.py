@@ -51,6 +51,10 @@ def held(model: CausalLM) -> dict[str, Tensor]:
 
 @thorough(
     EXHAUSTIVE,
+    r"\[(experts-graph|compressed-tensors/w8a8_dynamic-graph|modelslim/(w8a8-piecewise|w8a16-graph)|biased-piecewise)",
+)
+@thorough(
+    EXHAUSTIVE,
     r"\[(biased-graph|experts-piecewise|modelslim/w8a8-graph)|\[(compressed-tensors/w8a16-graph|modelslim/w8a16-piecewise)|\[compressed-tensors/w8a8(_dynamic)?-piecewise|modelslim/w8a8_dynamic-graph",
 )
 @pytest.mark.parametrize(

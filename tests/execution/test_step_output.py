@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 
 import hal
@@ -86,6 +87,7 @@ def wanted(tokens: int) -> list[tuple[Wanted, list[int] | None]]:
     return [(LAST, None), (ALL, list(range(tokens))), (torch.tensor(some), some), (NONE, [])]
 
 
+@thorough(EXHAUSTIVE, r"\[Scorer-(graph|inductor)|\[Encoder-piecewise")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("model_type", [Encoder, Scorer])
 def test_all_tensors_of_all_compilers(compiler: str, model_type: type[Encoder]) -> None:

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from helpers.reference import open_runner, prompts
+from helpers.thorough import EXHAUSTIVE, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def test_tokens_may_outlive_their_runner(trained: Path, texts: list[list[int]]) 
     cast("Generator[hal.Token]", tokens).close()
 
 
+@thorough(EXHAUSTIVE, r"\[(graph-mixed-112|eager-(mixed|greedy)-2048|eager-sampled-112)")
 @pytest.mark.parametrize("num_tokens", [LONG, SHORT])
 @pytest.mark.parametrize(
     ("compiler", "params"),

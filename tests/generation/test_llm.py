@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.checkpoints import write_json
 from helpers.reference import TEXTS
-from helpers.thorough import LONG, thorough
+from helpers.thorough import EXHAUSTIVE, LONG, thorough
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -290,6 +290,7 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
         opened(folder, "eager")
 
 
+@thorough(EXHAUSTIVE, r"\[800")
 @pytest.mark.parametrize("rounds", [60, pytest.param(800, marks=thorough(LONG))])
 def test_requests_leave_nothing_behind(rounds: int, trained: Path) -> None:
     config = {**CONFIG, "cache": {**CONFIG["cache"], "reuse_prefixes": False}}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.penalizing import by_hand, mask_of, together
 from helpers.reference import open_runner, prompts
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +47,7 @@ def test_penalties_are_those_of_a_loop(params: hal.SamplingParams, trained: Path
     assert (expected == [by_hand(runner, text, PLAIN) for text in texts]) is (params == PLAIN)
 
 
+@thorough(EXHAUSTIVE, r"\[graph-112")
 @pytest.mark.parametrize("num_tokens", [2048, 112])
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_a_batch_changes_nothing(compiler: str, num_tokens: int, trained: Path, texts: list[list[int]]) -> None:
@@ -174,6 +176,7 @@ class Automaton:
         return 0
 
 
+@thorough(EXHAUSTIVE, r"\[(greedy|sampled)-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("base", [PLAIN, PENALIZED, SAMPLED], ids=["greedy", "penalized", "sampled"])
 def test_an_automaton_restricts_the_text(

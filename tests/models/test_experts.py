@@ -79,6 +79,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return comparison.build(draw_config(family, seed), seed, tmp_path_factory.mktemp(family), older)
 
 
+@thorough(EXHAUSTIVE, r", 1(0[5-9]|1[2-9])\)")
 @thorough(DRAW, r"\[.*, 1(0[2-9]|[1-3]\d)\)|\[.*, 101\)")
 @thorough(EXHAUSTIVE, r"\[.*, 1[23]\d\)|, 1(0[2-9]|1\d)(?<=[02468])\)-eager|, 1(0[2-9]|1\d)(?<=[13579])\)-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -87,6 +88,7 @@ def test_logits(case: Case, compiler: str) -> None:
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@thorough(EXHAUSTIVE, r"\[inductor-\(('qwen2_moe|'mixtral|'qwen3_moe', 113)|\[piecewise-\('qwen3_moe', 1(13|34)")
 @thorough(DRAW, r"\[.*, 1[13]\d\)")
 @thorough(AGAIN, r"\[inductor")
 @thorough(FAMILY, r"\[piecewise-\('(qwen2_moe|mixtral)")

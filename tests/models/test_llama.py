@@ -83,6 +83,7 @@ def test_logits(case: Case, compiler: str) -> None:
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@thorough(EXHAUSTIVE, r"\[seed=(9|10|12)")
 @thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
 @thorough(EXHAUSTIVE, r"\[seed=(8|1[135])")
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)

@@ -100,6 +100,7 @@ def check(case: Case, compiler: str) -> None:
     assert difference(hidden, [their_hidden(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
 
 
+@thorough(EXHAUSTIVE, r"\[seed=4")
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
 @thorough(EXHAUSTIVE, r"\[seed=([56]\d-graph|5[2-9]|6\d|[2-4][02468]-eager|[2-4][13579]-graph)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
@@ -107,6 +108,7 @@ def test_logits(case: Case, compiler: str) -> None:
     check(case, compiler)
 
 
+@thorough(EXHAUSTIVE, r"\[seed=40")
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
 @thorough(EXHAUSTIVE, r"\[seed=(37|4[24]|6[25])")
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)

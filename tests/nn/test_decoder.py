@@ -14,7 +14,7 @@ import pytest
 import torch
 from hal.models.llama import LlamaForCausalLM
 from helpers.reference import open_runner
-from helpers.thorough import DRAW, MODE, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
@@ -233,6 +233,7 @@ DRAWS = {"eager": 10, "graph": 10, "piecewise": 10, "inductor": 4}
 """Numbers of draws; Inductor takes seconds to compile each."""
 
 
+@thorough(EXHAUSTIVE, r"\[(piecewise-seed=[4-9]|graph-seed=[0-3])")
 @thorough(DRAW, "seed=[2-9]")
 @thorough(MODE, "inductor")
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def _check(checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **m
         assert [each[compiler] for each in found] == [alone] * ranks, compiler
 
 
+@thorough(EXHAUSTIVE, r"\[sizes2")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -53,6 +54,7 @@ def test_copies_penalize(trained: Path) -> None:
     _check(trained, {"data": 2}, ["graph"], sampling=penalties)
 
 
+@thorough(EXHAUSTIVE, r"\[sizes1")
 @thorough(EXHAUSTIVE, r"\[sizes0-\w+-all_|\[sizes1-\w+-(all_to_all|dispatch)|\[sizes2-\w+-(all_gather|dispatch)")
 @pytest.mark.thorough(MODE)
 @pytest.mark.parametrize("experts", EXCHANGES)
@@ -70,6 +72,7 @@ def test_copies_share_the_experts(
     _check(trained_experts, {**sizes, "experts": experts}, compilers)
 
 
+@thorough(EXHAUSTIVE, r"\[all_gather")
 @thorough(MODE, r"\[dispatch")
 @pytest.mark.parametrize(
     "experts", ["dispatch", *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in EXCHANGES[:2])]

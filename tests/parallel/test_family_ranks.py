@@ -8,9 +8,10 @@ import pytest
 import torch
 from helpers import published_configs, rank_programs
 from helpers.ranks import in_ranks
-from helpers.thorough import FAMILY, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 
 
+@thorough(EXHAUSTIVE, r"\[(Olmo|Phi)")
 @thorough(FAMILY, r"\[(?!gpt-oss)")
 @pytest.mark.parametrize(
     "name", ["gpt-oss-20b-BF16", "Olmo-3-7B-Instruct", "Phi-4-mini-instruct", "GLM-4.6", "MiniMax-M2"]

@@ -11,6 +11,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 CPU = {"backend": "cpu", "dtype": "float32"}
 
 
+@thorough(EXHAUSTIVE, r"\[(skips|raises)")
 @thorough(PROCESSES, r"\[(?!killed-replay)")
 @thorough(
     EXHAUSTIVE,
@@ -21,6 +22,7 @@ def test_in_a_job(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check_fault(fault, point, tmp_path, monkeypatch, checkpoint=str(trained), on=CPU, compiler="graph")
 
 
+@thorough(EXHAUSTIVE, r"\[(late|raises-step)")
 @thorough(PROCESSES)
 @thorough(EXHAUSTIVE, r"\[killed-(loading|step)")
 @pytest.mark.parametrize(

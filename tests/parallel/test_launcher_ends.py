@@ -11,7 +11,7 @@ import psutil
 import pytest
 from helpers.checkpoints import random_checkpoint
 from helpers.running import Command, command
-from helpers.thorough import PROCESSES
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.parallel.launch import run_ranks
 
@@ -90,6 +90,7 @@ COMMANDS = {
 }
 
 
+@thorough(EXHAUSTIVE, r"\[(generate-(9|15)|compare)")
 @pytest.mark.parametrize(
     ("name", "number"),
     [

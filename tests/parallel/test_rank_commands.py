@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import TESTS
 from helpers.distributions import install
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.cli import main
 
@@ -78,6 +78,7 @@ class TestCompare:
                 in text
             )
 
+    @thorough(EXHAUSTIVE, r"\[trained-")
     @thorough(PROCESSES)
     @pytest.mark.parametrize(("name", "dtype"), [("trained", "float32"), ("trained_experts", "bfloat16")])
     def test_ranks_that_agree(self, request: pytest.FixtureRequest, name: str, dtype: str) -> None:
@@ -139,6 +140,7 @@ class TestBench:
         assert work[1]["cache"] == 2 * work[2]["cache"]
         assert work[1]["weights"] > work[2]["weights"] > work[1]["weights"] / 2  # Norms are not split.
 
+    @thorough(EXHAUSTIVE, r"\[option1")
     @thorough(PROCESSES)
     @pytest.mark.parametrize("option", [("--against", "transformers"), ("--memory",)])
     def test_what_only_one_device_can_do(self, option: tuple[str, ...]) -> None:

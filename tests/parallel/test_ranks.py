@@ -118,6 +118,7 @@ def test_the_process_groups_of_a_backend_end_with_it_and_with_python() -> None:
     assert failure is None, failure
 
 
+@thorough(EXHAUSTIVE, r"\[1")
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.thorough(PROCESSES))])
 def test_a_closed_backend_leaves_nothing(tmp_path: Path, data: int) -> None:
     """No shared memory, no threads, and no process groups, if the backend has started torch.distributed itself."""
@@ -142,6 +143,7 @@ def test_an_engines_groups() -> None:
 LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "hal_command")
 
 
+@thorough(EXHAUSTIVE, r"all_to_all|\[trained-\('-m', 'hal_command'\)-\('--data")
 @pytest.mark.parametrize(
     ("name", "program", "options"),
     [

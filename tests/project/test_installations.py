@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import clones
 from helpers.clones import Clone
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 
 @pytest.fixture(scope="module", params=clones.WAYS)
@@ -22,6 +22,7 @@ OPENED = (
 )
 
 
+@thorough(EXHAUSTIVE, r"\[editable")
 @thorough(PROCESSES, r"\[(editable|wheel)\]")
 def test_all_of_hal_comes_from_one_place(clone: Clone, tmp_path: Path) -> None:
     for folder in (clone.root, tmp_path):
@@ -31,6 +32,7 @@ def test_all_of_hal_comes_from_one_place(clone: Clone, tmp_path: Path) -> None:
         assert folder == tmp_path or hal.is_relative_to(clone.root), "Python searches the current folder first"
 
 
+@thorough(EXHAUSTIVE, r"\[editable")
 @thorough(PROCESSES)
 def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
     """Ranks are Python with -m, and search the current folder first."""
@@ -41,6 +43,7 @@ def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
     assert len(set(texts)) == 1
 
 
+@thorough(EXHAUSTIVE, r"\[(editable|folder)")
 @thorough(PROCESSES)
 def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> None:
     """An installed hal may be older than the checkout in which its command is called."""
@@ -52,6 +55,7 @@ def test_ranks_import_the_hal_of_the_command(clone: Clone, tmp_path: Path) -> No
     assert clone.check(clone.root, "python", str(script)) == own
 
 
+@thorough(EXHAUSTIVE, r"\[(editable|wheel)")
 @thorough(PROCESSES)
 @pytest.mark.skipif(sys.platform != "linux", reason="the emulated CANN needs Linux")
 @pytest.mark.skipif(not clones.has_torch_npu(), reason="torch_npu is not installed, or aborts beside this torch")

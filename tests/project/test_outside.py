@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import toys
 from helpers.checkpoints import random_checkpoint, write_json
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -50,6 +50,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(folder, request.param)
 
 
+@thorough(EXHAUSTIVE, r"\[(Experts|Pictures)ForCausalLM-inductor")
 @thorough(MODE, r"\[(?!Recurrent).*-(piecewise\w*|inductor)\]|\[(?!Recurrent).*-graph\]|\[Recurrent\w+-inductor")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_in_batches_that_change(made: tuple[str, Path], mode: str) -> None:

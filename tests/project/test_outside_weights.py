@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import toys
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
+from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -129,6 +130,7 @@ def layers(model: CausalLM) -> dict[str, QuantizedLinear]:
     return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
 
 
+@thorough(EXHAUSTIVE, r"\[(compressed-tensors-(biased|dense)|toy_awq-experts)")
 @pytest.mark.parametrize("overrides", [{}, EXPERTS, {"attention_bias": True}], ids=["dense", "experts", "biased"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_merged_and_stacked_layers_are_those_of_the_dequantized_weights(

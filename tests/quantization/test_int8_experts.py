@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.quantized import DESCRIPTION, FORMATS, Format, all_tensors, change_tensors, error, load, logits
+from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import save_file
 
 import hal
@@ -57,6 +58,7 @@ def dequantized(folder: Path, target: Path, plain: Path) -> Path:
     return target
 
 
+@thorough(EXHAUSTIVE, r"\[modelslim-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_logits_are_those_of_the_dequantized_weights(

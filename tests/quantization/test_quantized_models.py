@@ -43,7 +43,7 @@ from helpers.quantized import (
     quantized,
     section,
 )
-from helpers.thorough import AGAIN, MODE, thorough
+from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -568,6 +568,7 @@ def perplexity_in_bfloat16(trained: Path) -> float:
     return held_out.perplexity(runner_of(trained), held_out.tokens(Checkpoint.open(trained), 6000))
 
 
+@thorough(EXHAUSTIVE, r"\[compressed-tensors w8a8_dynamic")
 @thorough(MODE, r"\[compressed")
 @thorough(AGAIN, r"\[modelslim")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
@@ -591,6 +592,7 @@ def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[s
     assert graph == pytest.approx(eager, rel=1e-4)
 
 
+@thorough(EXHAUSTIVE, r"\[compressed-tensors w8a8\]")
 @thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
 def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TESTS
-from helpers.thorough import AGAIN, DRAW, thorough
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -57,11 +57,13 @@ def test_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True, marked="not thorough")
 
 
+@thorough(EXHAUSTIVE)
 @thorough(DRAW)
 def test_further_cases_in_the_interpreter() -> None:
     passes("triton_experts.py", interpret=True, marked="thorough")
 
 
+@thorough(EXHAUSTIVE, r"\[triton_compiled_experts")
 @thorough(AGAIN)
 @pytest.mark.parametrize("file", ["triton_compiled.py", "triton_compiled_experts.py"])
 def test_compiled_for_gpus(file: str) -> None:
