@@ -68,6 +68,26 @@ def test_documentation_says_what_goes_in_and_out(operation: Operation) -> None:
     assert operation.signature.return_annotation in (None, "None") or "Returns:" in text
 
 
+@each_operation()
+def test_the_declaration_says_what_a_trace_gets(operation: Operation) -> None:
+    """Unless it leaves a size open: then the reference computes the fake result."""
+    derived = 0
+    for sample in operation.samples(Draw()):
+        found = operation.constraints.derived_results(sample)
+        if found is not None:
+            results = tree_leaves(operation.reference(*copied(sample)))
+            assert found == [(tuple(each.shape), each.dtype) for each in results if each is not None]
+            derived += 1
+    assert derived or operation.name in OPEN
+
+
+OPEN = (
+    *("all_gather", "all_gather_rows", "all_gather_linear", "reduce_scatter", "linear_reduce_scatter"),
+    "expert_dispatch",
+)
+"""Operations whose declaration leaves a size of the results open: that of what all ranks hold, or send."""
+
+
 def test_grad_is_refused() -> None:
     with pytest.raises(OperationError, match="requires grad"):
         torch.ops.hal.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4), 1e-6)

@@ -12,6 +12,9 @@ from torch import Tensor
 from hal.ops.declaration.axes import LEADING, Axis, Shape, may_be_size, same_size, same_sizes
 from hal.ops.declaration.dtypes import FLOATING, Dtypes, format_dtypes
 
+Result: TypeAlias = tuple[tuple[Any, ...], torch.dtype]
+"""The shape, perhaps with symbolic sizes, and the dtype of a result."""
+
 
 @attrs.frozen
 class Constraints:
@@ -64,6 +67,21 @@ class Constraints:
         ]
         return _Sizes(given).unlike([*self._tensors(given), *named])
 
+    def derived_results(self, arguments: Sequence[Any]) -> list[Result] | None:
+        """Return the shapes and dtypes that the results of a call have by declaration.
+
+        None if the declaration leaves one open, or the arguments violate it.
+        """
+        if self.unmet(arguments) is not None:
+            return None
+        given = self._by_name(arguments)
+        found = _Sizes(given)
+        found.unlike(self._tensors(given))
+        shapes = [found.shape(each) for each in self.results]
+        dtypes = [self._dtype(each, given) for each in self.result_dtypes]
+        known = [(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True) if shape is not None and dtype]
+        return known if len(known) == len(shapes) else None
+
     def sizes(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """Return the size of every named axis in a valid call's arguments; for ``...``, the shape."""
         given = self._by_name(arguments)
@@ -87,6 +105,18 @@ class Constraints:
             if allowed == (FLOATING,) and isinstance(given[name], Tensor):
                 return name, given[name].dtype
         return None
+
+    def _dtype(self, allowed: Dtypes, given: Mapping[str, Any]) -> torch.dtype | None:
+        """Return the dtype that a declaration means in a call, or None if it leaves it open."""
+        if len(allowed) > 1:
+            return None
+        each = allowed[0]
+        if each is FLOATING:
+            step = self._step(given)
+            return None if step is None else step[1]
+        found = given[each] if isinstance(each, str) else each
+        found = found.dtype if isinstance(found, Tensor) else found
+        return found if isinstance(found, torch.dtype) else None
 
     def _unlike_dtype(self, given: Mapping[str, Any]) -> str | None:
         step = self._step(given)
@@ -150,6 +180,20 @@ class _Sizes:
                 if reason is not None:
                     return f"{_declared(name, shape, sizes)}, {reason}"
         return None
+
+    def shape(self, declared: Shape) -> tuple[Any, ...] | None:
+        """Return the sizes of a declared shape, or None if one of them is open."""
+        if declared.leading is not None and self.leading is None:
+            return None
+        sizes = [*(self.leading[1] if declared.leading is not None and self.leading is not None else ())]
+        for axis in declared.axes:
+            if axis.name in self.known:
+                sizes.append(self.known[axis.name])
+            elif len(axis.sizes) == 1 and self.known.keys() >= set(axis.sizes[0].names):
+                sizes.append(axis.sizes[0].value(self.known))
+            else:
+                return None
+        return tuple(sizes)
 
     def _named(self, name: str, shape: Shape, found: tuple[Any, ...]) -> str | None:
         front = found[: len(found) - len(shape.axes)]

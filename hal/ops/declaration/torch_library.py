@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hal.errors import OperationError
-from hal.ops.declaration.fakes import cached_fake
+from hal.ops.declaration.constraints import Constraints
+from hal.ops.declaration.fakes import fake_of
 from hal.ops.declaration.node_form import NodeForm
 from hal.ops.kernels.kernel_table import Kernel
 
@@ -25,6 +26,8 @@ class Registrable(Protocol):
     namespace: str
     function: Callable[..., Any]
     mutates: tuple[str, ...]
+    host: tuple[str, ...]
+    constraints: Constraints
     node_form: NodeForm
 
     @property
@@ -46,7 +49,7 @@ def register(operation: Registrable) -> OpOverload:
     library.define(operation.name + schema)
     run = _implementation(operation, lambda: operation.kernel_of_node)
     library.impl(operation.name, run, "CompositeExplicitAutograd")
-    fake = cached_fake(_implementation(operation, lambda: operation.reference))
+    fake = _implementation(operation, lambda: fake_of(operation.constraints, operation.host, operation.reference))
     torch.library.register_fake(operation.qualified_name, fake, lib=library)
     overload: OpOverload = getattr(getattr(torch.ops, operation.namespace), operation.name).default
     # Importing Dynamo takes over a second, and only compilers need it.
