@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
     from hal.execution.context import FormContext
+    from hal.ops.kernels.partial_kernel import PartialKernel
+    from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 __all__ = [
     "API_VERSION",
@@ -45,7 +47,9 @@ __all__ = [
     "Limits",
     "MemoryStats",
     "Outputs",
+    "PartialKernel",
     "Plan",
+    "PreparingKernel",
     "Probe",
     "Stream",
 ]
@@ -70,7 +74,9 @@ __getattr__ = imported_on_use(
         "Limits": "hal.device.limits",
         "MemoryStats": "hal.device.memory",
         "Outputs": "hal.drivers.compiler",
+        "PartialKernel": "hal.ops.kernels.partial_kernel",
         "Plan": "hal.drivers.compiler",
+        "PreparingKernel": "hal.ops.kernels.prepared_arguments",
         "Probe": "hal.drivers.driver",
         "Stream": "hal.device.stream",
     },

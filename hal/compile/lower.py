@@ -204,7 +204,7 @@ def _function(graph: fx.Graph, root: SimpleNamespace) -> Callable[..., Any]:
 
 
 def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, *, keep: Collection[str] = ()) -> int:
-    """Insert the argument preparation of each :class:`~hal.ops.kernels.prepared_arguments.PreparingKernel` as nodes.
+    """Insert the argument preparation of each :class:`~hal.vendor.PreparingKernel` as nodes.
 
     The operations' nodes then call the kernel without its preparation. Equal preparations of one tensor are left to
     :func:`hal.compile.fx.clean.common_subexpressions`.

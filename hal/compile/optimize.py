@@ -54,7 +54,7 @@ class Stage:
 
 
 def unsupported_options(graph: fx.Graph, backend: Backend) -> Counter[tuple[str, tuple[str, ...]]]:
-    """Return the calls that a :class:`~hal.ops.kernels.partial_kernel.PartialKernel` of the backend does not support.
+    """Return the calls that a :class:`~hal.vendor.PartialKernel` of the backend does not support.
 
     Returns:
         The number of calls, by the operation's name and the options that its kernel lacks.

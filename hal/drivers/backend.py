@@ -68,7 +68,7 @@ class Backend(BackendResources):
         name: the driver's name.
         device: the device that the backend runs on.
         kernels: callables by operation name, with the operation's arguments, or a
-            :class:`~hal.ops.kernels.partial_kernel.PartialKernel`. An operation without a kernel runs its reference
+            :class:`~hal.vendor.PartialKernel`. An operation without a kernel runs its reference
             implementation.
         graphs: whether :meth:`graph` supports capture. If so, hal's capturing compilers support the backend.
         compilers: the driver's compilers. Omit registered compilers, including hal's.

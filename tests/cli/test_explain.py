@@ -17,7 +17,7 @@ import hal
 from hal import ops
 from hal.cli import main
 from hal.cli.explanation import explain_step
-from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.vendor import PartialKernel
 
 
 class TestExplain:

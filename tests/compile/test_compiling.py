@@ -25,11 +25,11 @@ from hal.errors import BackendNotActive, CompileError, ConfigError, DriverIncomp
 from hal.execution.capture.full_graph import FullGraphForm, OptimizedGraphs
 from hal.nn import CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
-from hal.ops.kernels.prepared_arguments import PreparingKernel
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import StepShape
 from hal.step.batch import Batch
 from hal.step.state import key_value_states
+from hal.vendor import PreparingKernel
 
 SIZES = (1, 2, 3, 5, 17)
 ANY_ROWS: dict[str, Any] = {"axes": {"x": "rows width"}, "dtypes": {"x": ops.FLOATING}}

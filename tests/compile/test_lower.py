@@ -17,7 +17,7 @@ from hal import ops
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions, constants, needless_copies, reciprocals
 from hal.compile.fx.normalize import normalize
 from hal.compile.lower import hoist_preparations, lower, source_of
-from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.vendor import PreparingKernel
 
 
 def traced(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:

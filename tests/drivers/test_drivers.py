@@ -25,7 +25,7 @@ from hal.device.host_capacity import memory_limits
 from hal.drivers import api_version, registry
 from hal.drivers.driver import ADDED
 from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, OperationError
-from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.vendor import PreparingKernel
 from hal.version import API_VERSION
 
 VENDOR = """

@@ -19,7 +19,7 @@ from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import lower, source_of
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, AttentionOptions, Draw, Sample
-from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.vendor import PartialKernel
 
 ATTENTION = ops.operation("paged_attention")
 

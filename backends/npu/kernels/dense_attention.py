@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.vendor import PreparingKernel
 
 from .attention import CAUSAL, MASK_SIZE
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hal.errors import OperationError
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import PartialKernel
-from hal.ops.kernels.prepared_arguments import PreparingKernel
+from hal.vendor import PartialKernel, PreparingKernel
 
 from ..soc import BLOCK_SIZES
 from .attention import OPTIONS, FusedAttention

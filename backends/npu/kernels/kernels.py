@@ -10,8 +10,8 @@ from torch.nn import functional
 from hal.errors import ConfigError
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.ops.logits import WORD, check_words
+from hal.vendor import PartialKernel
 
 from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
 
