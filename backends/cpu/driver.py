@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ from hal.device.graph import Graph
 from hal.device.host_device import HostDevice
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
-from hal.errors import DriverUnavailable
+from hal.errors import ConfigError, DriverUnavailable
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels
+from .native.instruction_sets import InstructionSet
 from .packing import ROWS, Packing, linear, packed
 from .thread_count import SHARED
 
@@ -69,10 +71,12 @@ class CpuOptions:
 
     Attributes:
         native: use the C++ kernels, which are compiled on first use; None uses them if they can be compiled.
+        instructions: the highest instruction set of an x86 processor that the C++ kernels use; None uses all.
         pack_weights: pack the weights of projections for oneDNN where a measurement finds this faster.
     """
 
     native: bool | None = None
+    instructions: InstructionSet | None = None
     pack_weights: bool = True
 
 
@@ -80,16 +84,18 @@ class CpuBackend(Backend):
     """The CPU backend. Its graphs are tapes, and it may pack the weights of projections."""
 
     def __init__(self, options: CpuOptions) -> None:
-        native = _native_kernels(options.native)
+        library = _library(options)
+        native = _native_kernels(library)
         exact = kernels.multiplies_int8()
         int8 = INT8_KERNELS if exact else {}
         by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
-        table = {**KERNELS, **by_expert, **int8, **native, **_collectives(bool(native))}
+        table = {**KERNELS, **by_expert, **int8, **native, **_collectives(library)}
         super().__init__(
             "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
         )
         self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
-        self._packing = Packing(self.device.empty_cache) if options.pack_weights else None
+        few_rows = getattr(native.get("linear"), "__self__", None)
+        self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
 
     def enter(self) -> Any:
@@ -128,26 +134,37 @@ class CpuBackend(Backend):
         return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def _native_kernels(wanted: bool | None) -> dict[str, Kernel]:
-    if wanted is False:
-        return {}
-    from .native.kernels import native_kernels
+def _library(options: CpuOptions) -> ctypes.CDLL | None:
+    """Return the C++ kernels, or None where they are not wanted or cannot be compiled."""
+    if options.native is False:
+        if options.instructions is not None:
+            raise ConfigError(
+                f"the cpu driver's option instructions is {options.instructions}, but native is false",
+                "omit one of them: only the C++ kernels have instruction sets",
+            )
+        return None
+    from .native.build import load
 
     try:
-        return native_kernels()
+        return load(options.instructions)
     except DriverUnavailable as error:
-        if wanted:
+        if options.native or options.instructions is not None:
             raise
         log.warning("the cpu driver runs without its C++ kernels, which is slower: %s", error)
-        return {}
+        return None
 
 
-def _collectives(native: bool) -> Mapping[str, Kernel]:
-    from .native.build import load
+def _native_kernels(library: ctypes.CDLL | None) -> dict[str, Kernel]:
+    from .native.kernels import native_kernels
+
+    return {} if library is None else native_kernels(library)
+
+
+def _collectives(library: ctypes.CDLL | None) -> Mapping[str, Kernel]:
     from .native.shared_memory import SharedMemoryKernels
 
     # Without C++ kernels, too, because the ranks agree on what all of them can do.
-    return SharedMemoryKernels(load() if native else None).kernels
+    return SharedMemoryKernels(library).kernels
 
 
 class CpuDriver(Driver):
@@ -166,6 +183,7 @@ class CpuDriver(Driver):
 
         Raises:
             ConfigError: an option is invalid.
-            DriverUnavailable: the option ``native`` is true, and the C++ kernels cannot be compiled.
+            DriverUnavailable: the option ``native`` is true, or ``instructions`` is given, and the C++ kernels cannot
+                be compiled.
         """
         return CpuBackend(read(CpuOptions, options, "options of the cpu driver"))

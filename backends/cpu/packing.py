@@ -1,32 +1,103 @@
-"""Weights in oneDNN's packed layout, where a measurement finds it faster."""
+"""The layout of a projection's weight, and who multiplies it: what is measured to be the fastest."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from statistics import geometric_mean
+from typing import Protocol
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 ROWS = (1, 8, 32)
 """Batch sizes to measure at if the config names none."""
+FEW_ROWS = (1, 8, 32, 64)
+"""Numbers of rows to compare the C++ kernel of few rows at."""
 MIN_SPEEDUP = 1.05
-"""Minimum speedup for packing; less is noise."""
+"""Minimum speedup that counts; less is noise."""
 
 SAMPLE_BYTES = 32 << 20
 """Amount of weights to measure: part of a large weight, or copies of a small one."""
 MAX_COPIES = 16
+LONGEST_TRIAL = 0.1
+"""Seconds after which the products with a number of rows are not repeated."""
 MIN_BYTES = 64 << 10
 """Minimum size of a weight to pack. A smaller one fits in a CPU cache, and measuring it costs more than it gains."""
 
 log = logging.getLogger("hal.cpu")
 
+Product = Callable[[Tensor, Tensor], Tensor]
+Run = Callable[[Tensor], float]
 
-_measured: dict[tuple[torch.Size, torch.dtype, tuple[int, ...], int], list[float]] = {}
+
+@attrs.frozen
+class Form:
+    """What weights that are multiplied alike have in common."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packed: bool
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Form:
+        """Return the form of a weight."""
+        return cls(tuple(weight.shape), weight.dtype, weight.is_mkldnn)
+
+
+@attrs.frozen
+class FewRows:
+    """How weights of one form are multiplied with few rows.
+
+    Attributes:
+        most: the largest number of rows for which the C++ kernel is used.
+        block: rows of a block of the packed layout; 0 for the plain layout.
+    """
+
+    most: int
+    block: int = 0
+
+
+class FewRowsKernel(Protocol):
+    """The C++ kernel of few rows."""
+
+    few: dict[Form, FewRows]
+
+    def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, few: FewRows, address: int) -> Tensor:
+        """Return the product with the weight at an address."""
+
+    def block_of(self, plain: Tensor, packed: Tensor) -> int:
+        """Return the rows of a block of a packed weight, or 0 if the kernel does not know its layout."""
+
+    def address_of(self, weight: Tensor) -> int:
+        """Return the address of a weight's elements."""
+
+    def collapse_pages(self, weight: Tensor) -> None:
+        """Keep a packed weight in huge pages if the system gives them."""
+
+
+@attrs.frozen
+class Measured:
+    """What was measured for weights of one shape.
+
+    Attributes:
+        speedups: of the packed layout over the plain one, for each number of rows; 0 if it cannot be packed.
+        few_packed: the most rows for which the C++ kernel multiplies packed weights faster than oneDNN.
+        few_plain: the most rows for which it multiplies plain weights faster than torch.
+    """
+
+    speedups: list[float]
+    few_packed: int = 0
+    few_plain: int = 0
+
+
+_measured: dict[tuple[torch.Size, torch.dtype, tuple[int, ...], int, bool], Measured] = {}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,10 +116,12 @@ class Packing:
     Args:
         release: returns freed memory to the system. A measurement takes more than most weights, and what it leaves
             between live tensors would stay resident.
+        kernel: the C++ kernel of few rows, or None.
     """
 
-    def __init__(self, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, release: Callable[[], None] = lambda: None, kernel: FewRowsKernel | None = None) -> None:
         self._release = release
+        self._kernel = kernel
 
     def prepare(self, weight: Tensor, *, shared: bool, sizes: Sequence[int] = ROWS) -> Tensor:
         """Return the weight, or a packed copy of the same size.
@@ -59,25 +132,46 @@ class Packing:
                 faster one for its number of rows. Otherwise only one is kept: the faster one on average.
             sizes: batch sizes in ascending order. Of more than three, the first, middle and last are measured.
         """
-        if weight.dim() != 2 or weight.nbytes < MIN_BYTES or not _can_pack(weight.dtype):
+        if weight.dim() != 2 or weight.nbytes < MIN_BYTES or not weight.is_floating_point():
             return weight
         rows = tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
-        key = weight.shape, weight.dtype, rows, torch.get_num_threads()
+        key = weight.shape, weight.dtype, rows, torch.get_num_threads(), self._kernel is not None
         if key not in _measured:
-            _measured[key] = _speedups(weight[: SAMPLE_BYTES // weight[0].nbytes], rows)
+            _measured[key] = measure(weight[: SAMPLE_BYTES // weight[0].nbytes], rows, self._kernel)
             self._release()
-        speedups = _measured[key]
-        pays = speedups[0] > MIN_SPEEDUP if shared else geometric_mean(speedups) > MIN_SPEEDUP
+        found = _measured[key]
+        speedups = found.speedups
+        gains = _can_pack(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
         log.debug(
-            "speedup of packing %s %s at %s rows with %d threads: %s", *key, [round(each, 2) for each in speedups]
+            "%s %s, measured at %s rows with %d threads: packing is %s times as fast; the C++ kernel serves up to %d "
+            "rows packed, %d plain",
+            *key[:4],
+            [round(each, 2) for each in speedups],
+            found.few_packed,
+            found.few_plain,
         )
-        if not pays:
+        if not gains:
+            self._serve(weight, found.few_plain)
             return weight
         made = packed(weight)
+        self._serve(made, found.few_packed, weight)
         if shared and min(speedups) <= MIN_SPEEDUP:
             faster = takewhile(lambda each: each[1] > MIN_SPEEDUP, zip(rows, speedups, strict=True))
             made.table, made.rows = weight, max(size for size, _ in faster)  # type: ignore[attr-defined]
         return made
+
+    def _serve(self, weight: Tensor, most: int, plain: Tensor | None = None) -> None:
+        """Let the C++ kernel multiply up to ``most`` rows with weights of this form."""
+        if self._kernel is None:
+            return
+        form = Form.of(weight)
+        if plain is not None:
+            self._kernel.collapse_pages(weight)
+        block = 0 if plain is None or not most else self._kernel.block_of(plain, weight)
+        if most and (plain is None or block):
+            self._kernel.few[form] = FewRows(most, block)
+        else:
+            self._kernel.few.pop(form, None)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -85,26 +179,82 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
 
 
-def _speedups(weight: Tensor, sizes: Sequence[int]) -> list[float]:
-    """Return the speedup of the packed layout for each number of rows, on weights larger than the caches."""
+def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None = None) -> Measured:
+    """Measure products in both layouts, on weights larger than the caches.
+
+    Args:
+        weight: the weight, or some rows of a large one.
+        sizes: numbers of rows of the other matrix.
+        kernel: the C++ kernel of few rows, or None.
+    """
     copies = min(SAMPLE_BYTES // weight.nbytes, MAX_COPIES)
     plain = [weight, *(weight.clone() for _ in range(copies - 1))]
-    in_layout = [packed(each) for each in plain]
-    speedups = []
-    for rows in sizes:
+    in_layout = [packed(each) for each in plain] if _can_pack(weight.dtype) else []
+    by_torch: dict[bool, Run] = {False: partial(_run, plain, linear)}
+    if in_layout:
+        by_torch[True] = partial(_run, in_layout, linear)
+    by_kernel: dict[bool, Run] = {} if kernel is None else _runs_of(kernel, plain, in_layout)
+    took: dict[int, dict[tuple[bool, bool], float]] = {}
+    for rows in sorted({*sizes, *(FEW_ROWS if by_kernel else ())}):
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        took = [
-            (_seconds(x, plain), _seconds(x, in_layout)) for _ in range(4)
-        ]  # interleaved, so that noise affects both
-        by_torch, by_packing = (min(each) for each in zip(*took, strict=True))
-        speedups.append(by_torch / by_packing)
-    return speedups
+        contenders = {(layout, False): run for layout, run in by_torch.items()}
+        if rows <= FEW_ROWS[-1]:
+            contenders.update({(layout, True): run for layout, run in by_kernel.items()})
+        took[rows] = _fastest({name: partial(run, x) for name, run in contenders.items()})
+    few = {layout: _most_rows(took, layout) for layout in (False, True)}
+
+    def fastest(rows: int, layout: bool) -> float:
+        times = took[rows]
+        return times.get((layout, rows <= few[layout]), times.get((layout, False), math.inf))
+
+    speedups = [fastest(rows, False) / fastest(rows, True) for rows in sizes]
+    return Measured(speedups, few_packed=few[True], few_plain=few[False])
 
 
-def _seconds(x: Tensor, weights: Sequence[Tensor]) -> float:
+def _runs_of(kernel: FewRowsKernel, plain: Sequence[Tensor], in_layout: Sequence[Tensor]) -> dict[bool, Run]:
+    """Return the runs of the C++ kernel by whether weights are packed, for the layouts that it knows."""
+    dtype = plain[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    forms = {False: (plain, FewRows(0))}
+    if in_layout and (block := kernel.block_of(plain[0], in_layout[0])):
+        forms[True] = (in_layout, FewRows(0, block))
+    return {
+        layout: partial(_run, weights, partial(_by_kernel, kernel, few)) for layout, (weights, few) in forms.items()
+    }
+
+
+def _by_kernel(kernel: FewRowsKernel, few: FewRows, x: Tensor, weight: Tensor) -> Tensor:
+    return kernel.few_rows(x, weight, None, few, kernel.address_of(weight))
+
+
+def _most_rows(took: dict[int, dict[tuple[bool, bool], float]], layout: bool) -> int:
+    """Return the most rows up to which the C++ kernel is at least about as fast at each number of rows.
+
+    Without a difference it is preferred: a captured step calls it without Python.
+    """
+    most = 0
+    for rows, times in took.items():
+        if times.get((layout, True), math.inf) > MIN_SPEEDUP * times.get((layout, False), 0.0):
+            break
+        most = rows
+    return most
+
+
+def _fastest(contenders: Mapping[tuple[bool, bool], Callable[[], float]]) -> dict[tuple[bool, bool], float]:
+    """Return the shortest time of each contender. They run in turns, so that noise affects all."""
+    rounds: list[dict[tuple[bool, bool], float]] = []
+    spent = 0.0
+    while len(rounds) < 4 and spent < LONGEST_TRIAL:
+        rounds.append({name: run() for name, run in contenders.items()})
+        spent += sum(rounds[-1].values())
+    return {name: min(each[name] for each in rounds) for name in contenders}
+
+
+def _run(weights: Sequence[Tensor], product: Product, x: Tensor) -> float:
     start = time.thread_time()  # excludes the time in which other processes have the core
     for weight in weights:
-        linear(x, weight)
+        product(x, weight)
     return time.thread_time() - start
 
 

@@ -6,7 +6,8 @@ of a capture use in turn. A functional ATen call is recorded as its ``out=`` var
 memory that the capture wrote. A view is not recorded, because its memory does not move. Finally, the memory plan lets
 results with disjoint lifetimes share memory.
 
-launch.py is one recorded call, recorder.py records the function, replay_plan.py plans the memory.
+launch.py is one recorded call, recorder.py records the function, replay_plan.py plans the memory, and native_calls.py
+joins calls of C++ kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError
 
 from .launch import Launch, storage_of, tensors_of
+from .native_calls import replayed
 from .recorder import Recorder, recording
 from .replay_plan import Pool, place
 
@@ -70,7 +72,7 @@ class Tape(Graph):
         for launch in self._launches:
             launch.args, launch.kwargs = tree_map_only(Tensor, moved, (launch.args, launch.kwargs))
             launch.results = [moved(result) for result in launch.results]
-        self._calls = [launch.replayable() for launch in self._launches]
+        self._calls = replayed(self._launches)
         return outputs, pool
 
     def _abandon(self) -> None:

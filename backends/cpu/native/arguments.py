@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,60 @@ def bound(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
     found = getattr(library, name)
     found.argtypes, found.restype = arguments, result
     return found
+
+
+class NativeFunction:
+    """A C++ function of a kernel, whose calls :func:`noting` can note.
+
+    Attributes:
+        replayed: the address of its variant that takes the arguments from memory; None if it has none.
+        types: the arguments' types.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]) -> None:
+        self._call = bound(library, name, result, *arguments)
+        self.types = tuple(arguments)
+        variant = getattr(library, f"replay_{name}", None)
+        self.replayed = None if variant is None else ctypes.cast(variant, ctypes.c_void_p).value
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function, or note the call while :func:`noting` does so in this thread."""
+        if (noted := _noting.calls) is None:
+            return self._call(*arguments)
+        noted.append((self, arguments))
+        return 0
+
+
+class _Noting(threading.local):
+    calls: list[tuple[NativeFunction, tuple[Any, ...]]] | None = None
+
+
+_noting = _Noting()
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[NativeFunction, tuple[Any, ...]]]]:
+    """Note the calls of C++ functions in this thread instead of making them; each seems to return 0."""
+    _noting.calls = []
+    try:
+        yield _noting.calls
+    finally:
+        _noting.calls = None
+
+
+class Bindings:
+    """Kernels whose only effects are those of their C++ functions, and of torch's if they call it.
+
+    Attributes:
+        library: the C++ library.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def function(self, name: str, result: Any, *arguments: Any) -> NativeFunction:
+        """Return a function of the library with the types of its result and arguments."""
+        return NativeFunction(self.library, name, result, arguments)
 
 
 def rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

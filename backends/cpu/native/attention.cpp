@@ -14,10 +14,13 @@
 
 #include "elements.h"
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
-constexpr int kTile = 16;  // positions at a time
+constexpr int kTile = 16;         // positions at a time
+constexpr int64_t kPiece = 1024;  // positions of a sequence that a thread takes; a longer sequence uses several threads
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // A cache's rows of one key head at kTile positions, and those to prefetch.
 template <class T>
@@ -94,14 +97,22 @@ inline void by_heads(int64_t heads, Body body) {
     if (heads & 1) body(head, std::integral_constant<int, 1>{});
 }
 
-inline void softmax(const Shape& shape, int64_t head, float* line, int64_t count) {
-    float largest = shape.sinks ? shape.sinks[head] : -std::numeric_limits<float>::infinity(), total = 0;
+// What a piece of a sequence gives a head: sums of values, the weights of which are relative to the largest score.
+struct Partial {
+    float largest, total;
+};
+
+// Replaces scores with weights. The sink counts in the first piece.
+inline Partial weights_of(const Shape& shape, int64_t head, bool first, float* line, int64_t count) {
+    const bool sink = shape.sinks && first;
+    float largest = sink ? shape.sinks[head] : kLowest, total = 0;
     adjust(shape, line, count);
     for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // this order keeps a NaN
-    for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - largest);
+    const float base = largest == kLowest ? 0.0f : largest;                              // -inf less -inf would be NaN
+    for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - base);
     for (int64_t i = 0; i < count; i++) total += line[i];
-    if (shape.sinks) total += exponential(shape.sinks[head] - largest);
-    for (int64_t i = 0; i < count; i++) line[i] /= total;
+    if (sink) total += exponential(shape.sinks[head] - base);
+    return {largest, total};
 }
 
 // What a thread reuses.
@@ -109,31 +120,38 @@ template <class T>
 struct Scratch {
     std::vector<const T*> heads;
     std::vector<Operand<T>> queries;
-    std::vector<float> scores, sums;
+    std::vector<float> scores;
     std::vector<int64_t> rows;
     std::vector<T> copies;  // of a tile, whose rows are filled up to whole vectors
 };
 
-// Attends with one query token over the key heads from `first` to `last`. The heads that share a key head read a tile
-// of its rows from the CPU cache.
+// Some positions of a token's sequence for the key heads from `first` to `last`.
+struct Piece {
+    int64_t token, sequence, first, last;
+    Span span;
+    bool starts, alone;  // whether it is the token's first piece, and the only one
+};
+
+// Attends with one query token over a piece. The heads that share a key head read a tile of its rows from the CPU
+// cache. Writes `whole` sums and a Partial for each head.
 template <class T>
-void attend(const Shape& shape, const Span& span, const T* query, const T* keys, const T* values, const int32_t* blocks,
-            int64_t first, int64_t last, T* output, Scratch<T>& scratch) {
+void attend(const Shape& shape, const Piece& piece, const T* query, const T* keys, const T* values,
+            const int32_t* blocks, float* sums, Partial* partials, Scratch<T>& scratch) {
     constexpr int64_t kStep = Product<T>::kStep;
-    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = (dim + kStep - 1) / kStep * kStep;
-    const int64_t count = span.end - span.begin, stride = (count + kTile - 1) / kTile * kTile;
-    const int64_t padded = (group + kRows - 1) / kRows * kRows;
+    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kStep);
+    const int64_t count = piece.span.end - piece.span.begin, stride = up(count, kTile), padded = up(group, kRows);
+    const int64_t kv_heads = piece.last - piece.first;
     scratch.heads.clear();
-    for (int64_t kv_head = first; kv_head < last; kv_head++)
+    for (int64_t kv_head = piece.first; kv_head < piece.last; kv_head++)
         for (int64_t head = 0; head < padded; head++)
             scratch.heads.push_back(query + (kv_head * group + std::min(head, group - 1)) * shape.query_head_stride);
     const int64_t packed = pack<T>(scratch.heads.data(), scratch.heads.size(), dim, scratch.queries);
-    scratch.scores.resize((last - first) * group * stride);
-    scratch.sums.assign((last - first) * group * whole, 0.0f);
+    scratch.scores.resize(kv_heads * group * stride);
+    std::fill(sums, sums + kv_heads * group * whole, 0.0f);
     // Past the end, the last position again, so that every tile is whole and has one to prefetch.
     scratch.rows.resize(stride + kTile);
     for (int64_t index = 0; index < stride + kTile; index++) {
-        const int64_t position = span.begin + std::min(index, count - 1);
+        const int64_t position = piece.span.begin + std::min(index, count - 1);
         const int64_t block = blocks[position / shape.block_size], place = position % shape.block_size;
         scratch.rows[index] = (block * shape.block_size + place) * shape.kv_heads * dim;
     }
@@ -149,60 +167,106 @@ void attend(const Shape& shape, const Span& span, const T* query, const T* keys,
     };
     // The heads of a position are contiguous, so this order reads memory sequentially.
     for (int64_t index = 0; index < count; index += kTile)
-        for (int64_t kv_head = 0; kv_head < last - first; kv_head++) {
-            const Tile<T> tile = tile_of(keys, index, first + kv_head);
+        for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
+            const Tile<T> tile = tile_of(keys, index, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * padded + head;
                 dots<T, heads>(tile, scratch.queries.data() + place / kRows * packed + place % kRows * kStep, whole,
                                scratch.scores.data() + (kv_head * group + head) * stride + index, stride);
             });
         }
-    for (int64_t head = 0; head < (last - first) * group; head++)
-        softmax(shape, first * group + head, scratch.scores.data() + head * stride, count);
+    for (int64_t head = 0; head < kv_heads * group; head++)
+        partials[head] = weights_of(shape, piece.first * group + head, piece.starts,
+                                    scratch.scores.data() + head * stride, count);
     for (int64_t index = 0; index < count; index += kTile)
-        for (int64_t kv_head = 0; kv_head < last - first; kv_head++) {
-            const Tile<T> tile = tile_of(values, index, first + kv_head);
+        for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
+            const Tile<T> tile = tile_of(values, index, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * group + head;
                 accumulate<T, heads>(tile, std::min<int64_t>(kTile, count - index),
-                                     scratch.scores.data() + place * stride + index, stride, whole,
-                                     scratch.sums.data() + place * whole);
+                                     scratch.scores.data() + place * stride + index, stride, whole, sums + place * whole);
             });
         }
-    for (int64_t head = 0; head < (last - first) * group; head++)
-        for (int64_t i = 0; i < dim; i++) output[head * dim + i] = T(scratch.sums[head * whole + i]);
+}
+
+// Writes a head's result from the pieces of its sequence, `apart` floats and `heads` partials from one another.
+template <class T>
+void write(const Partial* partials, int64_t heads, const float* sums, int64_t apart, int64_t pieces, int64_t dim,
+           T* output, float* row) {
+    float largest = kLowest, total = 0;
+    for (int64_t i = 0; i < pieces; i++)
+        largest = partials[i * heads].largest < largest ? largest : partials[i * heads].largest;
+    std::fill(row, row + dim, 0.0f);
+    for (int64_t i = 0; i < pieces; i++) {
+        const Partial& partial = partials[i * heads];
+        const float factor = partial.largest == largest ? 1.0f : exponential(partial.largest - largest);
+        total += factor * partial.total;
+        for (int64_t d = 0; d < dim; d++) row[d] += factor * sums[i * apart + d];
+    }
+    const float share = 1.0f / total;
+    for (int64_t d = 0; d < dim; d++) output[d] = T(row[d] * share);
 }
 
 template <class T>
 void attend_few(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
                 const int32_t* starts, const int32_t* lengths, T* output) {
-    const int64_t group = shape.heads / shape.kv_heads;
-    // A thread takes a whole token if there are enough tokens, otherwise some key heads of a token.
+    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, Product<T>::kStep);
+    // A thread takes all key heads of a piece if there are enough pieces, otherwise some.
     const int64_t threads = omp_get_max_threads();
     const int64_t parts = std::min(shape.kv_heads, shape.tokens >= 4 * threads ? 1 : threads);
     const int64_t taken = (shape.kv_heads + parts - 1) / parts;
-#pragma omp parallel
+    std::vector<Piece> pieces;
+    for (int64_t token = 0, sequence = 0; token < shape.tokens; token++) {
+        while (sequence < shape.sequences && starts[sequence + 1] <= token) sequence++;
+        T* row = output + token * shape.heads * dim;
+        Span span{0, 0};
+        if (sequence < shape.sequences) {
+            if (shape.many(starts, lengths, sequence)) continue;
+            span = visible(shape, lengths[sequence] - starts[sequence + 1] + token, lengths[sequence]);
+        }
+        if (span.begin == span.end) std::fill(row, row + shape.heads * dim, T(0.0f));
+        const bool alone = span.end - span.begin <= kPiece;
+        for (int64_t first = 0; first < shape.kv_heads; first += taken)
+            for (int64_t begin = span.begin; begin < span.end; begin += kPiece)
+                pieces.push_back({token, sequence, first, std::min(first + taken, shape.kv_heads),
+                                  {begin, std::min(begin + kPiece, span.end)}, begin == span.begin, alone});
+    }
+    // Pieces of a sequence leave their sums until all are there.
+    const int64_t heads = taken * group;
+    const bool several = std::any_of(pieces.begin(), pieces.end(), [](const Piece& piece) { return !piece.alone; });
+    std::vector<float> sums(several ? pieces.size() * heads * whole : 0);
+    std::vector<Partial> partials(several ? pieces.size() * heads : 0);
+#pragma omp parallel if (pieces.size() > 1)
     {
-        Scratch<T> scratch;
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t token = 0; token < shape.tokens; token++)
-            for (int64_t first = 0; first < shape.kv_heads; first += taken) {
-                const int64_t last = std::min(first + taken, shape.kv_heads);
-                const int64_t sequence =
-                    std::upper_bound(starts + 1, starts + shape.sequences + 1, int32_t(token)) - (starts + 1);
-                if (sequence < shape.sequences && shape.many(starts, lengths, sequence)) continue;
-                const Span span =
-                    sequence < shape.sequences
-                        ? visible(shape, lengths[sequence] - starts[sequence + 1] + token, lengths[sequence])
-                        : Span{0, 0};
-                T* result = output + (token * shape.heads + first * group) * shape.head_dim;
-                if (span.begin == span.end) {
-                    std::fill(result, result + (last - first) * group * shape.head_dim, T(0.0f));
-                    continue;
-                }
-                attend(shape, span, query + token * shape.query_stride, keys, values,
-                       block_table + sequence * shape.max_blocks, first, last, result, scratch);
+        thread_local Scratch<T> scratch;
+        thread_local std::vector<float> own, row;
+        thread_local std::vector<Partial> own_partials;
+        own.resize(heads * whole), row.resize(dim), own_partials.resize(heads);
+        auto result = [&](const Piece& piece) {
+            return output + (piece.token * shape.heads + piece.first * group) * dim;
+        };
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < pieces.size(); i++) {
+            const Piece& piece = pieces[i];
+            float* to = piece.alone ? own.data() : sums.data() + i * heads * whole;
+            Partial* parts_of = piece.alone ? own_partials.data() : partials.data() + i * heads;
+            attend(shape, piece, query + piece.token * shape.query_stride, keys, values,
+                   block_table + piece.sequence * shape.max_blocks, to, parts_of, scratch);
+            for (int64_t head = 0; piece.alone && head < (piece.last - piece.first) * group; head++)
+                write(parts_of + head, heads, to + head * whole, 0, 1, dim, result(piece) + head * dim, row.data());
+        }
+        if (several) {
+#pragma omp for schedule(dynamic)
+            for (size_t i = 0; i < pieces.size(); i++) {
+                const Piece& piece = pieces[i];
+                if (piece.alone || !piece.starts) continue;
+                size_t end = i + 1;
+                while (end < pieces.size() && !pieces[end].starts) end++;
+                for (int64_t head = 0; head < (piece.last - piece.first) * group; head++)
+                    write(partials.data() + i * heads + head, heads, sums.data() + (i * heads + head) * whole,
+                          heads * whole, int64_t(end - i), dim, result(piece) + head * dim, row.data());
             }
+        }
     }
 }
 
@@ -251,9 +315,13 @@ extern "C" int64_t store_kv_cache(const char* key, const char* value, char* key_
                                   int64_t key_stride_bytes, int64_t value_stride_bytes) {
     for (int64_t token = 0; token < tokens; token++)
         if (slots[token] < 0 || slots[token] >= num_slots) return token + 1;
+#pragma omp parallel for if (tokens * row_bytes > 1 << 17)
     for (int64_t token = 0; token < tokens; token++) {
         std::memcpy(key_cache + slots[token] * row_bytes, key + token * key_stride_bytes, row_bytes);
         std::memcpy(value_cache + slots[token] * row_bytes, value + token * value_stride_bytes, row_bytes);
     }
     return 0;
 }
+
+REPLAYABLE(paged_attention)
+REPLAYABLE(store_kv_cache)

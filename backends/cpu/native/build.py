@@ -11,10 +11,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hal.config import CompileCache, cache_folder, compiler_key, content_key
 from hal.errors import ConfigError, DriverUnavailable
+
+from .instruction_sets import InstructionSet, compiler_flags
+from .processor import processor_line
 
 SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"
@@ -36,22 +41,27 @@ log = logging.getLogger("hal.cpu")
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
+def load(instructions: InstructionSet | None = None) -> ctypes.CDLL:
     """Load the library of kernels. If it is not cached, compile it, which takes about 10 seconds.
 
+    Args:
+        instructions: the highest instruction set to use; None allows all of the processor's.
+
     Raises:
-        DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written.
+        DriverUnavailable: there is no C++ compiler, it failed, or the cache cannot be written; or the processor does
+            not have the instruction set.
     """
+    flags = (*FLAGS, *compiler_flags(instructions))
     try:
         cache = CompileCache(cache_folder("cpu"))
     except ConfigError as error:
         raise DriverUnavailable(error.problem, f"{error.remedy}, or the driver's option native to false") from error
     try:
-        return _load(_compiled(cache) / LIBRARY)
+        return _load(_compiled(cache, flags) / LIBRARY)
     except ConfigError as error:
         log.warning("%s: the C++ kernels are compiled at each start; %s", error.problem, error.remedy)
         with tempfile.TemporaryDirectory() as own:
-            _compile(Path(own))
+            _compile(Path(own), flags)
             return ctypes.CDLL(str(Path(own) / LIBRARY))  # stays loaded after its file is deleted
     except OSError as error:
         raise DriverUnavailable(
@@ -70,8 +80,8 @@ def _load(library: Path) -> ctypes.CDLL:
         ) from error
 
 
-def _compiled(cache: CompileCache) -> Path:
-    key = _sources_key()
+def _compiled(cache: CompileCache, flags: Sequence[str]) -> Path:
+    key = _sources_key(flags)
     try:
         compiler = _compiler()
     except DriverUnavailable:
@@ -79,24 +89,16 @@ def _compiled(cache: CompileCache) -> Path:
         if (found := cache.latest(f"{key}-")) is None:
             raise
         return found
-    return cache.get_or_put(f"{key}-{compiler_key(Path(compiler[0]))}", _compile)
+    return cache.get_or_put(f"{key}-{compiler_key(Path(compiler[0]))}", partial(_compile, flags=flags))
 
 
-def _sources_key() -> str:
+def _sources_key(flags: Sequence[str]) -> str:
     """Return a hash of everything that determines the library except the compiler.
 
     This includes the processor, because of -march=native.
     """
     sources = (part for path in _sources("*.cpp", "*.h") for part in (path.name, path.read_bytes()))
-    return content_key(*FLAGS, platform.machine(), _processor(), os.environ.get("CXX", ""), *sources)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return content_key(*flags, platform.machine(), processor_line(), os.environ.get("CXX", ""), *sources)
 
 
 def _sources(*patterns: str) -> list[Path]:
@@ -117,11 +119,11 @@ def _compiler() -> list[str]:
     )
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder: Path, flags: Sequence[str]) -> None:
     """Compile the library into a folder."""
     compiler = _compiler()
     log.info("compiling the C++ kernels of the cpu driver with %s; the cache keeps them", " ".join(compiler))
-    command = [*compiler, *FLAGS, *map(str, _sources("*.cpp")), "-o", str(folder / LIBRARY)]
+    command = [*compiler, *flags, *map(str, _sources("*.cpp")), "-o", str(folder / LIBRARY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DriverUnavailable(

@@ -58,6 +58,8 @@ inline float hyperbolic_tangent(float x) {
     return size < 0.625f ? near : far;
 }
 
+constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 // The bindings' codes of dtypes.
 enum Dtype : int { kFloat32, kBFloat16, kFloat16 };
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,18 +11,19 @@ from torch import Tensor
 from hal.errors import OperationError
 
 from ..grouped import wrong_counts
-from .arguments import DTYPES, bound, empty, integers, require
+from .arguments import DTYPES, Bindings, empty, integers, require
 
 ACTIVATIONS = (None, "none", "tanh")
 """Values of ``approximate`` in the order of Gating in experts.cpp. The clipped activation follows."""
 EXPERT_KERNELS = ("expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "topk_route")
 
 
-class ExpertKernels:
+class ExpertKernels(Bindings):
     """The bindings, as :mod:`.kernels` describes them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        function = partial(bound, library)
+        super().__init__(library)
+        function = self.function
         pointers = [c_void_p] * 6
         self._route = function("topk_route", None, *pointers[:4], c_int, *[c_int64] * 3, c_int, c_float, *[c_int64] * 3)
         self._permute = function("expert_permute", c_int64, *pointers[:5], *[c_int64] * 4)

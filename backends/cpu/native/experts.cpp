@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -329,3 +330,9 @@ extern "C" int64_t expert_unpermute(const void* rows, const int32_t* positions, 
     });
     return 0;
 }
+
+REPLAYABLE(topk_route)
+REPLAYABLE(expert_mlp)
+REPLAYABLE(grouped_linear)
+REPLAYABLE(expert_permute)
+REPLAYABLE(expert_unpermute)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from hal.errors import OperationError
 from hal.ops import AttentionOptions
 from hal.ops.kernels.kernel_table import Kernel
 
-from .arguments import DTYPES, bound, empty, integers, packed, require, rows
-from .build import load
+from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .linear_kernels import LINEAR_KERNELS, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 
@@ -37,19 +36,15 @@ BASIC = (
     "silu_and_mul",
     "store_kv_cache",
 )
-NATIVE = (*BASIC, *EXPERT_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS)
+NATIVE = (*BASIC, *EXPERT_KERNELS, *LINEAR_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS)
 
 
-def native_kernels() -> dict[str, Kernel]:
-    """Return the C++ kernels by operation, after compiling the library if necessary.
-
-    Raises:
-        DriverUnavailable: the library cannot be compiled.
-    """
-    library = load()
+def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
+    """Return the C++ kernels by operation."""
     classes = (
         (_Library, BASIC),
         (ExpertKernels, EXPERT_KERNELS),
+        (LinearKernels, LINEAR_KERNELS),
         (LogitsKernels, LOGITS_KERNELS),
         (SamplingKernels, SAMPLING_KERNELS),
     )
@@ -57,9 +52,10 @@ def native_kernels() -> dict[str, Kernel]:
     return {name: getattr(bindings, name) for bindings, names in made for name in names}
 
 
-class _Library:
+class _Library(Bindings):
     def __init__(self, library: ctypes.CDLL) -> None:
-        function = partial(bound, library)
+        super().__init__(library)
+        function = self.function
         pointers = [c_void_p] * 8
         self._rms_norm = function("rms_norm", None, *pointers[:3], c_int, c_int, *[c_int64] * 5, c_float)
         self._add_rms_norm = function("add_rms_norm", None, *pointers[:5], c_int, c_int, *[c_int64] * 2, c_float)

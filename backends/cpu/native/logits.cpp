@@ -10,6 +10,7 @@
 
 #include "elements.h"
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -91,3 +92,6 @@ extern "C" void mask_logits(const void* logits, const int32_t* allowed, void* y,
             return mask_rows<uint16_t>(logits, allowed, y, count, width, stride, 0xfc00);
     }
 }
+
+REPLAYABLE(penalize)
+REPLAYABLE(mask_logits)

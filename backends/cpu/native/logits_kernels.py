@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hal.ops.logits import check_words
 
-from .arguments import DTYPES, bound, empty, require, rows
+from .arguments import DTYPES, Bindings, empty, require, rows
 
 LOGITS_KERNELS = ("mask_logits", "penalize")
 
 
-class LogitsKernels:
+class LogitsKernels(Bindings):
     """The bindings, as :mod:`.kernels` describes them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        function = partial(bound, library)
+        super().__init__(library)
+        function = self.function
         self._penalize = function("penalize", None, *[c_void_p] * 7, c_int, *[c_int64] * 3)
         self._mask = function("mask_logits", None, *[c_void_p] * 3, c_int, *[c_int64] * 3)
 

@@ -24,8 +24,6 @@ constexpr int kRegister = 4, kPanelVectors = 1;
 #endif
 constexpr int64_t kPanel = kPanelVectors * kLanes;
 
-constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 // Elements of a lane: 2 where the CPU multiplies pairs.
 template <class T>
 constexpr int64_t kPair = Product<T>::kStep / kLanes;

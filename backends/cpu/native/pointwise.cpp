@@ -6,6 +6,7 @@
 
 #include "elements.h"
 #include "products.h"
+#include "replay.h"
 
 namespace {
 
@@ -273,3 +274,10 @@ extern "C" void greedy_sample(const void* logits, int64_t* tokens, int dtype, in
             tokens[row] = largest(static_cast<const T*>(logits) + row * stride, width);
     });
 }
+
+REPLAYABLE(rms_norm)
+REPLAYABLE(add_rms_norm)
+REPLAYABLE(rotary_embedding)
+REPLAYABLE(silu_and_mul)
+REPLAYABLE(gelu_and_mul)
+REPLAYABLE(greedy_sample)

@@ -10,6 +10,7 @@
 
 #include "elements.h"
 #include "products.h"
+#include "replay.h"
 
 // In pointwise.cpp.
 extern "C" void greedy_sample(const void* logits, int64_t* tokens, int dtype, int64_t count, int64_t width,
@@ -291,3 +292,5 @@ extern "C" void sample(const void* logits, const float* temperature, const int32
                              top_k[row], top_p[row], min_p[row], uint64_t(seed[row]), uint64_t(step[row]));
     });
 }
+
+REPLAYABLE(sample)

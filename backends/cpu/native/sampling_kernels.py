@@ -8,16 +8,17 @@ from ctypes import c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, bound, require, rows
+from .arguments import DTYPES, Bindings, require, rows
 
 SAMPLING_KERNELS = ("sample",)
 
 
-class SamplingKernels:
+class SamplingKernels(Bindings):
     """The bindings, as :mod:`.kernels` describes them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._sample = bound(library, "sample", None, *[c_void_p] * 8, c_int, *[c_int64] * 3)
+        super().__init__(library)
+        self._sample = self.function("sample", None, *[c_void_p] * 8, c_int, *[c_int64] * 3)
 
     def sample(
         self,

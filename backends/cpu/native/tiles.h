@@ -1,0 +1,98 @@
+// The tile registers of AMX. With HAL_EMULATED_TILES, functions on memory replace them, to test the callers elsewhere.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "elements.h"
+
+#if defined(HAL_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#define HAL_TILES
+
+// Rows and bytes of each tile, as the processor reads them.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+    void set(int tile, int64_t count, int64_t row_bytes) {
+        rows[tile] = uint8_t(count), bytes[tile] = uint16_t(row_bytes);
+    }
+};
+
+#ifdef HAL_EMULATED_TILES
+struct EmulatedTiles {
+    TileShapes shapes;
+    uint8_t tile[8][16][64];
+};
+inline thread_local EmulatedTiles emulated;
+
+inline bool tiles_allowed() { return true; }
+inline void load_shapes(const TileShapes& shapes) {
+    emulated.shapes = shapes;
+    std::memset(emulated.tile, 0, sizeof(emulated.tile));
+}
+inline void release_tiles() { emulated.shapes = TileShapes{}; }
+template <int T>
+inline void zero_tile() {
+    std::memset(emulated.tile[T], 0, sizeof(emulated.tile[T]));
+}
+template <int T>
+inline void load_tile(const void* from, int64_t stride) {
+    zero_tile<T>();
+    for (int row = 0; row < emulated.shapes.rows[T]; row++)
+        std::memcpy(emulated.tile[T][row], static_cast<const char*>(from) + row * stride, emulated.shapes.bytes[T]);
+}
+template <int T>
+inline void store_tile(void* to, int64_t stride) {
+    for (int row = 0; row < emulated.shapes.rows[T]; row++)
+        std::memcpy(static_cast<char*>(to) + row * stride, emulated.tile[T][row], emulated.shapes.bytes[T]);
+}
+// C[m][n] += the dot of pairs k of A[m][k] and B[k][n].
+template <int C, int A, int B>
+inline void multiply_pairs() {
+    for (int m = 0; m < emulated.shapes.rows[C]; m++)
+        for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++) {
+            float sum;
+            std::memcpy(&sum, emulated.tile[C][m] + 4 * n, 4);
+            for (int k = 0; k < emulated.shapes.bytes[A] / 4; k++)
+                for (int i = 0; i < 2; i++) {
+                    bfloat16 a, b;
+                    std::memcpy(&a, emulated.tile[A][m] + 4 * k + 2 * i, 2);
+                    std::memcpy(&b, emulated.tile[B][k] + 4 * n + 2 * i, 2);
+                    sum += float(a) * float(b);
+                }
+            std::memcpy(emulated.tile[C][m] + 4 * n, &sum, 4);
+        }
+}
+
+#else
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether the system lets this process use tiles; Linux wants to be asked (arch/x86/xstate.rst).
+inline bool tiles_allowed() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return allowed;
+}
+inline void load_shapes(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
+inline void release_tiles() { _tile_release(); }
+template <int T>
+inline void zero_tile() {
+    _tile_zero(T);
+}
+template <int T>
+inline void load_tile(const void* from, int64_t stride) {
+    _tile_loadd(T, from, stride);
+}
+template <int T>
+inline void store_tile(void* to, int64_t stride) {
+    _tile_stored(T, to, stride);
+}
+template <int C, int A, int B>
+inline void multiply_pairs() {
+    _tile_dpbf16ps(C, A, B);
+}
+#endif
+#endif

@@ -1,0 +1,200 @@
+"""Tests for the CPU's products of few rows: every layout, size and instruction set, and what is not finite."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.cpu.native import build
+from hal.backends.cpu.native.instruction_sets import compiler_flags
+from hal.backends.cpu.native.linear_kernels import LinearKernels
+from hal.backends.cpu.native.processor import processor_flags
+from hal.backends.cpu.packing import FewRows, Form, packed
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from torch import Tensor
+
+import hal
+from hal.errors import ConfigError, DriverUnavailable
+
+ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 64)
+SIZES = ((96, 64), (1000, 100), (50, 33), (64, 1), (16, 576), (2048, 130))
+LOWER = ("avx512_bf16", "avx512", "avx2", "sse4")
+
+needs_packing = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
+)
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> LinearKernels:
+    """Return the kernels with tile registers that functions emulate, so that AMX's code runs on any processor."""
+    library = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    names = ("packed_linear", "packed_linear_tiles", "plain_linear", "pages")
+    sources = [str(build.SOURCES / f"{name}.cpp") for name in names]
+    flags = ["-O1" if each == "-O3" else each for each in build.FLAGS]
+    command = [*build._compiler(), *flags, "-DHAL_EMULATED_TILES", *sources, "-o", str(library)]
+    subprocess.run(command, check=True)
+    return LinearKernels(ctypes.CDLL(str(library)))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> LinearKernels:
+    return LinearKernels(build.load())
+
+
+def product(kernels: LinearKernels, x: Tensor, weight: Tensor, bias: Tensor | None, *, in_blocks: bool) -> Tensor:
+    """Return a product by the kernel of few rows."""
+    held = packed(weight) if in_blocks else weight
+    block = kernels.block_of(weight, held) if in_blocks else 0
+    assert bool(block) == in_blocks
+    return kernels.few_rows(x, held, bias, FewRows(64, block), kernels.address_of(held))
+
+
+def check_sizes(kernels: LinearKernels, dtype: torch.dtype, *, in_blocks: bool) -> None:
+    torch.manual_seed(0)
+    for out, width in SIZES:
+        weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+        wide = torch.randn(64, 2 * width + 1).to(dtype)
+        for rows in ROWS:
+            for x in (wide[:rows, :width].contiguous(), wide[:rows, width : 2 * width]):
+                for each in (None, bias):
+                    found = product(kernels, x, weight, each, in_blocks=in_blocks)
+                    expected = x.double() @ weight.double().t() + (0 if each is None else each.double())
+                    # The sum rounds in float32, and the result once.
+                    slack = torch.finfo(dtype).eps * expected.abs() + 1e-6 * width * expected.abs().max()
+                    assert found.dtype is dtype
+                    assert ((found.double() - expected).abs() <= slack).all(), f"{out} x {width}, {rows} rows"
+
+
+@needs_packing
+def test_packed_weights_of_any_size(kernels: LinearKernels) -> None:
+    check_sizes(kernels, torch.bfloat16, in_blocks=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_plain_weights_of_any_size(dtype: torch.dtype, kernels: LinearKernels) -> None:
+    check_sizes(kernels, dtype, in_blocks=False)
+
+
+@needs_packing
+@thorough(MODE)
+def test_tiles_multiply_packed_weights(tiles: LinearKernels) -> None:
+    check_sizes(tiles, torch.bfloat16, in_blocks=True)
+    check_what_is_not_finite(tiles)
+
+
+@needs_packing
+@thorough(EXHAUSTIVE, r"\[(sse4|avx512)\]")
+@thorough(MODE)
+@pytest.mark.parametrize("highest", LOWER)
+def test_every_lower_instruction_set(highest: Any) -> None:
+    try:
+        compiler_flags(highest)
+    except DriverUnavailable as missing:
+        pytest.skip(str(missing))
+    lower = LinearKernels(build.load(highest))
+    check_sizes(lower, torch.bfloat16, in_blocks=True)
+    check_sizes(lower, torch.float16, in_blocks=False)
+    check_what_is_not_finite(lower)
+
+
+def check_what_is_not_finite(kernels: LinearKernels) -> None:
+    """A NaN or an infinity of x reaches its row, and one of the weight its column; others stay finite."""
+    torch.manual_seed(0)
+    for broken in (math.nan, math.inf, -math.inf):
+        x, weight = torch.randn(9, 130).bfloat16(), torch.randn(100, 130).bfloat16()
+        x[4, 129] = broken
+        weight[77, 0] = broken
+        found, expected = product(kernels, x, weight, None, in_blocks=True), x.float() @ weight.float().t()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.isinf(), expected.isinf())
+        assert torch.equal(found[expected.isinf()].float(), expected[expected.isinf()])
+
+
+@needs_packing
+def test_what_is_not_finite_comes_out(kernels: LinearKernels) -> None:
+    check_what_is_not_finite(kernels)
+
+
+@needs_packing
+def test_a_row_does_not_depend_on_the_others(kernels: LinearKernels) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 576).bfloat16(), torch.randn(960, 576).bfloat16()
+    whole = product(kernels, x, weight, None, in_blocks=True)
+    for rows in (1, 5, 33):
+        assert torch.equal(product(kernels, x[:rows], weight, None, in_blocks=True), whole[:rows])
+
+
+@needs_packing
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_nothing(threads: int, kernels: LinearKernels) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 1536).bfloat16(), torch.randn(4160, 1536).bfloat16()
+    expected = product(kernels, x, weight, None, in_blocks=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(product(kernels, x, weight, None, in_blocks=True), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_packing
+def test_a_layout_that_fits_two_weights_is_unknown(kernels: LinearKernels) -> None:
+    """The layout is found by comparison, which a weight of equal elements does not permit."""
+    weight = torch.ones(192, 64).bfloat16()
+    assert kernels.block_of(weight, packed(weight)) in (0, 32, 64)
+    assert kernels.block_of(weight.float(), packed(weight.float())) == 0
+
+
+@needs_packing
+def test_a_weight_that_is_written_keeps_its_address(kernels: LinearKernels) -> None:
+    """Captured steps have the address."""
+    old, new = torch.randn(96, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    held = torch.nn.Parameter(packed(old), requires_grad=False)
+    address = kernels.address_of(held)
+    with torch.no_grad():
+        held.copy_(packed(new))
+    assert kernels.address_of(held) == address
+    kernels.few[Form.of(held)] = FewRows(64, kernels.block_of(new, held))
+    x = torch.randn(4, 64).bfloat16()
+    torch.testing.assert_close(kernels.linear(x, held), torch.nn.functional.linear(x, new))
+
+
+def test_more_rows_and_other_arguments_use_torch(kernels: LinearKernels) -> None:
+    weight = torch.randn(96, 64).bfloat16()
+    kernels.few[Form.of(weight)] = FewRows(4)
+    for x in (torch.randn(2, 2, 64), torch.randn(5, 64), torch.randn(0, 64), torch.randn(64, 3).t()):
+        x = x.bfloat16()
+        for out in (None, torch.empty(*x.shape[:-1], 96).bfloat16()):
+            found = kernels.linear(x, weight, out=out)
+            torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
+            assert out is None or found is out
+    with pytest.raises(RuntimeError):
+        kernels.linear(torch.randn(2, 65).bfloat16(), weight)
+    with pytest.raises(RuntimeError):
+        kernels.linear(torch.randn(2, 64), weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"instructions": "avx9"}, "instructions"),
+        ({"instructions": "avx2", "native": False}, "only the C\\+\\+ kernels have instruction sets"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        hal.open({"backend": "cpu", "options": options})
+
+
+def test_the_environment_limits_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "amx_tile" in processor_flags():
+        pytest.skip("this processor has every instruction set that the option names")
+    monkeypatch.setenv("HAL_CPU_INSTRUCTIONS", "amx")
+    with pytest.raises(DriverUnavailable, match=r"instructions is amx, but this processor, .*, has no amx_tile"):
+        hal.open({"backend": "cpu"})

@@ -1,0 +1,126 @@
+"""Tests for captured steps whose C++ kernels run without Python between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hal.backends.cpu import packing
+from hal.backends.cpu.native_calls import NativeCalls
+from hal.backends.cpu.packing import Measured
+from hal.backends.cpu.tape import Tape
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.device.graph import Graph
+from hal.errors import OperationError
+
+
+@pytest.fixture(scope="module")
+def native() -> hal.Backend:
+    return hal.open({"backend": "cpu", "options": {"native": True}})
+
+
+def pieces(graph: Graph) -> list[int]:
+    """Return the number of kernels of each call of a replay; 0 for a call of Python."""
+    assert isinstance(graph, Tape)
+    return [len(call) if isinstance(call, NativeCalls) else 0 for call in graph._calls]
+
+
+class Step:
+    """Operations on fixed memory, of which one is torch's."""
+
+    def __init__(self, tokens: int = 3) -> None:
+        self.hidden, self.weight = torch.randn(tokens, 64).bfloat16(), torch.randn(64).bfloat16()
+        self.caches = [torch.zeros(4, 16, 2, 16).bfloat16() for _ in range(2)]
+        self.slots = torch.arange(tokens, dtype=torch.int32)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        normed, hidden = ops.add_rms_norm(self.hidden, self.hidden, self.weight, 1e-6)
+        key, value = (part.unflatten(-1, (2, 16)) for part in normed.split(32, dim=-1))
+        ops.store_kv_cache(key, value, *self.caches, self.slots)
+        gate = ops.silu_and_mul(hidden)
+        cubed = gate**3
+        return ops.rms_norm(cubed, self.weight[:32], 1e-5), gate
+
+    def draw(self) -> None:
+        self.hidden.normal_()
+        self.slots.copy_(torch.randperm(64)[: len(self.slots)])
+
+
+def test_neighbours_run_as_one_and_torch_divides_them(native: hal.Backend) -> None:
+    step = Step()
+    graph = native.graph()
+    outputs = graph.capture(step)
+    assert pieces(graph) == [3, 0, 1]
+    for _ in range(3):
+        step.draw()
+        graph.replay()
+        found = [output.clone() for output in outputs], [cache.clone() for cache in step.caches]
+        torch.testing.assert_close(found, (list(step()), step.caches), rtol=0, atol=0)
+
+
+def test_an_error_of_a_kernel_is_the_same_and_ends_the_replay(native: hal.Backend) -> None:
+    keys, first, second = (torch.randn(3, 2, 16).bfloat16() for _ in range(3))
+    caches = [torch.zeros(2, 16, 2, 16).bfloat16() for _ in range(3)]
+    slots = [torch.arange(3, dtype=torch.int32) for _ in range(3)]
+
+    def function() -> None:
+        for cache, own in zip(caches, slots, strict=True):
+            ops.store_kv_cache(keys, keys, cache, cache, own)
+
+    graph = native.graph()
+    graph.capture(function)
+    assert pieces(graph) == [3]
+    keys.copy_(first)
+    slots[1][2] = 32
+    with pytest.raises(OperationError, match="token 2 has slot 32, outside the cache of 32 slots"):
+        graph.replay()
+    assert torch.equal(caches[0].view(32, 2, 16)[:3], first)
+    assert not torch.equal(caches[2].view(32, 2, 16)[:3], first)
+    slots[1][2] = 2
+    keys.copy_(second)
+    graph.replay()
+    for cache in caches:
+        assert torch.equal(cache.view(32, 2, 16)[:3], second)
+
+
+def test_arguments_that_a_kernel_must_copy_stay_in_python(native: hal.Backend) -> None:
+    """The copy depends on values that change."""
+    x, weight = torch.randn(8, 4).bfloat16(), torch.randn(8).bfloat16()
+    slots = torch.arange(4)
+
+    def function() -> Tensor:
+        ops.store_kv_cache(keys, keys, *caches, slots)  # slots of int64
+        return ops.rms_norm(x.t(), weight, 1e-6)
+
+    keys, caches = torch.randn(4, 2, 8).bfloat16(), [torch.zeros(2, 4, 2, 8).bfloat16() for _ in range(2)]
+    graph = native.graph()
+    output = graph.capture(function)
+    assert pieces(graph) == [0, 0]
+    x.normal_()
+    slots.copy_(torch.tensor([7, 3, 5, 1]))
+    graph.replay()
+    found = output.clone(), [cache.clone() for cache in caches]
+    torch.testing.assert_close(found, (function(), caches), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
+)
+def test_the_layers_of_a_model_run_as_one(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step calls Python for what is computed once."""
+    monkeypatch.setattr(packing, "measure", lambda weight, sizes, kernel: Measured([2.0], few_packed=64))
+    monkeypatch.setattr(packing, "_measured", {})
+    compilation = {"compiler": "graph", "capture_sizes": [2]}
+    config = {"backend": "cpu", "dtype": "bfloat16", "options": {"native": True}, "compilation": compilation}
+    backend = hal.open(config)
+    model = hal.load_model(trained, backend)
+    runner = hal.Runner(model, backend)
+    params = hal.SamplingParams(max_new_tokens=3)
+    assert len(list(hal.generate(runner, [[5, 6], [7, 8]], params))) == 6
+    (graph,) = backend.captured_graphs
+    *_, last = pieces(graph)
+    assert last > 10 * len(model.states)
