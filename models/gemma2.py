@@ -40,7 +40,6 @@ class GemmaConfig(AlternatingConfig):
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: float = attrs.field(default=256.0, validator=FACTOR)
     final_logit_softcapping: float | None = attrs.field(default=None, validator=BOUND)
-    use_bidirectional_attention: Literal[False] = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
@@ -57,6 +56,7 @@ class Gemma2Config(GemmaConfig):
 
     final_logit_softcapping: float | None = attrs.field(default=30.0, validator=BOUND)
     attn_logit_softcapping: float | None = attrs.field(default=50.0, validator=BOUND)
+    use_bidirectional_attention: Literal[False] = False
 
 
 class Gemma2ForCausalLM(DecoderLM):

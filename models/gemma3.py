@@ -27,6 +27,7 @@ class Gemma3Config(GemmaConfig):
 
     sliding_window_pattern: int = attrs.field(default=6, validator=ge(1))
     local_rope: RopeParameters = attrs.field(factory=RopeParameters)
+    use_bidirectional_attention: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = FULL) -> Self:
@@ -35,7 +36,10 @@ class Gemma3Config(GemmaConfig):
         base, scaling = given.pop("rope_local_base_freq", None), given.pop("rope_scaling", None)
         local = RopeParameters.from_config({**given, "rope_theta": base or 1e4}, SLIDING)
         given |= {"rope_theta": given.get("rope_theta") or 1e6, "rope_scaling": scaling}
-        return attrs.evolve(super().from_config(given, layer_type), local_rope=local)
+        read = attrs.evolve(super().from_config(given, layer_type), local_rope=local)
+        if read.use_bidirectional_attention and read.sliding_window:  # It counts the tokens on both sides together.
+            return attrs.evolve(read, sliding_window=read.sliding_window // 2 + 1)
+        return read
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
@@ -46,7 +50,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         rotary = {kind: RotaryEmbedding(gemma.head_dim, rope) for kind, rope in ropes.items()}
         norm = partial(RMSNorm, eps=gemma.rms_norm_eps, offset=1.0)
         types = gemma.types(gemma.sliding_window_pattern)
-        return cls.assemble(gemma, types, rotary, partial(SelfAttention, norm=norm))
+        attention = partial(SelfAttention, norm=norm, causal=not gemma.use_bidirectional_attention)
+        return cls.assemble(gemma, types, rotary, attention)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

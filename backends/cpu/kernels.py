@@ -159,7 +159,8 @@ def _prefill(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOpti
     for start in range(0, tokens, MASKED_QUERIES):
         piece = query[start : start + MASKED_QUERIES]
         position = length - tokens + start
-        end = position + piece.shape[0] if causal else length
+        after = 1 if causal else window or length
+        end = min(length, position + piece.shape[0] - 1 + after)
         first = 0 if window is None else max(0, position - window + 1)
         mask = _mask(piece.shape[0], position, first, end, causal, window)
         pieces.append(_attend(piece, keys[first:end], values[first:end], scale, mask=mask))
@@ -185,7 +186,7 @@ def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window
     """Return the mask of ``tokens`` queries, the first at ``position``, over the slots from ``first`` to ``end``."""
     at, slot = torch.arange(position, position + tokens)[:, None], torch.arange(first, end)
     mask = slot <= at if causal else torch.ones(tokens, end - first, dtype=torch.bool)
-    return mask if window is None else mask & (slot > at - window)
+    return mask if window is None else mask & (slot > at - window) & (slot < at + window)
 
 
 def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -190,7 +190,7 @@ def _flash(
         scale=options.scale,
         window_size_left=-1 if window is None else window - 1,
         # A causal mask implies 0. Passing it would keep flash attention from grouping a decode's heads.
-        window_size_right=0 if options.causal and window is not None else -1,
+        window_size_right=-1 if window is None else 0 if options.causal else window - 1,
         **paged,
     )[0]
     return attended

@@ -13,6 +13,8 @@ from hal.nn import CausalLM
 from hal.step import SEQUENCE, Batch, SlotBatch, State, fields_of
 
 GROUP = "hal.models"
+BASES = ("Model", "TextModel")
+"""The ends of the names of base models, of which the second stands for the text model of one that reads images too."""
 
 
 def check_model_class(found: Any, name: str) -> type[CausalLM]:
@@ -60,9 +62,11 @@ def find_model(architecture: str) -> type[CausalLM]:
 
 def _registered_name(architecture: str) -> str:
     """Return the name of the whole model for a base model that was saved without its head."""
-    whole = architecture.removesuffix("Model") + "ForCausalLM"
     known = MODELS.names()
-    return whole if architecture.endswith("Model") and architecture not in known and whole in known else architecture
+    if architecture in known:
+        return architecture
+    wholes = [architecture.removesuffix(base) + "ForCausalLM" for base in BASES if architecture.endswith(base)]
+    return next((each for each in wholes if each in known), architecture)
 
 
 def make_model(model_class: type[CausalLM], config: Mapping[str, Any]) -> CausalLM:

@@ -302,6 +302,8 @@ class Runner(Closable):
                     "pass rows=hal.step.NONE, and read hidden_states",
                 )
             most = self.backend.config.max_prefill_tokens
+            if not self.model.causal:
+                batch.check_whole(most)
             if batch.num_tokens <= most or batch.num_tokens == batch.num_sequences:
                 return self._running.run(batch, rows)
             return self._running.run_parts(batch, rows, most)

@@ -225,6 +225,7 @@ class DecoderLM(CausalLM):
         self.model = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
         self._attention = [layer.self_attn.attention for layer in self.model.layers]
         self.states = [each.states for each in self._attention]
+        self.causal = all(each.options.causal for each in self._attention)
         self.logits_multiplier, self.softcap = logits_multiplier, softcap
         if config.tie_word_embeddings:
             if head_bias:

@@ -40,6 +40,8 @@ class CausalLM(nn.Module):
         ignored: name suffixes of checkpoint tensors to skip, because the config has the same information.
         ignored_prefixes: name prefixes of checkpoint tensors to skip, of parts that the model does not compute, such as
             ``vision_tower.``.
+        causal: whether a token's hidden states depend only on tokens up to it. If not, as in models of embeddings, all
+            tokens of a sequence must be in one step, and the model generates no text.
         recognize: whether compilers look for hal's operations in what the model computes in plain torch.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
@@ -55,6 +57,7 @@ class CausalLM(nn.Module):
     other_names: Mapping[str, str] = MappingProxyType({})
     ignored: tuple[str, ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
+    causal: bool = True
     recognize: bool = False
     prepared_by: str | None = None
     loaded: object | None = None

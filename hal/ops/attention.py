@@ -24,7 +24,8 @@ class AttentionOptions:
 
     Attributes:
         scale: the factor of the scores.
-        window: the number of tokens, 1 or more, that a query attends to, ending with its own; None for all.
+        window: the number of tokens, 1 or more, that a query attends to, ending with its own, and without ``causal``
+            also from its own on; None for all.
         softcap: the bound of the scores, more than 0; None for none. Source: Gemma Team, *Gemma 2*, 2024.
         causal: whether a query attends only to tokens up to its own.
 
@@ -96,6 +97,7 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     yield _attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
     yield _attention_sample(draw, [1, 1], [30, 40], window=16)
     yield _attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
+    yield _attention_sample(draw, [9, 4], [9, 14], causal=False, window=3)
     yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
     yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
     yield _attention_sample(draw, [4, 1], [4, 33], softcap=2.0)
@@ -193,7 +195,7 @@ def paged_attention(
     if options.causal:
         visible = visible & (slot <= position[:, None])
     if options.window is not None:
-        visible = visible & (slot > position[:, None] - options.window)
+        visible = visible & (slot > position[:, None] - options.window) & (slot < position[:, None] + options.window)
     same = owner[:, None, None] == torch.arange(sequences, device=query.device)[:, None]
     mask = (same & visible[:, None, :]).view(1, 1, tokens, sequences * capacity)
 

@@ -108,6 +108,29 @@ class Batch:
             return [self]
         return [self._between(start, start + max_tokens) for start in range(0, self.num_tokens, max_tokens)]
 
+    def check_whole(self, max_tokens: int) -> None:
+        """Raise BatchError unless each sequence has all its tokens in this batch, and the batch fits into one step.
+
+        Tokens attend to later ones in a model with ``causal=False``, which none of an earlier step could have done.
+
+        Args:
+            max_tokens: the most tokens of a step.
+        """
+        counts = self.query_start_loc_host.diff().tolist()
+        for row, (new, length) in enumerate(zip(counts, self.kv_lens_host.tolist(), strict=True)):
+            if new != length:
+                raise BatchError(
+                    f"sequence {row} has {new} new tokens and {length - new} in the cache, and the model's tokens "
+                    "attend to later ones",
+                    "give all tokens of a sequence in one step, as hal.LLM.embed does; such a model generates no text",
+                )
+        if self.num_tokens > max_tokens:
+            raise BatchError(
+                f"the batch has {self.num_tokens} tokens, which take several steps of max_prefill_tokens={max_tokens}, "
+                "and the model's tokens attend to later ones",
+                "give fewer or shorter sequences, or raise max_prefill_tokens in hal's configuration",
+            )
+
     def _between(self, start: int, end: int) -> Self:
         starts = self.query_start_loc_host.long()
         clipped = starts.clamp(start, end)

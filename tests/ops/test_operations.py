@@ -470,7 +470,7 @@ class TestAttention:
                         slot
                         for slot in range(length)
                         if (not options.causal or slot <= position)
-                        and (options.window is None or slot > position - options.window)
+                        and (options.window is None or abs(slot - position) < options.window)
                     ]
                     for head in range(heads) if seen else ():
                         rows = [

@@ -27,7 +27,7 @@ struct Span {
 };
 
 inline Span visible(const Shape& shape, int64_t position, int64_t length) {
-    const int64_t end = shape.causal ? std::min(position + 1, length) : length;
+    const int64_t end = std::min(shape.causal ? position + 1 : position + shape.window, length);
     const int64_t begin = std::max<int64_t>(0, position - shape.window + 1);
     return {begin, std::max(begin, end)};
 }

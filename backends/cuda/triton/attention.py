@@ -107,6 +107,8 @@ def _attend(
         high = tl.minimum(length, tl.minimum(first + queries, end) + (length - end))
     if window is not None:
         low = tl.maximum(first + (length - end) - window + 1, 0)
+        if not causal:
+            high = tl.minimum(length, tl.minimum(first + queries, end) + (length - end) + window - 1)
     if sums is not None:
         share = (tl.maximum(high - low, 0) + splits * keys - 1) // (splits * keys) * keys
         low += split * share
@@ -137,6 +139,8 @@ def _attend(
             seen = seen & (slot[None, :] <= position[:, None])
         if window is not None:
             seen = seen & (slot[None, :] > position[:, None] - window)
+            if not causal:
+                seen = seen & (slot[None, :] < position[:, None] + window)
         scores = tl.where(seen, scores, float("-inf"))
         better = tl.maximum(best, tl.max(scores, 1))
         # For a row without keys so far, infinity minus infinity would be NaN.

@@ -30,7 +30,6 @@ CAUSAL, BAND = 3, 4
 """Values of ``sparse_mode``: causal, and a band of keys. Both align the last query with the last key."""
 MASK_SIZE = 2048
 """Rows and columns of the mask that both modes require, independent of the lengths."""
-UNLIMITED = 2**31 - 1
 PACKED_HEAD_DIM, PACKED_DTYPE = 128, torch.bfloat16
 """Head dimension and dtype that every release of CANN supports in TND, the layout of packed sequences."""
 SINK_HEAD_DIMS = (64, 128)
@@ -193,7 +192,7 @@ class FusedAttention:
     def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
         """Return the mask arguments for sequences with more than one query."""
         if options.window is not None:
-            before, after = options.window - 1, 0 if options.causal else UNLIMITED
+            before, after = options.window - 1, 0 if options.causal else options.window - 1
             return {"atten_mask": self._mask, "sparse_mode": BAND, "pre_tokens": before, "next_tokens": after}
         return {"atten_mask": self._mask, "sparse_mode": CAUSAL} if options.causal else {}
 

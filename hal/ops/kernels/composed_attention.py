@@ -77,7 +77,7 @@ def one_by_one(
         slot = torch.arange(length, device=query.device)
         mask = slot <= at if options.causal else torch.ones(1, length, dtype=torch.bool, device=query.device)
         if options.window is not None:
-            mask = mask & (slot > at - options.window)
+            mask = mask & (slot > at - options.window) & (slot < at + options.window)
         # Heads that share a key head become rows of one product: [kv_heads, heads of a key head * queries, head_dim].
         rows = query[start:end].transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
         seen = mask.expand(end - start, length).repeat(query.shape[1] // kv_heads, 1)

@@ -163,6 +163,7 @@ class TransformersLM(CausalLM):
             raise ConfigError(f"{self.of.__name__} of transformers does not call attention by its interface", REMEDY)
         self._body, self._calls = bodies.body(), tuple(probe.calls)
         self.hal_attention = nn.ModuleList(probe.layers)
+        self.causal = all(layer.options.causal for layer in probe.layers)
         declare_weights(self, conversions)
         self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim)
         self.replaced["merged"] = merge_projections(self, groups)

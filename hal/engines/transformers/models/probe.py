@@ -68,6 +68,8 @@ def mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> Mask
         return Mask()
     if local_size and torch.equal(seen, causal & (key > query - local_size)):
         return Mask(local_size)
+    if local_size and torch.equal(seen, (query - key).abs() < local_size):
+        return Mask(local_size, causal=False)
     if seen.all():
         return Mask(causal=False)
     return Mask(problem="another mask than a causal one, with or without a window")
