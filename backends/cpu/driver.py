@@ -20,7 +20,7 @@ from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
-from . import grouped, kernels
+from . import grouped, kernels, low_bits
 from .native.instruction_sets import InstructionSet
 from .packing import ROWS, Packing, linear, packed
 from .thread_count import SHARED
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    **low_bits.KERNELS,
     "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
     "grouped_linear": grouped.grouped_linear,
@@ -50,6 +51,7 @@ GROUPED = ("grouped_linear", "grouped_linear_int8", "quant_grouped_linear_dynami
 INDUCTOR = (
     "expert_mlp",
     *GROUPED,
+    *low_bits.KERNELS,
     "linear",
     "linear_int8",
     "paged_attention",
@@ -93,7 +95,7 @@ class CpuBackend(Backend):
         super().__init__(
             "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
         )
-        self._whole = frozenset((*native, *GROUPED, *COLLECTIVES))
+        self._whole = frozenset((*native, *GROUPED, *low_bits.KERNELS, *COLLECTIVES))
         few_rows = getattr(native.get("linear"), "__self__", None)
         self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
         self.threads = SHARED.open()

@@ -22,7 +22,7 @@ from hal.errors import ConfigError, HalError
 from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
-from .kernels import dense_attention, experts, fractal, quantized, quantized_experts
+from .kernels import dense_attention, experts, fractal, low_bits, quantized, quantized_experts
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
 from .kernels.kernels import in_fractal_nz, kernels
@@ -92,6 +92,7 @@ class NpuBackend(Backend):
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
+        table |= low_bits.kernels(device.torch, experts=generation.experts)
         self._weight_quant_nz = generation.weight_quant_nz
         self._nz_experts = options.nz_weights and generation.experts
         fuses = self._nz_experts and generation.swiglu_quant_nz
@@ -181,6 +182,14 @@ class NpuBackend(Backend):
                 return quantized_experts.rounded_scale(weight, use.dtype)
             case "grouped_linear_int8", "weight_scale":
                 return self._experts.prepared_int8_scale(weight, use.dtype)
+            case "weight_only_linear" | "weight_only_grouped_linear", "weight_scale":
+                return weight.to(use.dtype)
+            case "weight_only_linear" | "weight_only_grouped_linear", "weight_zero_point":
+                return low_bits.prepared_zero_point(weight, use.dtype)
+            case "weight_only_linear" | "fp8_linear", "bias":
+                return quantized.prepared_int8_bias(weight, use.dtype)
+            case "weight_only_grouped_linear" | "fp8_grouped_linear", "bias":
+                return experts.prepared_bias(weight, use.dtype)
             case "quant_linear_static", "deq_scale":
                 return quantized.prepared_deq_scale(weight, use.dtype)
         return weight

@@ -173,7 +173,13 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     for rival in plan.against:
         need(rival, f"--against {rival}")
     checkpoint = checkpoint_of(plan)
-    meta = build_model(checkpoint, tensor=backend.mesh.tensor, source=backend.config.model_source)
+    config = backend.config
+    meta = build_model(
+        checkpoint,
+        tensor=backend.mesh.tensor,
+        source=config.model_source,
+        quantized_weights=config.quantized_weights,
+    )
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
         raise ConfigError(

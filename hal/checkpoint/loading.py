@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.converted_weights import KEPT, weights_bytes
 from hal.checkpoint.driver_layers import put_layers
 from hal.checkpoint.model_registry import check_model_class, make_model
 from hal.checkpoint.model_sources import AUTO, find_model_class
@@ -21,7 +22,7 @@ from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of, set_tens
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
-from hal.config.settings import ExpertsMode, ParallelConfig
+from hal.config.settings import ExpertsMode, ParallelConfig, QuantizedWeights
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
@@ -72,7 +73,9 @@ def load_model(
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
-    model, checkpoint, quantized = _build(checkpoint, model_class, backend.config.model_source)
+    model, checkpoint, quantized = _build(
+        checkpoint, model_class, backend.config.model_source, backend.config.quantized_weights
+    )
     own_layers = put_layers(model, backend)
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
     if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
@@ -87,6 +90,7 @@ def load_model(
     bindings = _stored_bindings(model, quantized, checkpoint)
     check_fit(checkpoint, model, bindings)
     check_tied(checkpoint, model, dtype)
+    _log_conversion(quantized, dtype)
     tied = set(model.tied.values())
     layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
     if mesh.tensor.size > 1:
@@ -112,6 +116,7 @@ def build_model(
     model_class: type[CausalLM] | None = None,
     tensor: Group = SOLO,
     source: str = AUTO,
+    quantized_weights: QuantizedWeights = KEPT,
 ) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
@@ -120,13 +125,14 @@ def build_model(
         model_class: see :func:`hal.load_model`.
         tensor: the ranks that split each layer. The model is then this rank's part.
         source: ``model_source`` of a configuration.
+        quantized_weights: the same of it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, checkpoint, quantized = _build(checkpoint, model_class, source)
+    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
         check_divisible(quantized, tensor.size)
@@ -147,7 +153,7 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, _, quantized = _build(checkpoint, None, source)
+    model, _, quantized = _build(checkpoint, None, source, KEPT)
     mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
     try:
         if parallel.experts != "split":
@@ -159,7 +165,7 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
 
 
 def _build(
-    checkpoint: Checkpoint, model_class: type[CausalLM] | None, source: str
+    checkpoint: Checkpoint, model_class: type[CausalLM] | None, source: str, weights: QuantizedWeights
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -174,7 +180,23 @@ def _build(
         model_class = find_model_class(checkpoint.architecture, checkpoint.model_config, source)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     checkpoint = named_by_model(checkpoint, model)
-    return model, checkpoint, quantize_layers(model, checkpoint)
+    return model, checkpoint, quantize_layers(model, checkpoint, weights)
+
+
+def _log_conversion(quantized: Mapping[str, QuantizedLayer], computing: torch.dtype) -> None:
+    """Log what a conversion of quantized weights does to their size."""
+    converted = {each: each.conversion.target for each in quantized.values() if each.conversion is not None}
+    if converted:
+        after = sum(weights_bytes(each.module, computing) for each in converted)
+        before = sum(weights_bytes(each.described, computing) for each in converted)
+        log.info(
+            "the weights of %d quantized layers (%s) become %s: %d MiB in place of %d MiB",
+            len(converted),
+            ", ".join(sorted({each.scheme.name for each in converted})),
+            " and ".join(sorted(set(converted.values()))),
+            after >> 20,
+            before >> 20,
+        )
 
 
 def _stored_bindings(model: CausalLM, quantized: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> list[Binding]:

@@ -9,7 +9,9 @@ import attrs
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.converted_weights import KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
+from hal.config.settings import QuantizedWeights
 from hal.errors import CheckpointError, ConfigError, ModelError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
 from hal.nn.linear import EXPERTS
@@ -39,22 +41,33 @@ class QuantizedLayer:
     """A layer of a model that a scheme has replaced.
 
     Attributes:
-        module: the layer that the scheme made.
+        module: the layer that the model runs.
         names: the names of its parts in the checkpoint.
-        scheme: its scheme.
+        scheme: the checkpoint's scheme.
         representation: how the checkpoint stores it.
+        described: the layer that the scheme made: the same, unless weights are converted.
+        conversion: the conversion of the weights, or None.
     """
 
     module: Any
     names: tuple[str, ...]
     scheme: Scheme
     representation: Representation
+    described: Any
+    conversion: Conversion | None = None
 
     @property
     def declared(self) -> Mapping[str, Weight]:
         """The declarations of the layer's own tensors."""
         found: Mapping[str, Weight] = getattr(self.module, "weights", {})
         return found
+
+    def _shared(self) -> Any:
+        """Return the layer that the scheme made, shared by ranks as the model's is."""
+        if self.described is not self.module:
+            for name in ("shard", "sizes"):
+                setattr(self.described, name, getattr(self.module, name))
+        return self.described
 
     def stored(self, path: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Weight]:
         """Return the declarations of the tensors to read, with the dtypes that they have in the checkpoint.
@@ -63,10 +76,12 @@ class QuantizedLayer:
             path: the layer's path in the model.
             tensors: the checkpoint's tensors.
         """
-        held = {name for name, buffer in self.module.named_buffers(recurse=False)}
-        own = {name: each for name, each in self.declared.items() if each.sources and name in held}
+        described = self._shared()
+        held = {name for name, buffer in described.named_buffers(recurse=False)}
+        declared: Mapping[str, Weight] = getattr(described, "weights", {})
+        own = {name: each for name, each in declared.items() if each.sources and name in held}
         found = {}
-        for name, weight in {**own, **self.representation.declare(self.module)}.items():
+        for name, weight in {**own, **self.representation.declare(described)}.items():
             infos = [tensors[full] for each in weight.sources if (full := source_name(path, each)) in tensors]
             if weight.optional and not infos:
                 continue
@@ -87,14 +102,20 @@ class QuantizedLayer:
         Raises:
             CheckpointError: a number is out of range, or the parts of the layer are inconsistent.
         """
-        declared = {**self.declared, **self.representation.declare(self.module)}
+        described = self._shared()
+        declared = {**getattr(described, "weights", {}), **self.representation.declare(described)}
         absent = dict.fromkeys(name for name, each in declared.items() if each.sources)
         first = 0
         if getattr(self.module, "shard", None) == EXPERTS:
             first, _ = EQUALLY.interval(self.module.num_experts, mesh.expert.rank, mesh.expert.size)
-        stored = StoredLayer(self.module, self.names, {**absent, **tensors}, first)
+        stored = StoredLayer(described, self.names, {**absent, **tensors}, first)
         decoded = attrs.evolve(stored, tensors=self.representation.decode(stored))
         finished = self.scheme.finish(decoded)
+        if self.conversion is not None:
+            weight = finished["weight"]
+            assert weight is not None
+            num_experts = None if described.num_experts is None else weight.shape[0]
+            finished = self.conversion.tensors(finished, self.names[0], described.in_features, num_experts)
         if unknown := sorted(finished.keys() - self.declared.keys()):
             raise ModelError(
                 f"the scheme {self.scheme.name} computes {unknown[0]}, which {type(self.module).__name__} does not "
@@ -104,20 +125,28 @@ class QuantizedLayer:
         return finished
 
 
-def quantize_layers(model: CausalLM, checkpoint: Checkpoint) -> dict[str, QuantizedLayer]:
+def quantize_layers(
+    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = KEPT
+) -> dict[str, QuantizedLayer]:
     """Replace the layers of a model that the checkpoint quantizes, and return the replacements by path.
 
     Args:
         model: without values.
         checkpoint: describes which layers are quantized.
+        weights: what becomes of their weights; ``quantized_weights`` of a configuration.
 
     Raises:
         CheckpointError: the checkpoint does not say how a layer is quantized, or quantizes the parts of a merged layer
             differently.
-        ConfigError: hal does not support its quantization.
+        ConfigError: hal does not support its quantization, or the conversion.
     """
     described = checkpoint.quantization
     if described is None:
+        if weights != KEPT:
+            raise ConfigError(
+                f"quantized_weights is {weights!r}, and {checkpoint.path} has no quantized weights",
+                "set quantized_weights to kept",
+            )
         return {}
     tensors, layers = checkpoint.tensors, list(linear_layers(model))
     # The output projection is quantized only if the checkpoint does not hold it in floating point.
@@ -129,9 +158,10 @@ def quantize_layers(model: CausalLM, checkpoint: Checkpoint) -> dict[str, Quanti
     stored = {full.rpartition(".")[0]: (info.stored or full).rpartition(".")[0] for full, info in tensors.items()}
     found = {}
     for path, linear in layers:
-        fused = getattr(linear, "fused", None) is not None and tensors[path].is_floating_point
+        whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
         # The description names layers, and fused experts are none.
-        layer = None if fused else _quantized(path, linear, *described, stored)
+        fused = whole is not None and whole.is_floating_point
+        layer = None if fused else _quantized(path, linear, *described, stored, weights)
         if layer is not None:
             model.set_submodule(path, layer.module)
             found[path] = layer
@@ -144,12 +174,9 @@ def _quantized(
     format: CheckpointFormat,
     quantization: Quantization,
     stored: Mapping[str, str],
+    weights: QuantizedWeights,
 ) -> QuantizedLayer | None:
     names = part_names(path, linear)
-    if isinstance(linear, GroupedLinear) and linear.bias is not None:
-        raise ConfigError(
-            f"{path} has biases, and hal computes quantized experts without", "load the unquantized checkpoint"
-        )
     schemes = {name: quantization.scheme(stored.get(name, name)) for name in names}
     if len({*schemes.values()}) > 1:
         found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
@@ -160,6 +187,11 @@ def _quantized(
     scheme = schemes[names[0]]
     if scheme is None:
         return None
+    if isinstance(linear, GroupedLinear) and linear.bias is not None and not scheme.expert_biases:
+        raise ConfigError(
+            f"{path} has biases, and hal computes experts of the scheme {scheme.name} without",
+            "load the unquantized checkpoint",
+        )
     representation = format.representation(scheme)
     if representation is None:
         raise ConfigError(
@@ -167,8 +199,10 @@ def _quantized(
             f"add it to the representations of {type(scheme).__module__} or of {type(format).__module__}",
         )
     with torch.device("meta"):
-        module = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
-    return QuantizedLayer(module, names, scheme, representation)
+        described = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
+        conversion = None if weights in (KEPT, scheme.name) else Conversion(scheme, weights)
+        module = described if conversion is None else conversion.layer(linear)
+    return QuantizedLayer(module, names, scheme, representation, described, conversion)
 
 
 def check_divisible(layers: Mapping[str, QuantizedLayer], ranks: int) -> None:

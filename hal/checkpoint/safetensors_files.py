@@ -38,6 +38,7 @@ DTYPES = {
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """The supported dtypes, by safetensors name. 8-bit ones are read only where a quantization scheme binds them."""
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.checkpoint.quantized_layers import QuantizedLayer
-from hal.checkpoint.weight_bindings import Binding, Piece, set_tensor
+from hal.checkpoint.weight_bindings import Binding, Piece, rounds, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError
@@ -125,7 +125,7 @@ class LayerFilling:
         changed = False
         for name, value in self._finished().items():
             if value is not None:
-                moved, use = value.to(backend.device.torch), self._use(name)
+                moved, use = value.to(backend.device.torch, self._dtype(name, value)), self._use(name)
                 prepared = moved if use is None else backend.prepare_weight(moved, use)
                 changed |= prepared is not moved
                 value = buffers.kept(prepared)
@@ -178,7 +178,7 @@ class LayerFilling:
             held, use = getattr(self.module, name), self._use(name)
             if value is None or value is held:
                 continue
-            moved = value.to(backend.device.torch)
+            moved = value.to(backend.device.torch, self._dtype(name, value))
             if use is None:
                 held.copy_(moved)
             else:
@@ -191,6 +191,10 @@ class LayerFilling:
     def _finished(self) -> Tensors:
         tensors = {each.name: each.tensor for each in self.fillings}
         return tensors if self.quantized is None else self.quantized.finish(tensors, self._mesh)
+
+    def _dtype(self, name: str, value: Tensor) -> torch.dtype:
+        """Return the dtype of a finished tensor: that of computation, if the layer declares none for weights."""
+        return self._computing if self._declared[name].dtype is None and rounds(value.dtype) else value.dtype
 
     def _use(self, name: str) -> WeightUse | None:
         consumer = self._declared[name].consumer

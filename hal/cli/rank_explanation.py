@@ -32,7 +32,7 @@ def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -
     from hal.parallel import Mesh
 
     dtype, experts = next(model.parameters()).dtype, on.config.parallel.experts
-    whole = build_model(opened, source=on.config.model_source)
+    whole = build_model(opened, source=on.config.model_source, quantized_weights=on.config.quantized_weights)
     if experts != "split":
         distribute_experts(whole, experts, on.mesh)
     mine, all_of_them = (weight_bytes(bindings_of(whole), dtype, mesh) for mesh in (on.mesh, Mesh()))

@@ -12,6 +12,7 @@ from hal.ops.declaration.operation import Operation, activate, catalogue, fused_
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.dense_attention import scaled_dot_product_attention
 from hal.ops.experts.dispatch import expert_combine, expert_dispatch
+from hal.ops.experts.float8 import fp8_grouped_linear
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
 from hal.ops.experts.int8 import grouped_linear_int8
 from hal.ops.experts.quantized import (
@@ -21,6 +22,8 @@ from hal.ops.experts.quantized import (
     quant_grouped_linear_static,
 )
 from hal.ops.experts.routing import expert_permute, expert_unpermute, topk_route
+from hal.ops.experts.weight_only import weight_only_grouped_linear
+from hal.ops.float8 import fp8_linear
 from hal.ops.fused_collectives import (
     all_gather_linear,
     all_reduce_add_rms_norm,
@@ -40,6 +43,7 @@ from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
+from hal.ops.weight_only import weight_only_linear
 
 __all__ = [
     "FLOATING",
@@ -66,6 +70,8 @@ __all__ = [
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",
+    "fp8_grouped_linear",
+    "fp8_linear",
     "fused_op",
     "gelu",
     "gelu_and_mul",
@@ -103,4 +109,6 @@ __all__ = [
     "split_qkv_rmsnorm_rope_cache",
     "store_kv_cache",
     "topk_route",
+    "weight_only_grouped_linear",
+    "weight_only_linear",
 ]

@@ -28,6 +28,8 @@ _UNSET = ("group_size", "block_structure", "actorder")
 """Keys of weights and activations that must be absent or null; a group_size of -1 also means none."""
 _DENSE = "dense"
 """The format of a sparsity_config whose weights are stored whole; its other keys are statistics."""
+_FLOAT4 = ("nvfp4", "mxfp4")
+"""Beginnings of formats of 4-bit floating-point numbers."""
 ZERO_POINT = "weight_zero_point"
 """The tensor of the zero points of a weight."""
 
@@ -67,13 +69,13 @@ class ConfigGroup:
             else:
                 yield from _differences(found, wanted, self.settings, f"{part} of {name}")
 
-    def written(self) -> dict[str, Any]:
-        """Return the group as JSON."""
+    def written(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the group as JSON, with the settings of its scheme."""
         unset = dict.fromkeys((*_UNSET, "observer"))
         activations = self.input_activations
         return {
             "targets": ["Linear"],
-            "weights": {**self.weights, **unset},
+            "weights": {**self.weights, **unset, **settings},
             "input_activations": None if activations is None else {"symmetric": True, **activations, **unset},
         }
 
@@ -161,7 +163,7 @@ class CompressedTensors(CheckpointFormat):
             "quant_method": self.name,
             "format": group.format,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {**group.written(), "output_activations": None}},
+            "config_groups": {"group_0": {**group.written(scheme.settings), "output_activations": None}},
             "ignore": sorted(kept),
             "kv_cache_scheme": None,
         }
@@ -172,10 +174,13 @@ class CompressedTensors(CheckpointFormat):
         if group.get("output_activations"):
             problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
             raise ConfigError(problem, supported())
+        kind = group.get("format") or format
+        if isinstance(kind, str) and kind.startswith(_FLOAT4):
+            raise ConfigError(f"{_WHERE} has the format {kind!r:.60}, which hal does not support", supported())
         found = []
         for scheme, representation in self.known().values():
             wanted: ConfigGroup = representation.description
-            problems = list(wanted.problems(group, name, group.get("format") or format))
+            problems = list(wanted.problems(group, name, kind))
             found.append((not wanted.has_parts_of(group), len(problems), problems, scheme))
         *_, problems, nearest = min(found, key=lambda each: each[:2])
         if problems:

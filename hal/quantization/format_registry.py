@@ -27,7 +27,8 @@ def formats() -> Mapping[str, CheckpointFormat]:
 def supported() -> str:
     """Return the supported schemes and formats, as a remedy of an error."""
     known = "; ".join(f"{scheme.summary} ({name})" for name, scheme in schemes().items())
-    return f"hal supports {known}, in the formats {' and '.join(FORMATS.names())}"
+    stored = " and ".join(name for name, each in formats().items() if each.known())
+    return f"hal supports {known}, in the formats {stored}"
 
 
 def config_keys() -> tuple[str, ...]:

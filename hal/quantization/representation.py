@@ -96,7 +96,13 @@ class Representation:
         raise NotImplementedError
 
     def write(
-        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         """Quantize a layer, and return its tensors by the last part of their name. Without it, hal only reads.
 
@@ -106,11 +112,19 @@ class Representation:
             bias: ``[rows]``, floating, or None.
             activation: the quantization of the input; None without :meth:`activation`.
             dtype: the checkpoint's dtype.
+            settings: those of the scheme.
 
         Raises:
             CheckpointError: a value is not finite.
         """
         raise NotImplementedError
+
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+        """Return the weight that the tensors of :meth:`write` mean, float32 ``[rows, columns]``.
+
+        By default, that of numbers with a scale for each row.
+        """
+        return tensors["weight"].float() * tensors["weight_scale"].float()
 
     @property
     def writes(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hal.errors import ConfigError
 from hal.nn import GroupedLinear, Linear
@@ -24,11 +24,13 @@ class Scheme(ABC):
         name: the entry point's name.
         summary: a phrase that describes the computation, for errors.
         representations: how checkpoint formats store it, by format. A format may represent further schemes itself.
+        expert_biases: whether its projections of experts may have biases.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     representations: ClassVar[Mapping[str, Representation]] = MappingProxyType({})
+    expert_biases: ClassVar[bool] = False
 
     def __eq__(self, other: object) -> bool:
         """Return whether it computes the same: two of one class, with the same settings."""
@@ -48,6 +50,11 @@ class Scheme(ABC):
             ConfigError: the scheme does not support them.
         """
         return self
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What a description says of the weights beside the scheme: what :meth:`configured` takes."""
+        return {}
 
     @abstractmethod
     def layer(self, linear: Linear) -> nn.Module:
@@ -79,3 +86,18 @@ class Scheme(ABC):
             CheckpointError: a number is invalid, or parts that are merged are incompatible.
         """
         return {name: stored.tensors[name] for name in stored.layer.weights if name in stored.tensors}
+
+    def dequantize(self, tensors: Tensors, width: int) -> Tensor:
+        """Return the weight of a layer, or of one expert, in float32: ``[out_features, in_features]``.
+
+        Args:
+            tensors: those that :meth:`finish` returned, of one expert without their first dimension.
+            width: the layer's in_features.
+
+        Raises:
+            ConfigError: the scheme quantizes activations, too, or does not implement it, which is the default.
+        """
+        raise ConfigError(
+            f"weights of the scheme {self.name} cannot be converted to another one at load",
+            "set quantized_weights to kept",
+        )

@@ -1,4 +1,4 @@
-"""Creation of an int8 checkpoint from a floating-point one, shard by shard."""
+"""Creation of a quantized checkpoint from a floating-point one, shard by shard."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Gate
 from hal.progress import Say, going_on, silent, since_start
 from hal.quantization.checkpoint_format import CheckpointFormat
+from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.format_registry import FORMATS, formats
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.representation import Representation
@@ -36,6 +37,7 @@ from hal.quantization.scheme_registry import SCHEMES, schemes
 from hal.quantize.calibration import input_ranges
 
 CALIBRATION_TOKENS = 8192
+GROUP_SIZE = 128
 
 log = logging.getLogger("hal.quantize")
 
@@ -49,12 +51,15 @@ class Quantized:
         layers: number of quantized linear layers.
         bytes_before: size of all weights before.
         bytes_after: size of all weights after.
+        errors: of each quantized layer, by its name in the checkpoint: the root mean square of the difference of its
+            weight, relative to that of the weight.
     """
 
     path: Path
     layers: int
     bytes_before: int
     bytes_after: int
+    errors: Mapping[str, float]
 
 
 def quantize_checkpoint(
@@ -65,33 +70,42 @@ def quantize_checkpoint(
     format: str = "compressed-tensors",
     calibration: str | None = None,
     calibration_tokens: int | None = None,
+    group_size: int | None = None,
+    keep: Sequence[str] = (),
     progress: Progress | None = None,
     say: Say = silent,
 ) -> Quantized:
     """Write a checkpoint in which all linear layers except the output projection are quantized.
 
-    In hal's own schemes, weights have one scale per output channel, ``max|row| / 127``. ``w8a8`` runs the model on a
-    calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of its
-    activations. ``w8a8_dynamic`` computes that scale per token at run time, and ``w8a16`` quantizes only the weights.
+    In ``w4a16`` and ``w8a16_group``, each group of inputs has a scale, without zero points; of some scales, that of the
+    least error. In ``fp8`` and hal's other schemes, weights have one scale per output channel. ``w8a8`` runs the model
+    on a calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of
+    its activations. ``w8a8_dynamic`` computes that scale per token at run time. The others quantize only the weights.
     Weights are read and written file by file.
 
     Args:
         source: a floating-point checkpoint.
         target: a folder that does not exist or is empty. It is created only once everything is written.
-        scheme: ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or another package's registered scheme that can be written.
+        scheme: ``w4a16``, ``w8a16_group``, ``fp8``, ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or another package's
+            registered scheme that can be written.
         format: ``compressed-tensors``, ``modelslim``, or another package's registered format that stores the scheme.
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
+        group_size: the inputs of a group, for schemes with groups; -1 for one group per row, None for 128.
+        keep: layers to leave unquantized: names in the checkpoint, or consecutive parts of names, such as
+            ``layers.0.mlp``.
         progress: called with the bytes of weights read so far and in total.
         say: called with progress messages, also from another thread.
 
     Raises:
         ConfigError: the scheme or format is unknown; the scheme requires a calibration text, and none is given; or a
-            text or a number of tokens is given to a scheme that uses none.
+            text, a number of tokens or a group size is given to a scheme that uses none; or no layer has a name of
+            ``keep``, or a layer cannot be quantized in these groups.
         CheckpointError: the source cannot be read or is already quantized, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
     chosen, written, representation = _check_request(scheme, format, calibration, calibration_tokens)
+    chosen = _in_groups(chosen, group_size)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{checkpoint.path} is already quantized", "use a floating-point checkpoint")
@@ -101,9 +115,9 @@ def quantize_checkpoint(
     check_no_fused_experts(model, checkpoint.path)
     checkpoint = named_by_model(checkpoint, model)
     check_tied(checkpoint, model, checkpoint.dtype)
-    layers = {name: path for path, layer in linear_layers(model) for name in part_names(path, layer)}
+    layers, kept = _chosen_layers(model, keep, chosen)
     say = since_start(say)
-    job = _Job(checkpoint, chosen, written, representation, layers, {})
+    job = _Job(checkpoint, chosen, written, representation, layers, {}, kept, {})
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job, say))
@@ -112,8 +126,8 @@ def quantize_checkpoint(
             tensors = _write_weights(job, partial, [done] if progress is None else [done, progress])
         _write_rest(job, model, tensors, partial)
     after = Checkpoint.open(folder)
-    sizes = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
-    return Quantized(folder, len(layers), *sizes)
+    before, now = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
+    return Quantized(folder, len(layers), before, now, job.errors)
 
 
 @attrs.frozen
@@ -123,6 +137,8 @@ class _Job:
     Attributes:
         layers: layers to quantize, by name in the checkpoint; the values are paths in the model.
         activations: static scales of activations, by path in the model.
+        kept: linear layers that the user keeps.
+        errors: those of the layers that have been written.
     """
 
     checkpoint: Checkpoint
@@ -131,6 +147,48 @@ class _Job:
     representation: Representation
     layers: Mapping[str, str]
     activations: Mapping[str, Activation]
+    kept: Sequence[str]
+    errors: dict[str, float]
+
+
+def _in_groups(scheme: Scheme, group_size: int | None) -> Scheme:
+    """Return the scheme with groups of a size, if it has groups."""
+    if "group_size" not in scheme.settings:
+        if group_size is not None:
+            raise ConfigError(
+                f"the scheme {scheme.name} has no groups, but group_size is {group_size}", "omit --group-size"
+            )
+        return scheme
+    size = GROUP_SIZE if group_size is None else group_size
+    if size != -1 and size < 1:
+        raise ConfigError(f"group_size is {size}", "use a positive number of inputs, or -1 for a whole row")
+    return scheme.configured({"group_size": size, "symmetric": True})
+
+
+def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tuple[dict[str, str], list[str]]:
+    """Return the layers to quantize, with their paths in the model, and those that ``keep`` names."""
+    excluded, size = ExcludedLayers(scheme, list(keep), "--keep"), scheme.settings.get("group_size")
+    layers, kept = dict[str, str](), list[str]()
+    for path, layer in linear_layers(model):
+        names = part_names(path, layer)
+        left = [name for name in names if excluded.excludes(name)]
+        if left and len(left) < len(names):
+            other = next(each for each in names if each not in left)
+            raise ConfigError(
+                f"{left[0]} is kept, but {other} is not, and hal merges them", "keep all of them, or none"
+            )
+        if not left and size is not None and layer.in_features % size:
+            raise ConfigError(
+                f"{names[0]} has {layer.in_features} inputs, which is no multiple of the group_size {size}",
+                f"use a divisor of {layer.in_features}, or -1 for one group per row; or keep the layer with --keep",
+            )
+        kept += left
+        layers |= {} if left else dict.fromkeys(names, path)
+    for each in keep:
+        alone = ExcludedLayers(scheme, [each], "--keep")
+        if not any(map(alone.excludes, kept)):
+            raise ConfigError(f"no layer that would be quantized has the name {each!r}", nearest(each, layers))
+    return layers, kept
 
 
 def _check_request(
@@ -238,7 +296,9 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
                 quantized[name] = False
             elif suffix == "weight":
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
-                found = job.representation.write(name, values, bias, activation, checkpoint.dtype)
+                settings = job.scheme.settings
+                found = job.representation.write(name, values, bias, activation, checkpoint.dtype, settings)
+                job.errors[layer] = _error(job.representation.written_weight(found, settings), values)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
@@ -253,6 +313,11 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
     return quantized
 
 
+def _error(found: Tensor, wanted: Tensor) -> float:
+    wide = wanted.float()
+    return float((found - wide).norm() / wide.norm().clamp(min=1e-30))
+
+
 def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
     name = f"{layer}.bias"
     return next(iter(checkpoint.read([name])))[1].clone() if name in checkpoint.tensors else None
@@ -260,7 +325,8 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
     config = dict(job.checkpoint.config)
-    kept = [model.output_projection, *(path for path, layer in model.named_modules() if isinstance(layer, Gate))]
+    gates = (path for path, layer in model.named_modules() if isinstance(layer, Gate))
+    kept = [model.output_projection, *job.kept, *gates]
     for name, value in job.format.describe(config, job.scheme, kept, tensors).items():
         _write_json(folder / name, value)
     job.checkpoint.files.write_beside(folder)

@@ -81,7 +81,7 @@ def section(format: str, group: int) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
     return {
         "quant_method": format,
-        "format": "pack-quantized",
+        "format": "toy-packed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
         "ignore": ["lm_head"],
     }
@@ -219,8 +219,8 @@ def test_what_the_formats_refuse(tmp_path: Path) -> None:
     write(quantized, tensors, groups)
     with pytest.raises(CheckpointError, match=r"into one are quantized differently: .*q_proj toy_int4"):
         build_model(hal.Checkpoint.open(quantized))
-    write(quantized, tensors, {"quant_method": "gptq"})
-    with pytest.raises(ConfigError, match=r"(?s)'gptq'.*in the formats compressed-tensors and modelslim and toy_awq"):
+    write(quantized, tensors, {"quant_method": "hqq"})
+    with pytest.raises(ConfigError, match=r"(?s)'hqq'.*in the formats awq and .* and toy_awq"):
         build_model(hal.Checkpoint.open(quantized))
 
 

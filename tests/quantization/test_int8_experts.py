@@ -42,7 +42,7 @@ def plain(tmp_path: Path) -> Path:
 def quantized(plain: Path, target: Path, format: Format) -> Path:
     result = CliRunner().invoke(main, ["quantize", str(plain), str(target), "--scheme", "w8a16", "--format", format])
     assert result.exit_code == 0, result.stderr
-    assert "35 layers in int8" in result.stderr, "7 of the dense layer, 4 and 8 experts with 3 of the sparse one"
+    assert "35 layers in w8a16" in result.stderr, "7 of the dense layer, 4 and 8 experts with 3 of the sparse one"
     return target
 
 

@@ -154,7 +154,15 @@ def test_nothing_to_scale() -> None:
     ("arguments", "message"),
     [
         (["--scheme", "w8a8"], "requires a calibration text"),
-        (["--scheme", "w4a16"], "unknown scheme 'w4a16'"),
+        (["--scheme", "w2a16"], "unknown scheme 'w2a16'"),
+        (["--scheme", "w8a16", "--group-size", "32"], "w8a16 has no groups, but group_size is 32"),
+        (["--scheme", "w4a16", "--group-size", "0"], "group_size is 0"),
+        (
+            ["--scheme", "w4a16", "--group-size", "12"],
+            "q_proj has 32 inputs, which is no multiple of the group_size 12",
+        ),
+        (["--scheme", "w8a16", "--keep", "layers.7"], "no layer that would be quantized has the name 'layers.7'"),
+        (["--scheme", "w8a16", "--keep", "q_proj"], "q_proj is kept, but model.layers.0.self_attn.k_proj is not"),
         (["--scheme", "w8a8_dynamic", "--format", "gguf"], "unknown format 'gguf'"),
         (["--scheme", "w8a8_dynamic", "--calibration", "{text}"], "uses no calibration text"),
         (["--scheme", "w8a8_dynamic", "--calibration-tokens", "5"], "text, but calibration_tokens is 5"),
@@ -184,7 +192,10 @@ def test_the_command_says_what_it_does_and_since_when(scheme: str, plain: Path, 
     text.write_text(TEXT)
     given = ["--scheme", scheme, *(["--calibration", str(text), "--calibration-tokens", "20"] * (scheme == "w8a8"))]
     result = CliRunner().invoke(main, ["quantize", str(plain), str(tmp_path / "out"), *given])
-    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.exit_code == 0, result.stderr
+    errors = dict(line.split() for line in result.stdout.splitlines()[1:])
+    assert len(errors) == 14
+    assert all(0.001 < float(each) < 0.01 for each in errors.values())
     calibrating = ["loading the model to calibrate it", "calibrating on 20 tokens"] if scheme == "w8a8" else []
     said = re.findall(r"^\[\d+ s\] (.*)$", result.stderr, re.MULTILINE)
     assert [each for each in said if " left" not in each and "still running" not in each] == [

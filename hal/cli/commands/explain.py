@@ -147,9 +147,8 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     from hal.checkpoint.driver_layers import replaced
     from hal.checkpoint.loading import build_model
 
-    found = Counter(
-        (old.__name__, new.__name__) for old, new in replaced(model, build_model(opened, source=on.config.model_source))
-    )
+    whole = build_model(opened, source=on.config.model_source, quantized_weights=on.config.quantized_weights)
+    found = Counter((old.__name__, new.__name__) for old, new in replaced(model, whole))
     rows = [(*names, str(times)) for names, times in found.items()]
     if rows:
         print_table(("layer", "the driver's", "times"), rows)

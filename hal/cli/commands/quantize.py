@@ -1,4 +1,4 @@
-"""``hal quantize``: create an int8 checkpoint from a floating-point one."""
+"""``hal quantize``: create a quantized checkpoint from a floating-point one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from pathlib import Path
 
 import click
 
-from hal.cli.console import progress_on_stderr
+from hal.cli.console import print_table, progress_on_stderr
 from hal.cli.stdout import ResultCommand
 from hal.errors import ConfigError
 
 SCHEME = (
     "w8a8: activation scales from a calibration text; w8a8_dynamic: activation scales per token at run time; "
-    "w8a16: weights only."
+    "w8a16: weights only; w4a16 and w8a16_group: weights of 4 or 8 bits in groups; fp8: weights in float8."
 )
+GROUP_SIZE = "Inputs that share a scale, in w4a16 and w8a16_group; -1 for a whole row.  [default: 128]"
+KEEP = "A layer to leave as it is: its name, or consecutive parts of it, such as layers.0.mlp. May be repeated."
 FORMAT = "Format of the checkpoint: compressed-tensors or modelslim. hal reads both."
 CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8."
 
@@ -25,12 +27,22 @@ CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8.
 @click.option("--format", "format_", metavar="NAME", default="compressed-tensors", show_default=True, help=FORMAT)
 @click.option("--calibration", metavar="FILE", type=click.Path(path_type=Path), help=CALIBRATION)
 @click.option("--calibration-tokens", type=int, metavar="N", help="Number of its tokens to read.  [default: 8192]")
+@click.option("--group-size", type=int, metavar="N", help=GROUP_SIZE)
+@click.option("--keep", metavar="NAME", multiple=True, help=KEEP)
 def command(
-    source: Path, target: Path, scheme: str, format_: str, calibration: Path | None, calibration_tokens: int | None
+    source: Path,
+    target: Path,
+    scheme: str,
+    format_: str,
+    calibration: Path | None,
+    calibration_tokens: int | None,
+    group_size: int | None,
+    keep: tuple[str, ...],
 ) -> None:
-    """Quantize the checkpoint in the folder IN to int8 into the new folder OUT.
+    """Quantize the checkpoint in the folder IN into the new folder OUT.
 
-    All linear layers except the output projection are quantized. `hal generate OUT` runs the result.
+    All linear layers except the output projection are quantized. The relative error of each layer's weight is printed.
+    `hal generate OUT` runs the result.
     """
     from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -42,11 +54,14 @@ def command(
         format=format_,
         calibration=text,
         calibration_tokens=calibration_tokens,
+        group_size=group_size,
+        keep=keep,
         say=progress_on_stderr(),
     )
+    print_table(("layer", "relative error"), [(name, f"{each:.4f}") for name, each in made.errors.items()])
     before, after = made.bytes_before / 1e6, made.bytes_after / 1e6
     sizes = f"{before:.1f} MB before, {after:.1f} MB after"
-    click.echo(f"{made.path}: {made.layers} layers in int8; weights: {sizes}", err=True)
+    click.echo(f"{made.path}: {made.layers} layers in {scheme}; weights: {sizes}", err=True)
 
 
 def _text(file: Path) -> str:

@@ -48,7 +48,13 @@ class SymmetricRows(Representation):
         return stored.tensors
 
     def write(
-        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         values, scale = quantize_weight(name, weight)
         found = {"weight": values, "weight_scale": scale.unsqueeze(-1)} | ({} if bias is None else {"bias": bias})
@@ -92,3 +98,9 @@ class ScaledRows(Scheme):
         scale = stored["weight_scale"]
         stored.check_rows(scale.isfinite() & (scale >= 0), "the scales of {} are not all finite and positive")
         return super().finish(stored)
+
+    def dequantize(self, tensors: Tensors, width: int) -> Tensor:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        assert weight is not None
+        assert scale is not None
+        return weight.float() * scale.float().unsqueeze(-1)

@@ -92,10 +92,16 @@ class CompressedStatic(StaticInput, CompressedRows):
         return activation_for(low, high, symmetric=True)
 
     def write(
-        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         assert activation is not None
-        found = super().write(name, weight, bias, activation, dtype)
+        found = super().write(name, weight, bias, activation, dtype, settings)
         found["input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
         if activation.offset:
             found["input_zero_point"] = torch.tensor([activation.offset], dtype=torch.int8)
@@ -134,10 +140,16 @@ class ModelSlimStatic(StaticInput, ModelSlimRows):
         return activation_for(low, high, symmetric=False, dtype=dtype)
 
     def write(
-        self, name: str, weight: Tensor, bias: Tensor | None, activation: Activation | None, dtype: torch.dtype
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
     ) -> dict[str, Tensor]:
         assert activation is not None
-        found = super().write(name, weight, None, activation, dtype)
+        found = super().write(name, weight, None, activation, dtype, settings)
         deq_scale = found["weight_scale"].flatten().float() * torch.tensor(activation.scale, dtype=torch.float32)
         counts = torch.zeros_like(deq_scale) if bias is None else bias_counts(bias, deq_scale)
         found["input_scale"] = torch.tensor([activation.scale], dtype=dtype)
@@ -152,7 +164,7 @@ class W8A8(Scheme):
     """Static W8A8."""
 
     name = "w8a8"
-    summary = "the same weights, and int8 activations, static per tensor"
+    summary = "int8 weights as w8a16, and int8 activations, static per tensor"
     representations: ClassVar = {
         COMPRESSED_TENSORS: CompressedStatic(ConfigGroup(CHANNEL_WEIGHTS, TENSOR)),
         MODELSLIM: ModelSlimStatic("W8A8"),

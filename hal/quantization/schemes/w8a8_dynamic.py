@@ -14,6 +14,6 @@ class W8A8Dynamic(ScaledRows):
     """Dynamic W8A8."""
 
     name = "w8a8_dynamic"
-    summary = "the same weights, and int8 activations, dynamic per token"
+    summary = "int8 weights as w8a16, and int8 activations, dynamic per token"
     representations = row_representations(TOKEN, "W8A8_DYNAMIC")
     layers = DynamicQuantizedLinear, DynamicQuantizedGroupedLinear

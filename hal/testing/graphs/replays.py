@@ -30,7 +30,7 @@ def check_replay(target: Target, operation: Operation) -> None:
     given = call.arguments(backend.device.torch, 0)
     later, wanted = call.arguments(backend.device.torch, 1), call.arguments("cpu", 1)
     for place in kept:  # weights keep their values: their layout is the driver's
-        wanted[place] = given[place].cpu()
+        wanted[place] = None if given[place] is None else given[place].cpu()
     with torch.inference_mode():
         given = prepare_weights(backend, operation, given, dtype)
         expected = reference(operation, wanted)

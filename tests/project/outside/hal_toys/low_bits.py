@@ -115,7 +115,7 @@ class Int4Groups(Scheme):
             ConfigGroup(
                 {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "dynamic": False},
                 None,
-                "pack-quantized",
+                "toy-packed",
                 settings=frozenset({"group_size"}),
             )
         )

@@ -1,0 +1,131 @@
+"""Kernels of projections with weights of 8 or 4 bits, which widen some rows of a weight at a time.
+
+A tape records each as one call, and gives it ``out``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.float8 import widen
+from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.weight_only import dequantize
+
+from .grouped import spans
+
+WIDENED = 1 << 20
+"""Elements of a weight that are widened at once."""
+
+Widen = Callable[[int, int], Tensor]
+"""Returns rows of a weight from a first one to an end, in float32."""
+
+
+def weight_only_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`hal.ops.weight_only_linear`. It rounds the scaled weights to x's dtype."""
+    rows = partial(_group_rows, weight, weight_scale, weight_zero_point, group_size)
+    output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+    _project(x, rows, bias, output)
+    return output
+
+
+def weight_only_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    counts: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights to x's dtype."""
+    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
+    for expert, start, end in spans("weight_only_grouped_linear", counts, x.shape[0]):
+        zero = None if weight_zero_point is None else weight_zero_point[expert]
+        rows = partial(_group_rows, weight[expert], weight_scale[expert], zero, group_size)
+        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
+    return output
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`hal.ops.fp8_linear`. It rounds the scaled weights to x's dtype."""
+    output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+    _project(x, partial(_block_rows, weight, weight_scale, block_rows, block_columns), bias, output, block_rows)
+    return output
+
+
+def fp8_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    counts: Tensor,
+    bias: Tensor | None,
+    block_rows: int,
+    block_columns: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`hal.ops.fp8_grouped_linear`. It rounds the scaled weights to x's dtype."""
+    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
+    for expert, start, end in spans("fp8_grouped_linear", counts, x.shape[0]):
+        rows = partial(_block_rows, weight[expert], weight_scale[expert], block_rows, block_columns)
+        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end], block_rows)
+    return output
+
+
+def _group_rows(weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, start: int, end: int) -> Tensor:
+    return dequantize(weight[start:end], scale[start:end], None if zero is None else zero[start:end], group_size)
+
+
+def _block_rows(weight: Tensor, scale: Tensor, block_rows: int, block_columns: int, start: int, end: int) -> Tensor:
+    scale = scale[start // block_rows : -(-end // block_rows)]
+    return widen(weight[start:end], scale, block_rows, block_columns)
+
+
+def _project(x: Tensor, rows: Widen, bias: Tensor | None, output: Tensor, unit: int = 1) -> None:
+    """Write ``x @ weight.T + bias``.
+
+    Args:
+        x: ``[..., in_features]``.
+        rows: widens rows of the weight.
+        bias: ``[out_features]``, or None.
+        output: ``[..., out_features]``.
+        unit: the rows that are widened together.
+    """
+    count = output.shape[-1]
+    step = max(1, WIDENED // (unit * max(1, x.shape[-1]))) * unit
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        added = None if bias is None else bias[start:end].to(x.dtype)
+        output[..., start:end] = functional.linear(x, rows(start, end).to(x.dtype), added)
+
+
+KERNELS: dict[str, Kernel] = {
+    "fp8_grouped_linear": fp8_grouped_linear,
+    "fp8_linear": fp8_linear,
+    "weight_only_grouped_linear": weight_only_grouped_linear,
+    "weight_only_linear": weight_only_linear,
+}

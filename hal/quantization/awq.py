@@ -1,0 +1,86 @@
+"""The format of AWQ: 4-bit integers packed along the outputs, with ``quant_method`` ``awq`` in config.json.
+
+Source: the documentation of AutoAWQ, of its version ``gemm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from hal.errors import ConfigError
+from hal.nn import QuantizedLinear, Weight
+from hal.nn.linear import IN, OUT
+from hal.nn.low_bits import WeightOnlyTensors
+from hal.ops.weight_only import INT4S
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.packed_integers import (
+    FLOATS,
+    by_expert,
+    check_scales,
+    packed_weight,
+    signed_zero_points,
+    unsigned,
+)
+from hal.quantization.representation import Representation, StoredLayer, Tensors
+
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place of each of eight outputs in an int32."""
+BITS = 4
+
+
+class AwqTensors(Representation):
+    """``qweight``, ``qzeros`` and ``scales``."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        assert isinstance(layer, WeightOnlyTensors)
+        axes, groups, eight = f"{IN} {OUT}", {IN: layer.group_size}, {OUT: INT4S}
+        return {
+            "qweight": layer.declare("qweight", axes, packing=eight, dtype=torch.int32),
+            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, packing=eight, dtype=torch.int32),
+            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        scale = stored["scales"].transpose(-1, -2).contiguous()
+        check_scales(stored, scale, "scales")
+        return {
+            **stored.tensors,
+            "weight": by_expert(stored, _weight, stored["qweight"]),
+            "weight_scale": scale,
+            "weight_zero_point": signed_zero_points(unsigned(stored["qzeros"], BITS, ORDER).transpose(-1, -2), BITS),
+        }
+
+
+class Awq(CheckpointFormat):
+    """The format of AWQ."""
+
+    name = "awq"
+    representations = MappingProxyType({"w4a16": AwqTensors(None)})
+
+    def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
+        if section is None or section.content.get("quant_method") != self.name:
+            return None
+        content, where = section.content, section.name
+        for keys, wanted in ((("bits", "w_bit"), BITS), (("zero_point",), True), (("version",), "gemm")):
+            found = next((content[key] for key in keys if key in content), wanted)
+            if (found.lower() if isinstance(found, str) else found) != wanted or isinstance(found, bool) != isinstance(
+                wanted, bool
+            ):
+                raise ConfigError(
+                    f"{where} has {keys[0]} {found!r:.60}, which hal does not support in AWQ",
+                    f"use a checkpoint with {keys[0]} {wanted!r}",
+                )
+        size = next((content[key] for key in ("group_size", "q_group_size") if key in content), None)
+        scheme, _ = self.known()["w4a16"]
+        configured = scheme.configured({"group_size": size, "symmetric": False})
+        return ExcludedLayers(configured, content.get("modules_to_not_convert"), where)
+
+
+def _weight(qweight: Tensor) -> Tensor:
+    return packed_weight(unsigned(qweight, BITS, ORDER).transpose(-1, -2), BITS)

@@ -1,0 +1,120 @@
+"""The format of GPTQ: integers packed along the inputs, with ``quant_method`` ``gptq`` in config.json.
+
+Source: the documentation of GPTQModel; version 1 stores zero points minus one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hal.errors import ConfigError
+from hal.nn import QuantizedLinear, Weight
+from hal.nn.linear import IN, OUT
+from hal.nn.low_bits import WeightOnlyTensors
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.packed_integers import (
+    FLOATS,
+    check_group_index,
+    check_scales,
+    in_one,
+    signed_weight,
+    signed_zero_points,
+    unsigned,
+)
+from hal.quantization.representation import Representation, StoredLayer, Tensors
+
+VERSIONS = ("gptq", "gptq_v2")
+SCHEMES = {4: "w4a16", 8: "w8a16_group"}
+
+
+class GptqTensors(Representation):
+    """``qweight``, ``qzeros``, ``scales`` and ``g_idx``."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        assert isinstance(layer, WeightOnlyTensors)
+        axes, groups, packed = f"{IN} {OUT}", {IN: layer.group_size}, in_one(layer.bits)
+        if layer.in_features % packed:
+            raise ConfigError(
+                f"a layer has {layer.in_features} inputs, and GPTQ packs {packed} of {layer.bits} bits into a number",
+                "exclude the layer when you quantize",
+            )
+        return {
+            "qweight": layer.declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
+            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, packing={OUT: packed}, dtype=torch.int32),
+            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS),
+            "g_idx": layer.declare(
+                "g_idx", IN, dtype=torch.int32, stored=(torch.int32, torch.int64), optional=True, every_rank=True
+            ),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        layer = stored.layer
+        assert isinstance(layer, WeightOnlyTensors)
+        bits, scale = layer.bits, stored["scales"].transpose(-1, -2).contiguous()
+        check_scales(stored, scale, "scales")
+        check_group_index(stored, stored.tensors["g_idx"], layer.group_size, "g_idx")
+        packed = stored["qweight"].transpose(-1, -2).contiguous()
+        zero = unsigned(stored["qzeros"], bits).transpose(-1, -2)
+        if self.description == VERSIONS[0]:
+            stored.check_rows(
+                (zero < (1 << bits) - 1).all(-1), f"{{}}.qzeros has zero points of {1 << bits}, beyond {bits} bits"
+            )
+            zero = zero + 1
+        return {
+            **stored.tensors,
+            "weight": signed_weight(packed, bits, packed.shape[-1] * in_one(bits)),
+            "weight_scale": scale,
+            "weight_zero_point": signed_zero_points(zero, bits),
+        }
+
+
+class Gptq(CheckpointFormat):
+    """The format of GPTQ, in its first version."""
+
+    name = "gptq"
+    representations = MappingProxyType(dict.fromkeys(SCHEMES.values(), GptqTensors(VERSIONS[0])))
+
+    def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
+        if section is None or section.content.get("quant_method") != "gptq":
+            return None
+        content, where = section.content, section.name
+        version = content.get("checkpoint_format") or content.get("format") or VERSIONS[0]
+        if version not in VERSIONS:
+            raise ConfigError(
+                f"{where} has the checkpoint_format {version!r:.60}, which hal does not support",
+                f"use a checkpoint in {' or '.join(VERSIONS)}",
+            )
+        if version != self.version:
+            return None
+        bits = content.get("bits")
+        if type(bits) is not int or bits not in SCHEMES:
+            raise ConfigError(
+                f"{where} has weights of {bits!r:.60} bits, which hal does not support", "use 4 or 8 bits"
+            )
+        if dynamic := content.get("dynamic"):
+            raise ConfigError(
+                f"{where} has rules for single layers (dynamic), {dynamic!r:.80}, which hal does not support",
+                "use a checkpoint whose layers are quantized alike",
+            )
+        scheme, _ = self.known()[SCHEMES[bits]]
+        settings: dict[str, Any] = {"group_size": content.get("group_size"), "symmetric": content.get("sym", True)}
+        return ExcludedLayers(scheme.configured(settings), content.get("modules_to_not_convert"), where)
+
+    @property
+    def version(self) -> str:
+        """The version that it reads."""
+        found: str = self.representations["w4a16"].description
+        return found
+
+
+class GptqV2(Gptq):
+    """The format of GPTQ in its second version, with unchanged zero points."""
+
+    name = "gptq_v2"
+    representations = MappingProxyType(dict.fromkeys(SCHEMES.values(), GptqTensors(VERSIONS[1])))

@@ -1,0 +1,151 @@
+"""The arithmetic of packed weights: unsigned numbers in int32, and checks of scales and zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hal.errors import CheckpointError
+from hal.ops.weight_only import pack_int4
+from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.representation import StoredLayer
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that scales keep."""
+SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 8: (1.0,)}
+"""The parts of the largest number of a group that :func:`quantize_groups` tries as the range, by bits."""
+# In each number of an int32, the difference of the highest bit: between unsigned numbers and two's complement.
+_SIGNS = {4: -0x77777778, 8: -0x7F7F7F80}
+
+
+def in_one(bits: int) -> int:
+    """Return how many numbers an int32 holds."""
+    return 32 // bits
+
+
+def unsigned(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Return the unsigned numbers in int32 ``[..., width]``, int32 ``[..., width * 32 / bits]``, the lowest bits first.
+
+    Args:
+        packed: the numbers.
+        bits: those of a number.
+        order: the place, in an int32, of each of its numbers; None for their own order.
+    """
+    places = torch.tensor(order or range(in_one(bits)), dtype=torch.int32)
+    shifted: Tensor = packed.unsqueeze(-1) >> places * bits
+    numbers: Tensor = shifted & ((1 << bits) - 1)
+    return numbers.flatten(-2)
+
+
+def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
+    """Return a weight as :func:`hal.ops.weight_only_linear` takes it.
+
+    Args:
+        packed: int32 ``[..., out_features, ceil(width * bits / 32)]``, contiguous: unsigned numbers, among which the
+            middle of the range means 0.
+        bits: those of a number, 4 or 8.
+        width: the numbers of a row.
+    """
+    signed = packed ^ _SIGNS[bits]
+    return signed if bits == 4 else signed.view(torch.int8)[..., :width].contiguous()
+
+
+def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
+    """Return unsigned numbers ``[..., width]`` as int32 ``[..., ceil(width * bits / 32)]``: see :func:`unsigned`."""
+    each = in_one(bits)
+    padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % each)).unflatten(-1, (-1, each))
+    packed = padded[..., 0].clone()
+    for place in range(1, each):
+        packed |= padded[..., place] << bits * place
+    return packed.to(torch.uint32).view(torch.int32)
+
+
+def packed_weight(numbers: Tensor, bits: int) -> Tensor:
+    """Return unsigned numbers ``[..., out_features, in_features]`` as :func:`signed_weight` does."""
+    signed = numbers - (1 << bits - 1)
+    return pack_int4(signed) if bits == 4 else signed.to(torch.int8)
+
+
+def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:
+    """Return unsigned zero points for the numbers that :func:`signed_weight` returns; None if all are 0 then."""
+    signed = (zero_points - (1 << bits - 1)).to(torch.int8).contiguous()
+    return signed if bool(signed.any()) else None
+
+
+def by_expert(stored: StoredLayer, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return what a function computes of a layer's tensors; of experts, one after the other, to use less memory."""
+    if stored.layer.num_experts is None:
+        return compute(*tensors)
+    return torch.stack([compute(*each) for each in zip(*tensors, strict=True)])
+
+
+def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize ``[rows, columns]`` symmetrically in groups. Of some scales, each group gets that of the least error.
+
+    Args:
+        name: the weight's name, for errors.
+        weight: the weight.
+        bits: those of a number, 4 or 8.
+        size: the columns of a group, a divisor of the columns.
+        dtype: that of the scales.
+
+    Returns:
+        Numbers from ``-2 ** (bits - 1)``, int32 ``[rows, columns]``, and the scales ``[rows, columns / size]``. A group
+        of zeros has the scale 1.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    groups, most = weight.float().unflatten(-1, (-1, size)), (1 << bits - 1) - 1
+    largest = groups.abs().amax(-1, keepdim=True)
+    if not bool(largest.isfinite().all()):
+        raise CheckpointError(f"{name} has values that are not finite", "use a checkpoint with finite weights")
+    best, error = torch.empty_like(groups), torch.full_like(largest, torch.inf)
+    scale = torch.ones_like(largest)
+    for ratio in SHARES[bits]:
+        tried = (largest * (ratio / most)).to(dtype).float()
+        tried = torch.where(tried == 0, 1.0, tried)
+        numbers = (groups / tried).round().clamp(-most - 1, most)
+        found = (numbers * tried - groups).square().sum(-1, keepdim=True)
+        better = found < error
+        best, scale = torch.where(better, numbers, best), torch.where(better, tried, scale)
+        error = torch.minimum(found, error)
+    return best.flatten(-2).int(), scale.squeeze(-1).to(dtype)
+
+
+def check_scales(stored: StoredLayer, scale: Tensor, name: str) -> None:
+    """Raise CheckpointError unless all scales are positive and finite.
+
+    Args:
+        stored: the layer.
+        scale: ``[..., out_features, groups]``.
+        name: the tensor's name in the checkpoint.
+    """
+    valid = (scale.isfinite() & (scale > 0)).all(-1)
+    stored.check_rows(valid, f"{{}}.{name} has values that are not positive and finite")
+
+
+def check_group_index(stored: StoredLayer, index: Tensor | None, group_size: int, name: str) -> None:
+    """Raise CheckpointError unless the groups of a layer's inputs are consecutive.
+
+    Args:
+        stored: the layer.
+        index: the group of each input, for each part; None if the checkpoint does not have it.
+        group_size: the inputs of a group.
+        name: the tensor's name in the checkpoint.
+    """
+    if index is None:
+        return
+    layer, rows = stored.layer, index.flatten(0, -2)
+    groups = -(-layer.in_features // group_size)
+    consecutive = torch.arange(layer.in_features) // group_size
+    for part, row in zip(stored.names, rows, strict=True):
+        if not bool(((row >= 0) & (row < groups)).all()):
+            raise CheckpointError(f"{part}.{name} has groups other than 0 to {groups - 1}", AGAIN)
+        if not torch.equal(row.long(), consecutive):
+            raise CheckpointError(
+                f"{part}.{name} orders the inputs by activations (act-order), which hal does not support",
+                "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
+            )

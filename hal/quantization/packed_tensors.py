@@ -1,0 +1,124 @@
+"""Integer weights as compressed-tensors packs them: ``pack-quantized``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import CheckpointError
+from hal.nn import QuantizedLinear, Weight
+from hal.nn.linear import IN, OUT
+from hal.nn.low_bits import WeightOnlyTensors
+from hal.ops.weight_only import dequantize
+from hal.quantization.compressed_tensors import ConfigGroup
+from hal.quantization.int8_arithmetic import AGAIN, Activation
+from hal.quantization.packed_integers import (
+    FLOATS,
+    check_group_index,
+    check_scales,
+    in_one,
+    packed_unsigned,
+    quantize_groups,
+    signed_weight,
+    signed_zero_points,
+    unsigned,
+)
+from hal.quantization.representation import Representation, StoredLayer, Tensors
+
+INTEGERS = (torch.int64, torch.int32)
+DIMENSIONS = "dimensions"
+
+
+def packed_group(bits: int) -> ConfigGroup:
+    """Return the group of weights of so many bits."""
+    weights = {"num_bits": bits, "type": "int", "dynamic": False}
+    settings = frozenset({"strategy", "group_size", "symmetric", "actorder"})
+    return ConfigGroup(weights, None, "pack-quantized", settings)
+
+
+@attrs.frozen
+class FloatGroup(ConfigGroup):
+    """A group of float8 weights. Activations may be float8, too, which hal does not round them to."""
+
+    def has_parts_of(self, group: Mapping[str, Any]) -> bool:
+        return True
+
+    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
+        """Yield the differences of the checkpoint's group ``name``; of activations, only the type matters."""
+        yield from super().problems({**group, "input_activations": None}, name, format)
+        found = group.get("input_activations")
+        if found is not None and not (
+            isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, "float")
+        ):
+            yield f"the input_activations of {name} are {found!r:.60}, not of 8 bits and the type 'float'"
+
+
+class PackedTensors(Representation):
+    """``weight_packed``, ``weight_scale``, ``weight_shape``, ``weight_zero_point`` and ``weight_g_idx``."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        assert isinstance(layer, WeightOnlyTensors)
+        groups, packed = {IN: layer.group_size}, in_one(layer.bits)
+        zero: dict[str, Any] = {"group_sizes": groups, "packing": {OUT: packed}, "optional": layer.symmetric}
+        rest: dict[str, Any] = {"stored": INTEGERS, "optional": True, "every_rank": True}
+        return {
+            "weight_packed": layer.declare("weight_packed", packing={IN: packed}, dtype=torch.int32),
+            "scales": layer.declare("weight_scale", group_sizes=groups, stored=FLOATS),
+            "zero_points": layer.declare("weight_zero_point", dtype=torch.int32, **zero),
+            "shape": layer.declare("weight_shape", DIMENSIONS, sizes={DIMENSIONS: 2}, dtype=torch.int64, **rest),
+            "g_idx": layer.declare("weight_g_idx", IN, dtype=torch.int64, **rest),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        layer, scale, zero = stored.layer, stored["scales"], stored.tensors["zero_points"]
+        assert isinstance(layer, WeightOnlyTensors)
+        check_scales(stored, scale, "weight_scale")
+        check_group_index(stored, stored.tensors["g_idx"], layer.group_size, "weight_g_idx")
+        self._check_shapes(stored)
+        width = min(layer.in_features, stored["weight_packed"].shape[-1] * in_one(layer.bits))
+        if zero is not None:
+            zero = unsigned(zero.transpose(-1, -2), layer.bits).transpose(-1, -2)
+            zero = signed_zero_points(zero[..., : scale.shape[-2], :], layer.bits)
+        return {
+            **stored.tensors,
+            "weight": signed_weight(stored["weight_packed"], layer.bits, width),
+            "weight_scale": scale,
+            "weight_zero_point": zero,
+        }
+
+    def write(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        bits, size = self.description.weights["num_bits"], settings["group_size"] or weight.shape[1]
+        numbers, scale = quantize_groups(name, weight, bits, size, dtype)
+        found = {
+            "weight_packed": packed_unsigned(numbers + (1 << bits - 1), bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return found | ({} if bias is None else {"bias": bias})
+
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+        bits, width = self.description.weights["num_bits"], int(tensors["weight_shape"][1])
+        weight = signed_weight(tensors["weight_packed"], bits, width)
+        return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or width)
+
+    def _check_shapes(self, stored: StoredLayer) -> None:
+        shapes, layer = stored.tensors["shape"], stored.layer
+        if shapes is None:
+            return
+        sizes = [layer.out_features] if layer.merged or not layer.parts else list(layer.parts.values())
+        for place, (name, shape) in enumerate(zip(stored.names, shapes.flatten(0, -2).tolist(), strict=True)):
+            wanted = [sizes[place % len(sizes)], layer.in_features]
+            if shape != wanted:
+                raise CheckpointError(f"{name}.weight_shape is {shape}, but the model's layer is {wanted}", AGAIN)

@@ -1,0 +1,99 @@
+"""``w4a16`` and ``w8a16_group``: integer weights with a scale for each group of inputs, and floating activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hal.errors import ConfigError
+from hal.nn import GroupedLinear, Linear, Projection
+from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
+from hal.ops.weight_only import INT4S, dequantize
+from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
+from hal.quantization.packed_tensors import PackedTensors, packed_group
+from hal.quantization.representation import Tensors
+from hal.quantization.scheme import Scheme
+
+
+class WeightOnly(Scheme):
+    """Weights in groups.
+
+    Args:
+        group_size: the inputs of a group; None for one group per row.
+        symmetric: whether all zero points are 0.
+
+    Attributes:
+        bits: 8 or 4.
+    """
+
+    bits: ClassVar[int]
+    expert_biases = True
+
+    def __init__(self, group_size: int | None = None, *, symmetric: bool = True) -> None:
+        self.group_size, self.symmetric = group_size, symmetric
+
+    def configured(self, settings: Mapping[str, Any]) -> Scheme:
+        """Return the scheme for ``strategy``, ``group_size`` and ``symmetric``.
+
+        One group per row is the strategy ``channel``, or without a strategy, a size of -1 or None.
+        """
+        size, symmetric = settings.get("group_size"), settings.get("symmetric", True)
+        strategy = settings.get("strategy")
+        if strategy not in (None, "group", "channel") or (strategy == "group") > (size not in (None, -1)):
+            raise ConfigError(
+                f"the strategy of quantized weights is {strategy!r:.60} with the group_size {size!r:.60}",
+                "use the strategy channel, or group with a group_size",
+            )
+        if size == -1 or strategy == "channel":
+            size = None
+        if size is not None and (type(size) is not int or size < 1):
+            raise ConfigError(f"the group_size of quantized weights is {size!r:.60}", "make it positive, or -1")
+        if type(symmetric) is not bool:
+            raise ConfigError(f"symmetric of quantized weights is {symmetric!r:.60}", "make it true or false")
+        return type(self)(size, symmetric=symmetric)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        strategy = "channel" if self.group_size is None else "group"
+        return {"strategy": strategy, "group_size": self.group_size, "symmetric": self.symmetric}
+
+    def layer(self, linear: Linear) -> WeightOnlyLinear:
+        return WeightOnlyLinear(linear, **self._settings(linear))
+
+    def grouped_layer(self, linear: GroupedLinear) -> WeightOnlyGroupedLinear:
+        return WeightOnlyGroupedLinear(linear, **self._settings(linear))
+
+    def dequantize(self, tensors: Tensors, width: int) -> Tensor:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        assert weight is not None
+        assert scale is not None
+        return dequantize(weight, scale, tensors["weight_zero_point"], self.group_size or width)
+
+    def _settings(self, linear: Projection) -> dict[str, Any]:
+        width, size = linear.in_features, self.group_size or linear.in_features
+        if self.bits == 4 and (width % INT4S or size % INT4S):
+            raise ConfigError(
+                f"a layer has {width} inputs in groups of {size}, and hal packs {INT4S} of 4 bits",
+                f"quantize it in groups of a multiple of {INT4S}, or exclude it in the quantization config",
+            )
+        return {"bits": self.bits, "group_size": size, "symmetric": self.symmetric}
+
+
+class W4A16(WeightOnly):
+    """Weights of 4 bits."""
+
+    name = "w4a16"
+    representations: ClassVar = {COMPRESSED_TENSORS: PackedTensors(packed_group(4))}
+    summary = "int4 weights with a scale, and perhaps a zero point, for each group of inputs or output channel"
+    bits = 4
+
+
+class W8A16Group(WeightOnly):
+    """Weights of 8 bits, in groups or with zero points."""
+
+    name = "w8a16_group"
+    representations: ClassVar = {COMPRESSED_TENSORS: PackedTensors(packed_group(8))}
+    summary = "int8 weights with the same scales and zero points as w4a16"
+    bits = 8

@@ -1,0 +1,189 @@
+"""Checkpoints of 8 and 4 bits in published formats, written without hal, and the same with dequantized weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hal.checkpoint.random_weights import RandomCheckpoint
+from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
+from helpers.quantized import PARTS
+
+AWQ_SHIFTS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of each of eight outputs."""
+DENSE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "attention_bias": True}
+SPARSE: dict[str, Any] = {**EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32, "num_experts": 4}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "attention_bias": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def packed(numbers: Tensor, bits: int) -> Tensor:
+    """Pack numbers of the last dimension into int32, the first in the lowest bits."""
+    each = 32 // bits
+    wide = sum(numbers[..., index::each].long() << (bits * index) for index in range(each))
+    return torch.as_tensor(wide).to(torch.uint32).view(torch.int32)
+
+
+def spread(factors: Tensor, group: int, width: int) -> Tensor:
+    return factors.repeat_interleave(group, 1)[:, :width]
+
+
+@attrs.frozen
+class Format:
+    """How a checkpoint stores its layers.
+
+    Attributes:
+        method: ``quant_method``, with the version of GPTQ.
+        bits: those of a number.
+        group: the inputs of a group, 0 for a whole row; for float8, the sides of a block, 0 for a row, -1 for a tensor.
+        symmetric: whether all zero points are half of the range.
+        dtype: that of the scales.
+    """
+
+    method: str
+    bits: int = 4
+    group: int = 32
+    symmetric: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def is_float(self) -> bool:
+        return self.method.endswith("fp8")
+
+    def section(self) -> dict[str, Any]:
+        """Return the quantization_config."""
+        size = self.group or -1
+        if self.method.startswith("gptq"):
+            given = {"bits": self.bits, "group_size": size, "desc_act": False, "sym": self.symmetric}
+            return {"quant_method": "gptq", **given, "checkpoint_format": self.method}
+        if self.method == "awq":
+            return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        if self.method == "fp8":
+            block = [self.group] * 2 if self.group > 0 else None
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
+        if self.is_float:
+            weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+            weights |= {"strategy": {0: "channel", -1: "tensor"}.get(self.group, "block")}
+            weights |= {"block_structure": [self.group] * 2 if self.group > 0 else None}
+            inputs: Any = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+            return self._compressed(weights, inputs, "float-quantized")
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
+        weights |= {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
+        return self._compressed(weights, None, "pack-quantized")
+
+    def _compressed(self, weights: dict[str, Any], inputs: Any, format: str) -> dict[str, Any]:
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": format,
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+        }
+
+    def quantized(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        """Return a layer's tensors, with random numbers, and their weight in float32."""
+        return self._float8(weight, draw) if self.is_float else self._integers(weight, draw)
+
+    def _integers(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        (rows, width), group, most = weight.shape, self.group or weight.shape[1], 1 << self.bits
+        groups = -(-width // group)
+        numbers = torch.randint(0, most, (rows, width), generator=draw)
+        zero = torch.randint(1, most, (rows, groups), generator=draw)
+        if self.symmetric:
+            zero = torch.full_like(zero, most // 2)
+        scale = (torch.rand(rows, groups, generator=draw) + 0.5) * (2 / most * width**-0.5)
+        scale = scale.to(self.dtype)
+        wide = (numbers - spread(zero, group, width)) * spread(scale.float(), group, width)
+        if self.method == "compressed-tensors":
+            found = {"weight_packed": packed(numbers, self.bits), "weight_scale": scale}
+            found["weight_shape"] = torch.tensor([rows, width])
+            if not self.symmetric:
+                found["weight_zero_point"] = packed(zero.t(), self.bits).t()
+        elif self.method == "awq":
+            order = torch.tensor(AWQ_SHIFTS).argsort()
+            columns = [each.t().unflatten(1, (-1, 8))[..., order].flatten(1) for each in (numbers, zero)]
+            found = {"qweight": packed(columns[0], 4), "qzeros": packed(columns[1], 4), "scales": scale.t()}
+        else:
+            stored = (zero.t() - int(self.method == "gptq")).contiguous()
+            found = {"qweight": packed(numbers, self.bits).t(), "qzeros": packed(stored, self.bits)}
+            found |= {"scales": scale.t(), "g_idx": torch.arange(width, dtype=torch.int32) // group}
+        return found, wide
+
+    def _float8(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        rows, width = weight.shape
+        block = (self.group, self.group) if self.group > 0 else (1, width) if self.group == 0 else (rows, width)
+        values = torch.randn(rows, width, generator=draw).mul(100).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-rows // block[0]), -(-width // block[1]), generator=draw) + 0.5
+        scale = (scale * (0.01 * width**-0.5)).to(self.dtype)
+        each = scale.float().repeat_interleave(block[0], 0)[:rows]
+        name = "weight_scale_inv" if self.method == "fp8" and self.group > 0 else "weight_scale"
+        stored = scale[0, 0] if self.group == -1 else scale
+        return {"weight": values, name: stored}, values.float() * spread(each, block[1], width)
+
+
+def pair(folder: Path, format: Format, *, seed: int = 3, **overrides: Any) -> tuple[Path, Path]:
+    """Write a quantized checkpoint, and the same with dequantized weights."""
+    plain, quantized = (random_checkpoint(folder / name, **overrides) for name in ("plain", "quantized"))
+    draw, wide, narrow = torch.Generator().manual_seed(seed), load_file(plain / "model.safetensors"), {}
+    for name, tensor in wide.items():
+        layer, _, suffix = name.rpartition(".")
+        if suffix != "weight" or layer.rpartition(".")[2] not in PARTS:
+            narrow[name] = tensor
+            continue
+        found, wide[name] = format.quantized(tensor, draw)
+        narrow |= {f"{layer}.{each}": value.contiguous() for each, value in found.items()}
+    save_file(wide, plain / "model.safetensors")
+    write(quantized, narrow, format.section())
+    return quantized, plain
+
+
+def gpt_oss_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
+    """Write a gpt-oss whose experts are MXFP4, and the same with dequantized weights."""
+    plain, quantized = (random_checkpoint(folder / name) for name in ("plain", "quantized"))
+    config = {**json.loads((plain / "config.json").read_text()), **GPT_OSS}
+    drawn = RandomCheckpoint.of("gpt-oss", config)
+    wide = {name.replace(".gate.", ".router."): each for name, each in drawn.read(drawn.tensors)}
+    for each in (plain, quantized):
+        write_json(each / "config.json", config)
+    draw, narrow = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    for name, tensor in wide.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            narrow[name] = tensor
+            continue
+        experts, width, rows = tensor.shape
+        blocks = torch.randint(0, 256, (experts, rows, width // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(121, 125, (experts, rows, width // 32), generator=draw, dtype=torch.uint8)
+        numbers = torch.tensor(E2M1)[torch.stack((blocks & 15, blocks >> 4), -1).long()].flatten(-2)
+        values = (numbers * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(-2)
+        wide[name] = values.transpose(1, 2).contiguous()
+        narrow |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(wide, plain / "model.safetensors")
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    write(quantized, narrow, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    return quantized, plain
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
+    save_file(dict(tensors), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "quantization_config": described})

@@ -1,0 +1,381 @@
+"""Tests for weights of 8 and 4 bits: every format against the dequantized weights, whole, split and converted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair, write
+from helpers.quantized import change_json, change_tensors, error
+from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hal
+from hal.device.group import Group
+from hal.errors import CheckpointError, ConfigError, HalError
+from hal.nn import CausalLM, QuantizedLinear
+from hal.nn.low_bits import (
+    DequantizedGroupedLinear,
+    DequantizedLinear,
+    Fp8GroupedLinear,
+    Fp8Linear,
+    WeightOnlyGroupedLinear,
+    WeightOnlyLinear,
+)
+from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, Int8GroupedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear
+from hal.ops.weight_only import dequantize, pack_int4, unpack_int4
+from hal.parallel import Mesh
+
+TOKENS = [1, 7, 30, 4, 200, 19]
+DOWN = "model.layers.1.mlp.down_proj"
+QUERY = "model.layers.0.self_attn.q_proj"
+COMPRESSED = "compressed-tensors"
+HALF, SHORT = torch.float16, torch.bfloat16
+FORMATS = {
+    "packed": Format(COMPRESSED, symmetric=True, dtype=SHORT),
+    "packed-zero-points": Format(COMPRESSED, group=64),
+    "packed-rows": Format(COMPRESSED, group=0, symmetric=True),
+    "packed-8-bits": Format(COMPRESSED, bits=8),
+    "awq": Format("awq", dtype=HALF),
+    "gptq": Format("gptq", dtype=HALF),
+    "gptq-rows": Format("gptq", group=0, symmetric=True),
+    "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
+    "gptq_v2": Format("gptq_v2"),
+    "fp8-blocks": Format("fp8"),
+    "fp8-e8m0": Format("fp8", dtype=torch.float8_e8m0fnu),
+    "fp8-tensors": Format("fp8", group=-1),
+    "compressed-fp8-rows": Format("compressed-fp8", group=0),
+    "compressed-fp8-blocks": Format("compressed-fp8"),
+    "compressed-fp8-tensors": Format("compressed-fp8", group=-1),
+}
+each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+
+def load(folder: Path, mesh: Mesh | None = None, experts: str = "split", **config: Any) -> CausalLM:
+    config |= {"backend": "cpu", "options": {"pack_weights": False}}
+    if experts != "split":
+        config["parallel"] = {"tensor": 2, "experts": experts}
+    with hal.open(config, mesh=mesh or Mesh()) as backend:
+        return hal.load_model(folder, backend)
+
+
+def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
+    compilation = {"compiler": compiler, "capture_sizes": [1]}
+    given = {"backend": "cpu", "options": {"pack_weights": False}, "compilation": compilation, **config}
+    with hal.open(given) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
+        found = [runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()]
+        found.append(runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.clone())
+    return torch.cat(found)
+
+
+def layers(model: CausalLM) -> dict[str, Any]:
+    return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+
+
+def test_packing() -> None:
+    numbers = torch.randint(-8, 8, (3, 5, 48), generator=torch.Generator().manual_seed(0))
+    packed = pack_int4(numbers)
+    assert packed.shape == (3, 5, 6)
+    assert packed.dtype == torch.int32
+    assert torch.equal(unpack_int4(packed), numbers.int())
+    assert [hex(each & 0xFFFFFFFF) for each in pack_int4(torch.arange(-4, 4)).tolist()] == ["0x3210fedc"]
+
+
+@thorough(EXHAUSTIVE, r"\[(packed-[z8r].*|gptq-[r8].*|gptq_v2|fp8-[et].*|compressed-fp8-[bt].*)-sparse")
+@thorough(MODE, r"\[(packed-[z8].*|gptq-[r8].*|gptq_v2|fp8-[et].*|compressed-fp8-[bt].*)-dense")
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@each_format
+def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, format, **overrides)
+    found = layers(load(quantized))
+    single, grouped = (Fp8Linear, Fp8GroupedLinear) if format.is_float else (WeightOnlyLinear, WeightOnlyGroupedLinear)
+    assert {type(each) for each in found.values()} == ({single} if overrides is DENSE else {single, grouped})
+    assert len(found) == 8
+    assert error(logits(quantized), logits(plain)) < 1e-5
+
+
+@thorough(EXHAUSTIVE, r"\[(fp8-blocks-piecewise|awq-graph|.*inductor)\]")
+@thorough(LONG, r"\[awq-piecewise")
+@pytest.mark.parametrize("compiler", ["graph", "piecewise", "inductor"])
+@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, FORMATS[name], **SPARSE)
+    assert error(logits(quantized, compiler), logits(quantized)) < 1e-5
+
+
+def test_weights_stay_packed(tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, FORMATS["awq"], **DENSE)
+    down = layers(load(quantized))[DOWN]
+    assert (down.weight.dtype, down.weight.shape) == (torch.int32, (64, 16))
+    assert (down.weight_scale.dtype, down.weight_scale.shape) == (torch.float16, (64, 4))
+    assert down.weight_zero_point.dtype == torch.int8
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    quantized, plain = gpt_oss_pair(tmp_path)
+    model = load(quantized)
+    found = layers(model)
+    assert {type(each) for each in found.values()} == {WeightOnlyGroupedLinear}
+    assert len(found) == 4
+    path, layer = next(iter(found.items()))
+    exact = load(plain).get_submodule(path).weight
+    for expert in range(4):
+        assert torch.equal(dequantize(layer.weight[expert], layer.weight_scale[expert], None, 32), exact[expert])
+    assert error(logits(quantized), logits(plain)) < 1e-5
+
+
+def test_layers_that_a_checkpoint_leaves_out(tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, FORMATS["awq"], **DENSE)
+    wide, narrow = (load_file(each / "model.safetensors") for each in (plain, quantized))
+    kept = {name: each for name, each in narrow.items() if not name.startswith(DOWN)}
+    section = {**FORMATS["awq"].section(), "modules_to_not_convert": ["layers.1.mlp.down_proj"]}
+    write(quantized, {**kept, f"{DOWN}.weight": wide[f"{DOWN}.weight"]}, section)
+    assert DOWN not in layers(load(quantized))
+    assert error(logits(quantized), logits(plain)) < 1e-5
+
+
+@thorough(EXHAUSTIVE, r"\[(packed-zero-points|awq|compressed-fp8-tensors)-sparse|gptq-dense")
+@thorough(MODE, r"\[(packed-zero-points|awq|fp8-blocks|compressed-fp8-tensors)-dense")
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", ["packed-zero-points", "awq", "gptq", "fp8-blocks", "compressed-fp8-tensors"])
+def test_converted_weights(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, FORMATS[name], **overrides)
+    exact = logits(plain)
+    found = layers(load(quantized, quantized_weights="dequantized"))
+    assert {type(each) for each in found.values()} <= {DequantizedLinear, DequantizedGroupedLinear}
+    assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
+    kinds = (
+        ("w8a16", Int8Linear, Int8GroupedLinear),
+        ("w8a8_dynamic", DynamicQuantizedLinear, DynamicQuantizedGroupedLinear),
+    )
+    reference = load(plain)
+    for target, *kind in kinds:
+        for path, layer in layers(load(quantized, quantized_weights=target)).items():
+            assert type(layer) in kind
+            assert layer.weight.dtype == torch.int8
+            wide = layer.weight.float() * layer.weight_scale.unsqueeze(-1)
+            assert error(wide, reference.get_submodule(path).weight) < 0.015
+
+
+def test_weights_dequantized_to_half_precision(tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
+    model = load(quantized, quantized_weights="dequantized", dtype="bfloat16")
+    wide = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
+    assert torch.equal(layers(model)[DOWN].weight, wide.bfloat16())
+
+
+def test_only_quantized_weights_are_converted(tmp_path: Path) -> None:
+    _, plain = pair(tmp_path, FORMATS["awq"], **DENSE)
+    with pytest.raises(ConfigError, match=r"quantized_weights is 'w8a16', and .* has no quantized weights"):
+        load(plain, quantized_weights="w8a16")
+
+
+def ranks(folder: Path, experts: str = "split", **config: Any) -> list[CausalLM]:
+    """Load the parts of two ranks in this process. They compute nothing together."""
+    groups = [Group("pair", rank, 2, object()) for rank in range(2)]
+    meshes = [Mesh(tensor=each, **({} if experts == "split" else {"expert": each})) for each in groups]
+    return [load(folder, mesh, experts, **config) for mesh in meshes]
+
+
+def joined(parts: list[Tensor], layer: QuantizedLinear) -> Tensor:
+    """Return the output of a whole layer from those of its ranks."""
+    if layer.shard == "in_features":
+        return parts[0] + parts[1]
+    by_part = zip(*(each.split(list(layer.sizes), -1) for each in parts), strict=True)
+    return torch.cat([rank for part in by_part for rank in part], -1)
+
+
+@thorough(
+    EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows|.*-dequantized)"
+)
+@pytest.mark.parametrize("converted", ["kept", "dequantized"])
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@each_format
+def test_ranks_cut_groups_as_they_cut_columns(
+    format: Format, overrides: dict[str, Any], converted: str, cpu: hal.Backend, tmp_path: Path
+) -> None:
+    quantized, _ = pair(tmp_path, format, **overrides)
+    given = {"quantized_weights": converted}
+    whole, parts = layers(load(quantized, **given)), [layers(each) for each in ranks(quantized, **given)]
+    assert len(whole) == 8
+    cpu.activate()
+    for path, layer in whole.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
+        mine = []
+        for rank, part in enumerate(each[path] for each in parts):
+            part.group = None
+            mine.append(part(x.chunk(2, -1)[rank] if layer.shard == "in_features" else x, *counts))
+        assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
+
+
+@thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")
+@each_format
+def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, format, **SPARSE)
+    whole, parts = layers(load(quantized)), [layers(each) for each in ranks(quantized, "all_gather")]
+    stacked = [path for path, layer in whole.items() if layer.num_experts is not None]
+    assert len(stacked) == 4
+    for path in stacked:
+        for name in ("weight", "weight_scale"):
+            mine = torch.cat([getattr(each[path], name) for each in parts])
+            assert torch.equal(mine.float(), getattr(whole[path], name).float())
+
+
+def test_cuts_inside_a_group_are_refused(tmp_path: Path) -> None:
+    overrides = {**DENSE, "intermediate_size": 96}
+    for name, tensor in (("packed", "scales"), ("fp8-blocks", "scales"), ("awq", "qzeros")):
+        quantized, _ = pair(tmp_path / name, FORMATS[name], **overrides)
+        with pytest.raises(
+            ConfigError, match=rf"{tensor}: a cut between 2 ranks at element (48|96) of .* inside a group of 32"
+        ):
+            ranks(quantized)
+
+
+def section(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: change_json(
+        folder / "config.json", lambda value: value["quantization_config"].update(changes)
+    )
+
+
+def weights(**changes: Any) -> Callable[[Path], object]:
+    def change(value: dict[str, Any]) -> None:
+        value["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+
+    return lambda folder: change_json(folder / "config.json", change)
+
+
+def tensor(name: str, change: Callable[[Tensor], Tensor] | None) -> Callable[[Path], object]:
+    def changed(tensors: dict[str, Tensor]) -> None:
+        found = tensors.pop(name)
+        tensors.update({} if change is None else {name: change(found)})
+
+    return lambda folder: change_tensors(folder, changed)
+
+
+def first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(values: Tensor) -> Tensor:
+        values.view(-1)[0] = value
+        return values
+
+    return change
+
+
+Damage = tuple[str, Callable[[Path], object], type[HalError], str]
+CASES: dict[str, Damage] = {
+    "no scales": ("gptq", tensor(f"{DOWN}.scales", None), CheckpointError, f"{DOWN}.scales is missing"),
+    "integer scales": ("awq", tensor(f"{DOWN}.scales", Tensor.int), CheckpointError, f"{DOWN}.scales is I32, expected"),
+    "too few scales": (
+        "packed",
+        tensor(f"{DOWN}.weight_scale", lambda each: each[:, :3].contiguous()),
+        CheckpointError,
+        rf"{DOWN}.weight_scale is \[64, 3\], not \[64, 4\]",
+    ),
+    "an infinite scale": (
+        "gptq_v2",
+        tensor(f"{DOWN}.scales", first(math.inf)),
+        CheckpointError,
+        f"{DOWN}.scales has values that are not",
+    ),
+    "a scale of 0": (
+        "packed",
+        tensor(f"{QUERY}.weight_scale", first(0)),
+        CheckpointError,
+        f"{QUERY}.weight_scale has values that",
+    ),
+    "an infinite block": (
+        "fp8-blocks",
+        tensor(f"{QUERY}.weight_scale_inv", first(math.inf)),
+        CheckpointError,
+        f"{QUERY}.weight_scale_inv has values that",
+    ),
+    "no blocks": (
+        "fp8-blocks",
+        tensor(f"{DOWN}.weight_scale_inv", None),
+        CheckpointError,
+        f"{DOWN}.weight_scale_inv is missing",
+    ),
+    "packed too small": (
+        "packed",
+        tensor(f"{DOWN}.weight_packed", lambda each: each[:, :15].contiguous()),
+        CheckpointError,
+        rf"{DOWN}.weight_packed is \[64, 15\], not \[64, 16\]",
+    ),
+    "another shape": (
+        "packed",
+        tensor(f"{DOWN}.weight_shape", first(65)),
+        CheckpointError,
+        rf"{DOWN}.weight_shape is \[65, 128\], but",
+    ),
+    "act-order": (
+        "gptq",
+        tensor(f"{DOWN}.g_idx", lambda each: each.flip(0)),
+        CheckpointError,
+        rf"{DOWN}.g_idx orders the inputs by activations \(act-order\)",
+    ),
+    "a group out of range": (
+        "gptq",
+        tensor(f"{DOWN}.g_idx", first(4)),
+        CheckpointError,
+        f"{DOWN}.g_idx has groups other than 0 to 3",
+    ),
+    "a zero point beyond 4 bits": (
+        "gptq",
+        tensor(f"{DOWN}.qzeros", first(15)),
+        CheckpointError,
+        f"{DOWN}.qzeros has zero points of 16, beyond 4 bits",
+    ),
+    "zero points of symmetric weights": (
+        "packed-zero-points",
+        weights(symmetric="yes"),
+        ConfigError,
+        "symmetric of quantized weights is 'yes'",
+    ),
+    "floating-point weights": (
+        "awq",
+        section(modules_to_not_convert=[DOWN]),
+        CheckpointError,
+        f"{DOWN}.weight is missing",
+    ),
+    "another version of AWQ": (
+        "awq",
+        section(version="gemv"),
+        ConfigError,
+        "version 'gemv', which hal does not support",
+    ),
+    "3 bits": ("gptq", section(bits=3), ConfigError, "weights of 3 bits, which hal does not support"),
+    "another version of GPTQ": (
+        "gptq",
+        section(checkpoint_format="marlin"),
+        ConfigError,
+        "checkpoint_format 'marlin', which hal does not",
+    ),
+    "rules by layer": ("gptq", section(dynamic={"-:.*": {}}), ConfigError, "rules for single layers"),
+    "no group size": ("packed", weights(group_size=None), ConfigError, "'group' with the group_size None"),
+    "another strategy": ("packed", weights(strategy="tensor"), ConfigError, "the strategy of quantized weights"),
+    "e5m2": ("fp8-blocks", section(fmt="e5m2"), ConfigError, "fmt 'e5m2', which hal does not support"),
+    "blocks of nothing": ("fp8-blocks", section(weight_block_size=[0, 32]), ConfigError, r"blocks .* are \[0, 32\]"),
+    "nvfp4": (
+        "packed",
+        section(format="nvfp4-pack-quantized"),
+        ConfigError,
+        "'nvfp4-pack-quantized', which hal does not support",
+    ),
+    "bitsandbytes": ("packed", section(quant_method="bitsandbytes"), ConfigError, "'bitsandbytes'.*(\n.*)*w4a16"),
+    "excluded by a number": ("awq", section(modules_to_not_convert=3), CheckpointError, "is 3, not a list of names"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_bad_checkpoints(case: Damage, tmp_path: Path) -> None:
+    name, damage, kind, message = case
+    quantized, _ = pair(tmp_path, FORMATS[name], **DENSE)
+    damage(quantized)
+    with pytest.raises(kind, match=message):
+        load(quantized)
