@@ -6,7 +6,7 @@ Source: Grattafiori et al., *The Llama 3 Herd of Models*, 2024; Jiang et al., *M
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -18,6 +18,7 @@ class LlamaConfig(DecoderConfig):
     """The keys of Llama's config.json."""
 
     mlp_bias: bool = False
+    rope_interleaved: Literal[False] = False  # in SmolLM's files
 
 
 @attrs.frozen(kw_only=True)

@@ -72,8 +72,8 @@ def paged_attention(
     """See :func:`hal.ops.paged_attention`. It runs torch's flash attention, one sequence at a time.
 
     It reads the cache in place if a sequence's blocks are contiguous. Flash attention turns NaN, and rows of only -inf,
-    into 0, which would hide a broken model; the reference runs in this case. Softcaps and sinks are composed of smaller
-    operations.
+    into 0, which would hide a broken model; the reference runs in this case. Softcaps, sinks, chunks and position
+    biases are composed of smaller operations.
     """
     reference = partial(
         ops.operation("paged_attention").reference,
@@ -93,7 +93,7 @@ def paged_attention(
     inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())
     if not inside or max(lengths, default=0) > block_table.shape[1] * block_size or min(lengths, default=0) < 0:
         _refuse_outside(block_table, lengths, num_blocks, block_size)
-    if sinks is not None or options.softcap is not None:
+    if sinks is not None or any(each is not None for each in (options.softcap, options.chunk, options.alibi)):
         return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     broken = bool(lengths) and not _finite(query)

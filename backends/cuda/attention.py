@@ -30,6 +30,11 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def only_masks(options: AttentionOptions) -> bool:
+    """Return whether attention has no other options than torch's flash attention."""
+    return options.softcap is None and options.chunk is None and options.alibi is None
+
+
 class ByLength:
     """``paged_attention`` with one kernel for long prefills and another for everything else.
 
@@ -59,8 +64,8 @@ class ByLength:
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
         tokens, sequences = query.shape[0], kv_lens.shape[0]
-        # Comparing shapes recognizes a decode without reading lengths. torch's attention has neither softcap nor sinks.
-        long = tokens > sequences and sinks is None and options.softcap is None
+        # Comparing shapes recognizes a decode without reading lengths. torch's attention has none of the other options.
+        long = tokens > sequences and sinks is None and only_masks(options)
         long = long and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
         attended: Tensor = attend(
@@ -82,8 +87,8 @@ class TorchAttention:
     """``paged_attention`` with torch's variable-length flash attention, or with its scaled dot product attention.
 
     Flash attention reads the cache in place if the block size is a multiple of :data:`PAGE` and this release of torch
-    supports block tables. Otherwise keys and values are gathered first. Softcaps and sinks are composed of smaller
-    operations.
+    supports block tables. Otherwise keys and values are gathered first. Softcaps, sinks, chunks and position biases are
+    composed of smaller operations.
 
     Args:
         flash: whether torch has flash attention for this device.
@@ -118,7 +123,7 @@ class TorchAttention:
         queried = tokens if captured else starts[-1]
         if not queried:
             return torch.zeros_like(query, memory_format=torch.contiguous_format)
-        flash = self._flash and sinks is None and options.softcap is None and query.dtype in HALVES
+        flash = self._flash and sinks is None and only_masks(options) and query.dtype in HALVES
         flash = flash and head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
         block_size = key_cache.shape[1]
         if flash and self.pages and block_size % PAGE == 0:
@@ -141,10 +146,7 @@ class TorchAttention:
         elif decodes and (captured or not flash):
             return decode(query, key_cache, value_cache, block_table, kv_lens, sinks, options)
         elif captured:
-            raise CaptureError(
-                "torch's attention for a prefill gathers the sequences' keys, whose number no replay can change",
-                'capture decode steps only; or remove the option kernels.paged_attention, or set it to "triton"',
-            )
+            raise _gathers()
         elif flash:
             ends = functional.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
             keys, values = gathered(key_cache, value_cache, block_table, kv_lens, kv_lens_host)
@@ -162,6 +164,38 @@ class TorchAttention:
             lengths = kv_lens_host.tolist()
             return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
         return attended if queried == tokens else functional.pad(attended, (0, 0, 0, 0, 0, tokens - queried))
+
+
+def composed(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens: Tensor,
+    kv_lens_host: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend with torch's smaller operations, which support all options; see :func:`hal.ops.paged_attention`.
+
+    Raises:
+        CaptureError: a graph captures a prefill.
+    """
+    starts = query_start_loc_host.tolist()
+    if one_query_each(query.shape[0], starts):
+        return decode(query, key_cache, value_cache, block_table, kv_lens, sinks, options)
+    if capturing(query):
+        raise _gathers()
+    lengths = kv_lens_host.tolist()
+    return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
+
+
+def _gathers() -> CaptureError:
+    return CaptureError(
+        "torch's attention for a prefill gathers the sequences' keys, whose number no replay can change",
+        'capture decode steps only; or remove the option kernels.paged_attention, or set it to "triton"',
+    )
 
 
 def _flash(
@@ -209,7 +243,16 @@ def gathered(
     return key_cache.flatten(0, 1)[slots], value_cache.flatten(0, 1)[slots]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See :func:`hal.ops.scaled_dot_product_attention`.
 
     On Hopper, torch uses cuDNN's attention for 16-bit types. It returns None for an empty query, and a nonzero row for
@@ -221,5 +264,5 @@ def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     if causal and (mask is not None or queries > keys):
         own = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         mask, causal = own if mask is None else own & mask, False
-    attended = torch_kernels.scaled_dot_product_attention(query, key, value, mask, scale, causal)
+    attended = torch_kernels.scaled_dot_product_attention(query, key, value, mask, scale, causal, softcap, sinks)
     return attended if mask is None else attended.masked_fill(~mask.any(-1, keepdim=True), 0.0)

@@ -69,7 +69,7 @@ def load_model(
         ClosedError: the backend is closed.
     """
     backend.uses.check_open()
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    opened = checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
@@ -101,7 +101,7 @@ def load_model(
             set_tensor(each.module, each.name, constant)
     if _fill(checkpoint, layers, backend, progress) or own_layers:
         model.prepared_by = backend.name
-    model.eval().finish_loading(backend)
+    model.eval().finish_loading(backend, opened)
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(
             f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",

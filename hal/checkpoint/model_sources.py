@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from hal.checkpoint.model_registry import find_model, knows
 from hal.config.plugins import Plugins, instance_of
-from hal.errors import CheckpointError, ConfigError, HalError
+from hal.errors import CheckpointError, ConfigError, HalError, nearest
 from hal.nn import CausalLM
 
 GROUP = "hal.model_sources"
@@ -66,6 +66,12 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
         ModelError: the class cannot be imported, or several packages register one.
     """
     if source not in (AUTO, HAL):
+        if source not in (others := SOURCES.names()):
+            raise ConfigError(
+                f"model_source has the value {source!r:.70}, and no source of models of that name is installed",
+                f"{nearest(source, (AUTO, HAL, *others))}; or install the package that registers it in the entry-point "
+                f"group {GROUP}",
+            )
         return SOURCES.load(source).find(architecture, config)
     if source == HAL or knows(architecture):
         return find_model(architecture)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
+from hal.errors import ConfigError
 from hal.nn.weights.share import Share
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
@@ -46,8 +47,13 @@ class Attention(nn.Module):
             tensor: the ranks that split each layer.
 
         Raises:
-            ConfigError: the ranks cannot share the key heads.
+            ConfigError: the ranks cannot share the key heads, or the heads have position biases.
         """
+        if self.options.alibi is not None and tensor.size > 1:
+            raise ConfigError(
+                "ranks do not split attention with the position biases of ALiBi, whose slopes differ by head",
+                "run it on one device, or set the option data of parallel",
+            )
         self.states = self._states(Share(repeat=True).size(self.num_kv_heads, tensor.size))
 
     def forward(

@@ -123,11 +123,12 @@ class CausalLM(nn.Module):
             "set parallel.tensor to 1, or override split in the model",
         )
 
-    def finish_loading(self, backend: Any) -> None:
+    def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Complete a model whose weights were loaded, such as with tensors that no checkpoint has. Does nothing here.
 
         Args:
             backend: the :class:`hal.Backend` that the model was loaded for.
+            checkpoint: the :class:`hal.Checkpoint` that it was loaded from.
 
         Raises:
             HalError: the model cannot run.

@@ -19,8 +19,8 @@ from hal.ops.declaration.samples import Draw, Sample
 class AttentionOptions:
     """The options of attention, which a layer, the operation and its kernels pass on as one object.
 
-    A score is ``query @ key * scale``; with a softcap, it becomes ``softcap * tanh(score / softcap)``. The mask of
-    ``causal`` and ``window`` comes last.
+    A score is ``query @ key * scale``; with a softcap, it becomes ``softcap * tanh(score / softcap)``. The biases of
+    ``alibi`` are added then, and the mask of ``causal``, ``window`` and ``chunk`` comes last.
 
     Attributes:
         scale: the factor of the scores.
@@ -28,15 +28,22 @@ class AttentionOptions:
             also from its own on; None for all.
         softcap: the bound of the scores, more than 0; None for none. Source: Gemma Team, *Gemma 2*, 2024.
         causal: whether a query attends only to tokens up to its own.
+        chunk: the number of tokens of a chunk, 1 or more; a query attends only to tokens of its own chunk. Chunks are
+            counted from a sequence's first token. None for no chunks. Source: Meta, *Llama 4*, 2025.
+        alibi: the factor of the biases, more than 0, or None for no biases. The score of a key gets ``alibi * slope *
+            (position of the key - position of the query)``, with the head's slope of :func:`alibi_slopes`. Source:
+            Press et al., *Train Short, Test Long*, 2021.
 
     Raises:
-        OperationError: the window or the softcap excludes every score.
+        OperationError: the window, the chunk or the softcap excludes every score, or the factor is not more than 0.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    chunk: int | None = None
+    alibi: float | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -49,6 +56,29 @@ class AttentionOptions:
                 f"attention has the softcap {self.softcap}, which no score can have",
                 "set softcap to more than 0, or to None for none",
             )
+        if self.chunk is not None and self.chunk < 1:
+            raise OperationError(
+                f"attention has chunks of {self.chunk} tokens, which exclude the query's own token",
+                "set chunk to 1 or more, or to None for no chunks",
+            )
+        if self.alibi is not None and not self.alibi > 0:
+            raise OperationError(
+                f"attention has the factor {self.alibi} of position biases, which favors distant tokens",
+                "set alibi to more than 0, or to None for no biases",
+            )
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+    """Return the slopes of ALiBi ``[num_heads]``, float32: powers of ``2 ** (-8 / p)``, where ``p`` is a power of 2.
+
+    With as many heads as ``p``, they are the powers from 1 to ``p``. With fewer, ``p`` is the next power of 2, and the
+    slopes are the even powers and then the odd ones. Source: Press et al., *Train Short, Test Long*, 2021.
+    """
+    head, whole = torch.arange(num_heads, device=device), 1 << (num_heads - 1).bit_length()
+    power = head + 1
+    if whole != num_heads:
+        power = torch.where(head < whole // 2, 2 * head + 2, 2 * head + 1 - whole)
+    return torch.exp2(power * (-8.0 / whole))
 
 
 def _attention_sample(
@@ -109,6 +139,10 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
     for new in ([5, 1], [1, 1]):  # A sequence is longer than the cache: blocks before its window are others'.
         table = [3, 3, 3, 1, 2, 0, 3, 0, 0, 0, 0, 0]
         yield _attention_sample(draw, new, [70, 20], window=16, blocks=table, num_blocks=4)
+    yield _attention_sample(draw, [9, 1, 17], [30, 40, 17], chunk=8)
+    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], heads=6, chunk=7)
+    yield _attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, alibi=1.0)
+    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], alibi=0.25, sinks=True, window=16)
 
 
 @op(
@@ -196,6 +230,8 @@ def paged_attention(
         visible = visible & (slot <= position[:, None])
     if options.window is not None:
         visible = visible & (slot > position[:, None] - options.window) & (slot < position[:, None] + options.window)
+    if options.chunk is not None:
+        visible = visible & (slot // options.chunk == position[:, None] // options.chunk)
     same = owner[:, None, None] == torch.arange(sequences, device=query.device)[:, None]
     mask = (same & visible[:, None, :]).view(1, 1, tokens, sequences * capacity)
 
@@ -208,6 +244,9 @@ def paged_attention(
     scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi is not None:
+        slopes = options.alibi * alibi_slopes(num_heads, query.device).view(kv_heads, -1, 1, 1)
+        scores = scores + slopes * (slot - position[:, None]).repeat(1, sequences)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)

@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT
 from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, LONG, PROCESSES, thorough
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
+from helpers.transformers_families import model_of as small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hal
@@ -294,6 +295,25 @@ def test_a_call_of_another_model_within_a_step(cpu: hal.Backend) -> None:
         outer.model.layers[1].register_forward_pre_hook(run_inner)
         assert batched(outer, prompts) == expected[0]
     assert found == [expected[1][::-1]]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("gemma2", {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 1}), ("gpt_oss", {})]
+)
+def test_softcaps_and_sinks(family: str, options: dict[str, Any], cpu: hal.Backend) -> None:
+    from hal.engines.transformers import use
+
+    model = small_model(family, layer_types=["full_attention"] * 2, **options)
+    model.set_attn_implementation("eager")
+    prompts = prompts_of(9, 4, 21)
+    tokens = [generate(model, [each], 12)[0] for each in prompts]
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([each])).logits for each in prompts]
+        with use(model, experts=False):
+            for prompt, logits in zip(prompts, wanted, strict=True):
+                torch.testing.assert_close(model(torch.tensor([prompt])).logits, logits, rtol=1e-4, atol=1e-4)
+    with use(model, experts=False, continuous_batching=True):
+        assert batched(model, prompts) == tokens
 
 
 class TestRefusals:

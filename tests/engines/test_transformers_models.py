@@ -37,7 +37,24 @@ FAMILIES = (
     "olmo2",  # norms over the whole width
     "gpt2",  # learned positions, and transposed weights
     "opt",  # a model that calls a part of its base model
+    "roberta",  # positions from the padding token on
+    "llama4_text",  # chunks, and a temperature of attention by position
+    "falcon",  # attention in the class, with one key head
+    "bloom",  # position biases, in the class
+    "mpt",  # likewise, and a mask of bools
+    "gpt_neo",  # windows in some layers, as tables of positions
 )
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "interleave_moe_layer_step": 1,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+}
+"""What switches on more of a family than the small configurations do."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def save(family: str) -> Any:
         if family not in made:
-            model, folder = model_of(family), tmp_path_factory.mktemp(family)
+            model, folder = model_of(family, **OPTIONS.get(family, {})), tmp_path_factory.mktemp(family)
             model.save_pretrained(folder)
             rows = tokens_for(model.config.get_text_config().vocab_size)
             made[family] = folder, rows, own_logits(model, rows)
@@ -56,8 +73,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-@thorough(EXHAUSTIVE, r"\[graph-(glm4|mixtral|stablelm|olmo2|qwen3|opt|gpt_oss)")
-@thorough(FAMILY, r"\[(?!eager-(gemma2|gpt_oss|deepseek_v3|glm4|gpt2)|graph-gemma2)")
+@thorough(EXHAUSTIVE, r"\[graph-(glm4|mixtral|stablelm|olmo2|qwen3|opt|gpt_oss|roberta|falcon|mpt)")
+@thorough(FAMILY, r"\[(?!eager-(gemma2|gpt_oss|deepseek_v3|glm4|gpt2|roberta|llama4|bloom)|graph-(gemma2|gpt_neo))")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits_are_those_of_transformers(compiler: str, family: str, saved: Any) -> None:
@@ -98,9 +115,9 @@ def test_the_source_hal_has_no_other_family(saved: Any) -> None:
 def test_an_unknown_source_names_the_others(saved: Any) -> None:
     folder, _, _ = saved("gpt2")
     backend = hal.open({"backend": "cpu", "model_source": "transformer"})
-    with pytest.raises(ConfigError, match="no source of models 'transformer'") as caught:
+    with pytest.raises(ConfigError, match="model_source has the value 'transformer'") as caught:
         hal.load_model(folder, backend)
-    assert "transformers" in caught.value.remedy
+    assert "did you mean 'transformers'? known: auto, hal, transformers" in caught.value.remedy
 
 
 def adapt(config: dict[str, Any]) -> Any:
@@ -114,12 +131,7 @@ def adapt(config: dict[str, Any]) -> Any:
     ("family", "more", "problem"),
     [
         ("mamba", {}, "another state than keys and values|does not call attention"),
-        ("bloom", {}, "BloomForCausalLM"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type dynamic, whose frequencies depend on the longest sequence",
-        ),
+        ("openai-gpt", {}, "does not call attention by its interface"),
     ],
 )
 def test_what_hal_cannot_run_is_refused_by_name(family: str, more: dict[str, Any], problem: str) -> None:
@@ -135,16 +147,64 @@ def test_configs_that_transformers_does_not_have() -> None:
         adapt({"model_type": "vit"})
 
 
-def test_a_positional_count_of_its_own_is_found_at_load(saved: Any) -> None:
-    """Each token of a step is a sequence of length 1 to the model, which would give it the first position."""
-    folder, rows, wanted = saved("data2vec-text")
-    with hal.open(config_for("eager")) as backend:
-        with pytest.raises(ConfigError, match="gives other logits over hal's cache than by itself") as caught:
-            hal.load_model(folder, backend)
-        assert "check_model" in caught.value.remedy
+@pytest.mark.parametrize("wrong", ["a weight of another layer", "another epsilon", "a factor that is missing"])
+def test_the_comparison_sees_a_wrong_layer(wrong: str, saved: Any) -> None:
+    """transformers' forward over hal's layers computes the same as hal's steps: only its own model differs."""
+    from hal.engines.transformers.models.check import _own_forward, check_logits
+
+    folder, rows, _ = saved("gemma2")
+    checkpoint = hal.Checkpoint.open(folder)
     backend = hal.open(config_for("eager", check_model=False))
-    with hal.Runner(hal.load_model(folder, backend), backend) as runner:
-        assert max(differences(runner, rows, wanted).values()) > 1e-2
+    with torch.inference_mode(), backend:
+        model: Any = hal.load_model(checkpoint, backend)
+        token = backend.enter()
+        try:
+            check_logits(model, backend, checkpoint)
+            first, second = model.model.layers
+            if wrong == "a weight of another layer":
+                first.mlp.down_proj.weight.copy_(second.mlp.down_proj.weight)
+            elif wrong == "another epsilon":
+                first.post_attention_layernorm.eps = 0.5
+            else:
+                embeddings = model.model.embed_tokens
+                embeddings._multipliers = dict.fromkeys(embeddings._multipliers, 1.0)
+            assert not torch.allclose(_own_forward(model, torch.tensor([rows[0]])), saved("gemma2")[2][0])
+            with pytest.raises(ConfigError, match="gives other logits over hal's cache than by itself") as caught:
+                check_logits(model, backend, checkpoint)
+        finally:
+            backend.leave(token)
+    assert "check_model" in caught.value.remedy
+
+
+def test_what_is_too_large_to_load_twice_is_compared_with_itself(
+    saved: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hal.engines.transformers.models import check
+
+    monkeypatch.setattr(check, "MOST_BYTES", 1000)
+    folder, rows, wanted = saved("gemma2")
+    with caplog.at_level("INFO"), hal.open(config_for("eager")) as backend:
+        model = hal.load_model(folder, backend)
+        with hal.Runner(model, backend) as runner:
+            assert max(differences(runner, rows, wanted).values()) < 1e-4
+    assert "it is compared with transformers' forward over hal's layers" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_are_chosen_once(kind: str, tmp_path: Path) -> None:
+    """transformers chooses them in each step by the longest sequence. With all sequences long, it chooses the same."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [float(n) for n in range(1, 9)]}
+        rope |= {"original_max_position_embeddings": 4}
+    model = model_of("llama", rope_parameters=rope)
+    model.save_pretrained(tmp_path)
+    rows = tokens_for(101)
+    wanted = own_logits(model, rows)
+    with hal.open(config_for("eager")) as backend:
+        loaded = hal.load_model(tmp_path, backend)
+        with hal.Runner(loaded, backend) as runner:
+            assert max(differences(runner, rows, wanted).values()) < 1e-4
 
 
 def test_layers_are_replaced_by_what_they_compute() -> None:

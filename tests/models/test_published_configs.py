@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import checkpoints, published_configs
+from helpers.other_published_configs import OTHERS, OURS
 from helpers.published_configs import CONFIGS
 
 import hal
@@ -19,9 +20,11 @@ from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
+NATIVE = {**CONFIGS, **OURS}
 UNREAD = {
     "ERNIE-4.5-21B-A3B-PT": ["moe_capacity, moe_gate, moe_use_aux_free"],
     "MiniMax-M2": ["use_mtp"],
+    "SmolLM2-135M": ["is_llama_config"],
 }
 """Keys of which a warning says that they have no effect, by model."""
 
@@ -35,9 +38,9 @@ def theirs(config: dict[str, Any]) -> Any:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_it_is_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = CONFIGS[name]
+    config = NATIVE[name]
     with torch.device("meta"), caplog.at_level(logging.WARNING):
         model = find_model(config["architectures"][0]).from_config(config)
     assert [each.rpartition(": ")[2] for each in caplog.messages] == UNREAD.get(name, [])
@@ -49,9 +52,10 @@ def test_it_is_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert sum(each.numel() for each in model.parameters()) == expected
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*NATIVE, *OTHERS])
 def test_it_runs(name: str, cpu: hal.Backend) -> None:
-    model = hal.load_model(hal.RandomCheckpoint.of(name, CONFIGS[name]), cpu)
+    """A model from transformers' code is also compared with transformers' own model when it is loaded."""
+    model = hal.load_model(hal.RandomCheckpoint.of(name, {**NATIVE, **OTHERS}[name]), cpu)
     runner = hal.Runner(model, cpu)
     logits = runner.step(runner.batch([[5, 6, 7, 8]], [[1]]), ALL).logits
     assert logits.isfinite().all()

@@ -452,6 +452,13 @@ class TestDeclaration:
         torch.testing.assert_close(late(torch.ones(1, 4)), torch.ones(1, 4), rtol=1e-5, atol=1e-5)
 
 
+def slopes_of(heads: int) -> list[float]:
+    """Return the slopes of ALiBi as its authors define them: those of 2 ** n heads, then every other one of twice."""
+    closest = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * power / closest) for power in range(1, closest + 1)]
+    return slopes if closest == heads else slopes + slopes_of(2 * closest)[0::2][: heads - closest]
+
+
 class TestAttention:
     """The reference against attention written out for one query at a time."""
 
@@ -471,6 +478,7 @@ class TestAttention:
                         for slot in range(length)
                         if (not options.causal or slot <= position)
                         and (options.window is None or abs(slot - position) < options.window)
+                        and (options.chunk is None or slot // options.chunk == position // options.chunk)
                     ]
                     for head in range(heads) if seen else ():
                         rows = [
@@ -479,6 +487,9 @@ class TestAttention:
                         scores = torch.stack([query[token, head] @ keys[at] * options.scale for at in rows])
                         if options.softcap is not None:
                             scores = (scores / options.softcap).tanh() * options.softcap
+                        if options.alibi is not None:
+                            distances = torch.tensor([slot - position for slot in seen])
+                            scores += options.alibi * slopes_of(heads)[head] * distances
                         total = scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
                         weights = scores.exp() / total
                         expected[head] = sum(weight * values[at] for weight, at in zip(weights, rows, strict=True))

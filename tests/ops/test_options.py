@@ -252,7 +252,7 @@ class TestPartialKernels:
     def test_every_option_of_attention(self) -> None:
         """A kernel that names none gets plain calls only; a new option must come with a sample."""
         partial = PartialKernel("paged_attention", ATTENTION.reference, supports=())
-        assert set(partial.lacks) == {"sinks", "window", "softcap", "causal"}
+        assert set(partial.lacks) == {"sinks", "window", "softcap", "causal", "chunk", "alibi"}
         seen = set()
         for sample in ATTENTION.samples(Draw()):
             options = attrs.astuple(sample[-1])

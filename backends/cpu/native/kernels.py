@@ -17,6 +17,7 @@ from hal.errors import OperationError
 from hal.ops import AttentionOptions
 from hal.ops.kernels.kernel_table import Kernel
 
+from ..kernels import paged_attention as composed_attention
 from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .linear_kernels import LINEAR_KERNELS, LinearKernels
@@ -235,11 +236,26 @@ class _Library(Bindings):
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`. Sequences with many queries have another kernel.
 
-        In bfloat16 on a CPU that multiplies pairs, this one rounds weights to bfloat16, as flash attention does.
+        In bfloat16 on a CPU that multiplies pairs, this one rounds weights to bfloat16, as flash attention does. Chunks
+        and position biases are composed of torch's operations.
 
         Raises:
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
         """
+        if options.chunk is not None or options.alibi is not None:
+            found = composed_attention(
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                query_start_loc,
+                kv_lens,
+                query_start_loc_host,
+                kv_lens_host,
+                sinks,
+                options,
+            )
+            return found if out is None else out.copy_(found)
         tokens, heads, head_dim = query.shape
         sequences, max_blocks = block_table.shape
         num_blocks, block_size, kv_heads, _ = key_cache.shape

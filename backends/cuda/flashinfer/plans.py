@@ -54,7 +54,8 @@ class Shape:
     def supported(self) -> bool:
         """Whether FlashInfer has a kernel for the shape."""
         # FlashInfer supports windows only for causal attention, and sinks only in kernels of other classes.
-        masks = self.options.causal or self.options.window is None
+        options = self.options
+        masks = (options.causal or options.window is None) and options.chunk is None and options.alibi is None
         return self.head_dim in HEAD_DIMS and self.dtype in HALVES and masks and not self.sinks
 
     def settings(self) -> dict[str, Any]:

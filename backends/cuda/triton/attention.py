@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hal.ops import AttentionOptions
 
+from ..attention import composed
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
 
@@ -262,7 +263,22 @@ def paged_attention(
     sinks: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host."""
+    """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host.
+
+    Chunks and position biases are composed of torch's operations.
+    """
+    if options.chunk is not None or options.alibi is not None:
+        return composed(
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc_host,
+            kv_lens,
+            kv_lens_host,
+            sinks,
+            options,
+        )
     tokens, num_heads, _ = query.shape
     sequences, max_blocks = block_table.shape
     capacity = max_blocks * key_cache.shape[1]

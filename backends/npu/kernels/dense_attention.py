@@ -26,18 +26,27 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
     causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu_(1).to(device)
 
     def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :func:`hal.ops.scaled_dot_product_attention`. The mask is True where a query does not attend.
 
         One launch; in a capture that of npu_fusion_attention, because torch_npu expects to update the other's lengths
-        at each replay. The reference runs for other dtypes than bfloat16 and float16, and for a mask with ``causal``.
+        at each replay. The reference runs for other dtypes than bfloat16 and float16, for a mask with ``causal``,
+        and with softcaps or sinks, which the operator lacks.
         """
         queries, hides = query.shape[2], causal and query.shape[2] > 1
-        if query.dtype not in SUPPORTED or (mask is not None and hides) or not query.numel():
+        composed = softcap is not None or sinks is not None or query.dtype not in SUPPORTED
+        if composed or (mask is not None and hides) or not query.numel():
             plain = None if mask is None else mask.logical_not()
             return ops.operation("scaled_dot_product_attention").reference(  # type: ignore[no-any-return]
-                query, key, value, plain, scale, causal
+                query, key, value, plain, scale, causal, softcap, sinks
             )
         masked: dict[str, Any] = {}
         if hides:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.errors import OperationError
 
-REFUSED = ("softcap", "position_bias", "s_aux")
+REFUSED = ("position_bias", "attention_bias", "alibi")
 """Arguments of an attention function that change its result, and that hal's operations do not have."""
 
 
@@ -36,7 +36,7 @@ def attend(
         dropout: must be 0.
         scaling: of the scores; None for ``head_dim ** -0.5``.
         is_causal: whether a query attends only up to its own token, if there is no mask.
-        kwargs: what other attention functions need.
+        kwargs: ``softcap`` and ``s_aux``, the sinks, and what other attention functions need.
 
     Returns:
         ``[batch, queries, num_heads, head_dim]``, and no weights.
@@ -56,7 +56,9 @@ def attend(
     if attention_mask is not None:
         attention_mask = attention_mask.expand(query.shape[0], -1, -1, -1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attended = ops.scaled_dot_product_attention(query, key, value, attention_mask, scale, causal)
+    attended = ops.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale, causal, kwargs.get("softcap") or None, sinks_of(query, kwargs)
+    )
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -65,12 +67,18 @@ def check(module: nn.Module, mask: Tensor | None, dropout: float, others: dict[s
     asked = [name for name in REFUSED if others.get(name) is not None]
     asked += ["dropout"] if dropout else []
     asked += ["a mask that is not bool [batch, 1, queries, keys]"] if _unlike(mask) else []
-    asked += ["attention sinks"] if hasattr(module, "sinks") else []
+    asked += ["attention sinks"] if hasattr(module, "sinks") and others.get("s_aux") is None else []
     if asked:
         raise OperationError(
             f"{type(module).__name__} asks attention for {', '.join(asked)}, which hal's operation does not have",
             "use(model, attention=False) leaves attention to transformers",
         )
+
+
+def sinks_of(query: Tensor, others: dict[str, Any]) -> Tensor | None:
+    """Return the sinks of a layer in the dtype of its queries, or None."""
+    sinks: Tensor | None = others.get("s_aux")
+    return None if sinks is None else sinks.to(query.dtype)
 
 
 def _unlike(mask: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from hal import ops
-from hal.engines.transformers.attention import check
+from hal.engines.transformers.attention import check, sinks_of
 from hal.engines.transformers.paged_step import Step
 from hal.errors import OperationError
 
@@ -110,8 +110,8 @@ class PagedAttention:
             rows.lens,
             rows.starts_host,
             rows.lens_host,
-            None,
-            ops.AttentionOptions(kwargs["scaling"]),
+            sinks_of(query, kwargs),
+            ops.AttentionOptions(kwargs["scaling"], softcap=kwargs.get("softcap") or None),
         )
         return attended[None], None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.attention import AttentionOptions
+from hal.ops.attention import AttentionOptions, alibi_slopes
 
 
 def decode(
@@ -36,10 +36,16 @@ def decode(
     seen = slot < kv_lens[:, None]
     if options.window is not None:
         seen &= slot >= kv_lens[:, None] - options.window
+    if options.chunk is not None:
+        seen &= slot // options.chunk == (kv_lens[:, None] - 1) // options.chunk
     # Unwritten slots may hold NaN, which a mask of the scores does not remove.
     keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
     rows = query.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-    attended = _attend(rows, keys, values, seen[:, None, None, :], sinks, options)
+    biases = None
+    if options.alibi is not None:
+        slopes = alibi_slopes(heads, query.device).view(1, kv_heads, -1, 1)
+        biases = options.alibi * slopes * (slot - kv_lens[:, None] + 1)[:, None, None, :]
+    attended = _attend(rows, keys, values, seen[:, None, None, :], biases, sinks, options)
     return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
 
 
@@ -78,23 +84,37 @@ def one_by_one(
         mask = slot <= at if options.causal else torch.ones(1, length, dtype=torch.bool, device=query.device)
         if options.window is not None:
             mask = mask & (slot > at - options.window) & (slot < at + options.window)
+        if options.chunk is not None:
+            mask = mask & (slot // options.chunk == at // options.chunk)
         # Heads that share a key head become rows of one product: [kv_heads, heads of a key head * queries, head_dim].
         rows = query[start:end].transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
         seen = mask.expand(end - start, length).repeat(query.shape[1] // kv_heads, 1)
-        attended = _attend(rows[None], keys[None], values[None], seen[None, None], sinks, options)
+        biases = None
+        if options.alibi is not None:
+            slopes = options.alibi * alibi_slopes(query.shape[1], query.device)
+            biases = (slopes[:, None, None] * (slot - at)).view(1, kv_heads, -1, length)
+        attended = _attend(rows[None], keys[None], values[None], seen[None, None], biases, sinks, options)
         output[start:end] = attended.view(query.shape[1], end - start, -1).transpose(0, 1)
     return output
 
 
 def _attend(
-    rows: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Tensor | None, options: AttentionOptions
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    biases: Tensor | None,
+    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attend with the rows ``[batch, kv_heads, rows, head_dim]``: heads of a key head, each with all its queries."""
-    if sinks is None and options.softcap is None:
+    if sinks is None and options.softcap is None and biases is None:
         return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=options.scale)
     scores = rows.float() @ keys.float().transpose(-1, -2) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
+    if biases is not None:
+        scores = scores + biases
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.declaration.operation import operation
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
 
@@ -83,9 +84,23 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Call torch's attention. For one query, the query heads that share a key head become its rows."""
+    """Call torch's attention. For one query, the query heads that share a key head become its rows.
+
+    torch's attention has neither softcaps nor sinks, with which the reference runs.
+    """
+    if softcap is not None or sinks is not None:
+        return operation("scaled_dot_product_attention").reference(  # type: ignore[no-any-return]
+            query, key, value, mask, scale, causal, softcap, sinks
+        )
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     if causal and (mask is not None or (queries > 1 and queries != keys)):
         # torch aligns the first query with the first key, and takes either a mask or its own.

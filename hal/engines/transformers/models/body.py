@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.engines.transformers.models.calls import PHASE, running
-from hal.engines.transformers.models.probe import REMEDY
+from hal.engines.transformers.models.phase import PHASE, REMEDY, running
 from hal.errors import ConfigError
 
 

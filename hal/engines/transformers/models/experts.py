@@ -14,7 +14,7 @@ from torch.func import functional_call
 from hal import ops
 from hal.engines.transformers.experts import Gate, gate_of
 from hal.engines.transformers.models.conversions import Conversions, spelling, whole_weight
-from hal.engines.transformers.models.probe import REMEDY
+from hal.engines.transformers.models.phase import REMEDY
 from hal.errors import ConfigError
 from hal.nn import Consumer, Experts, Weight
 from hal.parallel import Mesh
@@ -106,13 +106,26 @@ def experts_of(module: Any, path: str, conversions: Conversions) -> nn.Module:
             f"{type(module).__name__} of transformers has a norm behind each expert, which hal's experts do not have",
             REMEDY,
         )
-    names = _expert_names(module, path, conversions)
     gate = gate_of(module) if module.has_gate else None
-    if names is None or gate is None or getattr(gate, "func", None) is ops.clipped_silu_and_mul:
+    if gate is None:
         return StackedExperts(module, path, conversions)
+    count, (first, second) = int(module.num_experts), module.down_proj.shape[1:]
+    width, hidden = (first, second) if module.is_transposed else (second, first)
+    names = _expert_names(module, path, conversions)
     with torch.device("meta"):
-        width, hidden = module.down_proj.shape[2], module.down_proj.shape[1]
-        return RoutedExperts(int(module.num_experts), hidden, width, names=names, activation=gate)
+        if names is not None and getattr(gate, "func", None) is not ops.clipped_silu_and_mul:
+            return RoutedExperts(count, hidden, width, names=names, activation=gate)
+        if any(f"{path}.{name}" in conversions.assembled for name, _ in module.named_parameters()):
+            return StackedExperts(module, path, conversions)
+        return RoutedExperts(
+            count,
+            hidden,
+            width,
+            activation=gate,
+            bias=module.has_bias,
+            interleaved=getattr(gate, "keywords", {}).get("interleaved", False),
+            transposed=module.is_transposed,
+        )
 
 
 def _expert_names(module: Any, path: str, conversions: Conversions) -> tuple[str, str, str] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hal.engines.transformers.models.calls import PHASE
+from hal.engines.transformers.models.phase import PHASE
 from hal.nn import Linear, MergedLinear
 
 SMALLEST = 16

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from hal import ops
+from hal.engines.transformers.models.architecture import class_of
 from hal.engines.transformers.models.body import (
     CACHE,
     POSITIONS,
@@ -23,13 +24,16 @@ from hal.engines.transformers.models.body import (
     head_logits,
 )
 from hal.engines.transformers.models.buffers import fill_buffers
-from hal.engines.transformers.models.calls import NAME, Step, attend, running
+from hal.engines.transformers.models.calls import Step, attend
 from hal.engines.transformers.models.check import check_logits
 from hal.engines.transformers.models.conversions import conversions_of
+from hal.engines.transformers.models.masks import mask
 from hal.engines.transformers.models.merging import Inputs, merge_projections
+from hal.engines.transformers.models.phase import NAME, REMEDY, running
 from hal.engines.transformers.models.positions import answer_positions
-from hal.engines.transformers.models.probe import REMEDY, NoCache, Probe, mask, skip_experts
+from hal.engines.transformers.models.probe import NoCache, Probe, check_lengths, skip_experts, tune_in_attention
 from hal.engines.transformers.models.replacement import declare_weights, refusal_to_split, replace_layers, tie
+from hal.engines.transformers.models.rotary import held, settle
 from hal.errors import ConfigError, HalError
 from hal.nn import CausalLM, LayerState
 from hal.parallel import Group
@@ -37,56 +41,8 @@ from hal.step import Batch
 
 log = logging.getLogger("hal.checkpoint")
 
-BATCH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary frequencies that depend on the longest sequence of a batch."""
 UNBOUNDED = 1 << 20
 """The longest sequence of a model whose config has no limit."""
-
-
-def check_architecture(architecture: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless transformers' class for a config is that of an architecture.
-
-    Args:
-        architecture: its architecture in config.json.
-        config: the content of config.json.
-    """
-    found, _ = class_of(config)
-    kind = str(config["model_type"]).replace("_", "").replace("-", "")
-    # Of a type that transformers runs as another, the published name is the type's: ExaoneForCausalLM runs as Llama.
-    typed = architecture.lower().startswith(kind) and architecture.endswith("ForCausalLM")
-    if architecture != found.__name__ and not typed:
-        raise ConfigError(
-            f"for model_type {config['model_type']!r}, transformers has the causal language model {found.__name__}, "
-            f"not {architecture:.70}",
-            "correct model_type or architectures in config.json, if they do not belong together, or " + REMEDY,
-        )
-
-
-def class_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return transformers' class of a causal language model, and its config.
-
-    Args:
-        config: the content of config.json.
-
-    Raises:
-        ConfigError: transformers has none.
-    """
-    kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"transformers has no model_type {kind!r:.70}", "install the version that config.json names, or " + REMEDY
-        )
-    try:
-        read = CONFIG_MAPPING[kind].from_dict(dict(config))
-    except Exception as error:  # transformers validates configs in its own way.
-        raise ConfigError(f"transformers refuses config.json: {error!s:.300}", "correct the key") from error
-    if type(read) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"transformers has no causal language model for model_type {kind!r}", REMEDY)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(read)]
-    found = found[0] if isinstance(found, tuple) else found
-    if found.config_class is not type(read) and found.config_class is read.sub_configs.get("text_config"):
-        read = read.get_text_config()
-    return found, read
 
 
 class TransformersLM(CausalLM):
@@ -134,7 +90,6 @@ class TransformersLM(CausalLM):
         """Find out what the model computes, while it has no values, and put hal's layers into it."""
         theirs: Any = self  # transformers' part of the class
         text = theirs.config.get_text_config()
-        _check_rotary(text)
         self.requires_grad_(False)
         self.max_length = int(getattr(text, "max_position_embeddings", None) or UNBOUNDED)
         self.base_name = theirs.base_model_prefix or "model"
@@ -145,9 +100,11 @@ class TransformersLM(CausalLM):
         self.other_names = conversions.names
         given: dict[Given, Any] = {TOKENS: _integers(), POSITIONS: _integers(), CACHE: NoCache()}
         answer_positions(self)
-        inputs, bodies, probe = Inputs(self), BodyProbe(self, given), Probe(given[POSITIONS])
+        tune_in_attention(self)
+        check_lengths(self)
+        inputs, bodies, probe = Inputs(self), BodyProbe(self, given), Probe(self, given[POSITIONS])
         try:
-            with running(probe):
+            with running(probe), probe.zeros, held(self):
                 self.of.forward(
                     self,
                     input_ids=given[TOKENS],
@@ -161,7 +118,7 @@ class TransformersLM(CausalLM):
             bodies.close()
         if not probe.calls:
             raise ConfigError(f"{self.of.__name__} of transformers does not call attention by its interface", REMEDY)
-        self._body, self._calls = bodies.body(), tuple(probe.calls)
+        self._body, self._calls, self._in_class = bodies.body(), tuple(probe.calls), probe.in_class
         self.hal_attention = nn.ModuleList(probe.layers)
         self.causal = all(layer.options.causal for layer in probe.layers)
         declare_weights(self, conversions)
@@ -173,14 +130,15 @@ class TransformersLM(CausalLM):
         self._declare_states()
         self._check_outputs()
         fill_buffers(self)
+        settle(self, self.max_length)
 
     def _check_outputs(self) -> None:
         """Run both functions on the meta device with the new layers, which shows the number of logits."""
         given: dict[Given, Any] = {TOKENS: _integers(), POSITIONS: _integers(), CACHE: NoCache()}
-        probe = Probe(given[POSITIONS])
+        probe = Probe(self, given[POSITIONS])
         self._share_tied(True)
         with ops.intercepted(lambda operation, _: operation.node):
-            with running(probe):
+            with running(probe), probe.zeros, held(self):
                 hidden = self._body(self, given)
             self.vocab_size = self.logits(hidden.reshape(-1, hidden.shape[-1])).shape[-1]
         self._share_tied(False)  # Each is loaded once.
@@ -214,8 +172,8 @@ class TransformersLM(CausalLM):
             raise ConfigError(f"{self.of.__name__} cannot be split between {tensor.size} ranks: {problem}", REMEDY)
         self._declare_states()
 
-    def finish_loading(self, backend: Any) -> None:
-        """Share tied tensors, move computed ones to the device, and compare the model with transformers' own forward.
+    def finish_loading(self, backend: Any, checkpoint: Any) -> None:
+        """Share tied tensors, move computed ones to the device, and compare the model with transformers' own.
 
         Raises:
             ConfigError: the logits differ.
@@ -232,7 +190,7 @@ class TransformersLM(CausalLM):
             token = backend.enter()
             try:
                 with torch.inference_mode():
-                    check_logits(self, backend)
+                    check_logits(self, backend, checkpoint)
             finally:
                 backend.leave(token)
 
@@ -240,7 +198,7 @@ class TransformersLM(CausalLM):
         """Return the hidden states ``[tokens, width]``."""
         given = {TOKENS: batch.token_ids.unsqueeze(1), POSITIONS: batch.positions.unsqueeze(1), CACHE: NoCache()}
         layers: Any = self.hal_attention
-        with running(Step(self._calls, layers, batch, states)):
+        with running(Step(self._calls, layers, batch, states, in_class=self._in_class)):
             hidden = self._body(self, given)
         return hidden.reshape(-1, hidden.shape[-1])
 
@@ -260,7 +218,14 @@ def _made(made: Any, config: Mapping[str, Any], *, keep_padding: bool) -> Transf
     """
     _, read = class_of(config)
     read._attn_implementation = read._experts_implementation = NAME
-    model: TransformersLM = made(read)
+    try:
+        model: TransformersLM = made(read)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        read._attn_implementation = "eager"  # It chooses a class of attention, of which one spells it out.
+        model = made(read)
+        read._attn_implementation = NAME
     if not keep_padding:
         vars(read.get_text_config())["pad_token_id"] = None
     model._adapt()
@@ -269,8 +234,6 @@ def _made(made: Any, config: Mapping[str, Any], *, keep_padding: bool) -> Transf
 
 def _why(error: Exception) -> str:
     """Return what an exception of a model without values says."""
-    if isinstance(error, KeyError) and error.args == (NAME,):
-        return "attention is computed in the class, not by transformers' interface"
     if "nonzero" in str(error) or "meta tensor" in str(error):
         return "what it computes depends on the values of tensors, such as which experts occur"
     first = str(error).partition("\n")[0]
@@ -279,15 +242,3 @@ def _why(error: Exception) -> str:
 
 def _integers() -> Tensor:
     return torch.zeros(3, 1, dtype=torch.int64, device="meta")
-
-
-def _check_rotary(config: Any) -> None:
-    """Raise ConfigError if rotary frequencies depend on the batch."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
-        if (kind := each.get("rope_type")) in BATCH_DEPENDENT:
-            raise ConfigError(
-                f"config.json has the rope_type {kind}, whose frequencies depend on the longest sequence of a batch in "
-                "transformers",
-                REMEDY,
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hal.engines.transformers.models.calls import PHASE
 from hal.engines.transformers.models.layers import takes_one
+from hal.engines.transformers.models.phase import PHASE
 
 COUNTED = 5
 """The positions that a table is asked for, to find its first row."""
@@ -20,15 +21,20 @@ COUNTED = 5
 def answer_positions(model: nn.Module) -> None:
     """Let the tables of a model give the rows of the positions of the phase that runs.
 
-    A table is an embedding whose forward takes more than indices, and that gives consecutive rows of its weight for the
-    first tokens of a sequence. Without a phase, it computes what it did.
+    A table is an embedding that gives consecutive rows of its weight for the first tokens of a sequence: its forward
+    takes more than indices, or the module around it counts them if it is not told positions. Without a phase, it
+    computes what it did.
     """
     for module in model.modules():
+        found: dict[nn.Embedding, int | None] = {}
         if isinstance(module, nn.Embedding) and not takes_one(module):
-            first = _first_row(module)
+            found[module] = _first_row(module)
+        elif _is_flat(module) and {"input_ids", "position_ids"} <= inspect.signature(module.forward).parameters.keys():
+            found |= _counted(module)
+        for table, first in found.items():
             if first is not None:
-                module.hal_first_row = first  # type: ignore[assignment]
-                module.forward = MethodType(_rows, module)  # type: ignore[method-assign]
+                table.hal_first_row = first  # type: ignore[assignment]
+                table.forward = MethodType(_rows, table)  # type: ignore[method-assign]
 
 
 def _rows(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +42,40 @@ def _rows(self: Any, *args: Any, **kwargs: Any) -> Any:
     if positions is None:
         return type(self).forward(self, *args, **kwargs)
     return functional.embedding(positions + self.hal_first_row, self.weight)
+
+
+def _is_flat(module: nn.Module) -> bool:
+    """Return whether a module has only layers of one level, as modules of embeddings have."""
+    return bool(list(module.children())) and not any(list(each.children()) for each in module.children())
+
+
+def _counted(module: nn.Module) -> dict[nn.Embedding, int | None]:
+    """Return the first row of each embedding of a module to which it gives consecutive indices for a sequence."""
+    tables = [each for each in module.children() if isinstance(each, nn.Embedding)]
+    found: dict[nn.Embedding, int | None] = {}
+
+    def note(table: nn.Module, args: tuple[Any, ...]) -> None:
+        first = int(args[0].flatten()[0])
+        wanted = torch.arange(first, first + COUNTED, device="cpu")
+        if isinstance(table, nn.Embedding) and torch.equal(args[0].flatten().cpu(), wanted):
+            found[table] = first
+
+    hooks = [each.register_forward_pre_hook(note) for each in tables]
+    padding = getattr(module, "padding_idx", None)
+    given = torch.full((1, COUNTED), 3 if padding != 3 else 4, device="cpu")
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            values = {
+                name: torch.zeros((), dtype=each.dtype).expand(each.shape)
+                for name, each in (*module.named_parameters(), *module.named_buffers())
+            }
+            torch.func.functional_call(module, values, (), {"input_ids": given})
+    except Exception:  # It computes more than embeddings.
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _first_row(module: nn.Embedding) -> int | None:

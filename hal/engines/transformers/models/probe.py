@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from hal import ops
-from hal.engines.transformers.models.calls import PHASE, Call
+from hal.engines.transformers.models.buffers import computed_buffer
+from hal.engines.transformers.models.cached import Keys, Values
+from hal.engines.transformers.models.calls import Call
+from hal.engines.transformers.models.in_class import Known, Scores, buffer_of
+from hal.engines.transformers.models.masks import Mask, SeenMask, Zeros, mask_of
+from hal.engines.transformers.models.phase import PHASE, REMEDY
 from hal.errors import ConfigError
 from hal.nn import Attention
 
-REMEDY = "write a model for hal (docs/how-to/add-a-model-family.md), or run it with transformers"
 UNSUPPORTED = (
     "position_bias",
     "attention_bias",
@@ -27,68 +30,28 @@ UNSUPPORTED = (
 """Arguments of an attention function that change its result, and that hal's operation does not have."""
 
 
-@attrs.frozen
-class Mask:
-    """What a layer sees in place of a mask: what the mask says, or why hal cannot apply it."""
-
-    window: int | None = None
-    causal: bool = True
-    problem: str | None = None
-
-    def __getitem__(self, _: Any) -> Mask:
-        return self  # Some models slice a mask.
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ConfigError("attention is computed in the class, not by transformers' interface", REMEDY)
-
-    def __radd__(self, _: Any) -> Any:
-        return self.values
-
-
-def mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> Mask:
-    """Return what a mask function says; the function for ``AttentionMaskInterface``.
-
-    The mask is compared with those that hal's operation has, on positions around multiples of the window.
-    """
-    if not isinstance(PHASE.get(), Probe):
-        return Mask()  # The probe has read it.
-    near = {max(0, turn * (local_size or 9) + offset) for turn in range(4) for offset in range(-3, 4)}
-    points = torch.tensor(sorted(near), device="cpu")
-    query, key, size = points[:, None], points[None], len(near)
-    zero = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-    try:
-        seen = mask_function(zero, zero, query, key)
-        seen = torch.as_tensor(seen, device="cpu").expand(size, size)
-    except Exception as error:  # It may read tensors of the step, such as the segments of packed sequences.
-        return Mask(problem=f"a mask that depends on the batch ({type(error).__name__})")
-    causal = key <= query
-    if torch.equal(seen, causal):
-        return Mask()
-    if local_size and torch.equal(seen, causal & (key > query - local_size)):
-        return Mask(local_size)
-    if local_size and torch.equal(seen, (query - key).abs() < local_size):
-        return Mask(local_size, causal=False)
-    if seen.all():
-        return Mask(causal=False)
-    return Mask(problem="another mask than a causal one, with or without a window")
-
-
 class Probe:
     """Records the calls of attention, and refuses those that hal has no operation for.
+
+    Args:
+        model: the model.
+        positions: of the tokens, ``[tokens, 1]``, without values.
 
     Attributes:
         calls: the calls, in order.
         layers: the attention of each.
-        positions: of the tokens, ``[tokens, 1]``, without values.
+        positions: the argument.
+        in_class: whether classes of the model compute attention themselves.
+        zeros: the known zeros.
     """
 
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
+    def __init__(self, model: nn.Module, positions: Tensor) -> None:
+        self.positions, self.zeros, self.in_class = positions, Zeros(), False
         self.calls: list[Call] = []
         self.layers: list[Attention] = []
+        self._model = model
         self._seen: list[tuple[Tensor, Tensor]] = []
+        self._stored: tuple[Tensor, Tensor] | None = None
 
     def attend(
         self,
@@ -103,28 +66,106 @@ class Probe:
         """Record a call."""
         head_dim = query.shape[-1]
         problems = [name for name in UNSUPPORTED if options.get(name) is not None]
-        problems += [mask.problem] if isinstance(mask, Mask) and mask.problem else []
-        problems += ["a mask tensor of its own"] if isinstance(mask, Tensor) else []
+        problems += ["a mask tensor of its own"] if type(mask) is Tensor else []
         problems += ["attention to other tokens than the step's"] if key.shape[2] != query.shape[2] else []
-        problems += ["values wider than keys"] if value.shape[-1] > head_dim else []
-        if problems:
+        if isinstance(mask, SeenMask):
+            says = mask.says
+        else:
+            says = Mask(causal=options.get("is_causal", getattr(module, "is_causal", True)) is not False)
+        asked = ops.AttentionOptions(
+            head_dim**-0.5 if scale is None else float(scale),
+            says.window,
+            options.get("softcap") or None,
+            says.causal,
+            says.chunk,
+        )
+        self._record(type(module).__name__, key, value, asked, [*problems, says.problem], _tuning(module))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a layer gets for the keys and values ``[tokens, heads, 1, head_dim]``."""
+        self._stored = key.as_subclass(Keys), value.as_subclass(Values)
+        return self._stored
+
+    def score(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Return the scores of queries of a class that computes attention itself."""
+        self.in_class = True
+        known = Known(query, self.positions.shape[0], self._mask_of, self.zeros)
+        return Scores.of(known, query.new_empty(*query.shape[:-1], keys.shape[-1]))
+
+    def weigh(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Record a call of a class that computes attention itself, by what it did with its scores."""
+        known = getattr(weights, "known", None)
+        if known is None or not known.weights or self._stored is None:
+            raise ConfigError("attention is computed in the class, not by transformers' interface", REMEDY)
+        (key, value), self._stored = self._stored, None
+        says = known.mask or Mask()
+        asked = ops.AttentionOptions(known.scale, says.window, None, says.causal, says.chunk, known.alibi)
+        self._record("a layer", key, value, asked, [says.problem], None)
+        query: Tensor = known.query
+        return query.new_empty(*weights.shape[:-1], values.shape[-1], dtype=values.dtype)
+
+    def _record(
+        self,
+        name: str,
+        key: Tensor,
+        value: Tensor,
+        asked: ops.AttentionOptions,
+        problems: Sequence[str | None],
+        tuning: tuple[float, float] | None,
+    ) -> None:
+        head_dim = key.shape[-1]
+        if value.shape[-1] > head_dim:
+            problems = [*problems, "values wider than keys"]
+        if found := [each for each in problems if each]:
             raise ConfigError(
-                f"{type(module).__name__} of transformers asks attention for {', '.join(problems)}, which hal's "
-                "operation does not have",
+                f"{name} of transformers asks attention for {', '.join(found)}, which hal's operation does not have",
                 REMEDY,
             )
-        if isinstance(mask, Mask):
-            window, causal = mask.window, mask.causal
-        else:
-            window, causal = None, options.get("is_causal", getattr(module, "is_causal", True)) is not False
         same = [index for index, (known, other) in enumerate(self._seen) if known is key and other is value]
-        self.calls.append(Call(same[0] if same else len(self.calls), value.shape[-1]))
+        self.calls.append(Call(same[0] if same else len(self.calls), value.shape[-1], tuning))
         self._seen.append((key, value))
-        asked = ops.AttentionOptions(
-            head_dim**-0.5 if scale is None else float(scale), window, options.get("softcap") or None, causal
-        )
         self.layers.append(Attention(key.shape[1], head_dim, asked))
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def _mask_of(self, tensor: Tensor) -> Mask | None:
+        """Return what a tensor says that excludes scores: a mask, or a part of a table of all positions."""
+        if isinstance(tensor, SeenMask):
+            return tensor.says
+        found = buffer_of(self._model, tensor)
+        if found is None:
+            return None
+        seen = computed_buffer(self._model, *found).squeeze()
+        if seen.dtype is not torch.bool or seen.dim() != 2 or seen.shape[0] != seen.shape[1]:
+            return None
+        place = torch.arange(seen.shape[0], device="cpu")
+        return mask_of(seen, place[:, None], place[None], int(seen[-1].sum()))
+
+
+def _tuning(module: Any) -> tuple[float, float] | None:
+    """Return the tokens of a step and the factor of a layer's attention temperature; None if it has none."""
+    found: tuple[float, float] | None = vars(module).get("hal_tuning")
+    return found
+
+
+def tune_in_attention(model: nn.Module) -> None:
+    """Leave the temperature of attention by position, as in Llama 4, to the step, which knows the positions."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
+            vars(module)["hal_tuning"] = (float(module.floor_scale), float(module.attn_scale))  # type: ignore[arg-type]
+            module.attn_temperature_tuning = False  # type: ignore[assignment]
+
+
+def check_lengths(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose attention is of another kind for long texts, as BigBird's."""
+    for module in model.modules():
+        if (
+            hasattr(module, "set_attention_type")
+            and (kind := getattr(module, "attention_type", None)) == "block_sparse"
+        ):
+            raise ConfigError(
+                f"config.json has the attention_type {kind}, which attends to blocks of a long text, some at random",
+                "set attention_type to original_full in config.json, or run the model with transformers",
+            )
 
 
 def skip_experts(module: Any, hidden_states: Tensor, *_: Any) -> Tensor:
@@ -140,15 +181,18 @@ class NoCache(Cache):  # type: ignore[misc]
         self.layer_class_to_replicate, self.offloading = None, False
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values."""
-        return key_states, value_states
+        """Return the new keys and values, or what the phase puts in their place."""
+        store = getattr(PHASE.get(), "store", None)
+        return (key_states, value_states) if store is None else store(key_states, value_states)
 
     def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
         """Return the number of keys and the first one."""
         return query_length, 0
 
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """Return 0."""
+    def get_seq_length(self, layer_idx: int | None = None, **_: Any) -> int:
+        """Return 0. A layer that asks for its own length counts positions by it, which are not those of the step."""
+        if layer_idx is not None:
+            raise ConfigError("a layer of transformers' model counts positions by its cache", REMEDY)
         return 0
 
     def get_query_offset(self, *_: Any) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hal.engines.transformers.models.conversions import Conversions
-from hal.engines.transformers.models.experts import StackedExperts, experts_of, router_of
+from hal.engines.transformers.models.experts import RoutedExperts, StackedExperts, experts_of, router_of
 from hal.engines.transformers.models.layers import (
     TiedHead,
     TokenEmbedding,
@@ -51,7 +51,6 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
     """
     plan = plan_of(model)
     head = model.get_output_embeddings()
-    model.refused_split = refusal(plan, model.output_projection)
     counts: Counter[str] = Counter()
     for path, layer in list(model.named_modules()):
         made: nn.Module | None = None
@@ -71,8 +70,12 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
         if made is not None:
             counts[type(made).__name__] += 1
             model.set_submodule(path, made)
+    experts = tuple(f"{path}." for path, each in model.named_modules() if isinstance(each, RoutedExperts))
+    model.refused_split = refusal(
+        {path: style for path, style in plan.items() if not path.startswith(experts)}, model.output_projection
+    )
     if counts[StackedExperts.__name__] and model.refused_split is None:
-        model.refused_split = "the checkpoint has one tensor for all experts, which hal's ranks do not cut"
+        model.refused_split = "the checkpoint has the tensors of its experts in a form that hal's ranks do not cut"
     return counts
 
 

@@ -1,0 +1,154 @@
+"""Attention that a class of transformers computes itself, as calls of hal's operation.
+
+In a step, the scores between the product with the keys and that with the values do not matter. While a model is probed,
+the scores note what happens to them, which says what kind of attention it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from hal.engines.transformers.models.cached import PRODUCTS, Values
+from hal.engines.transformers.models.masks import Mask, SeenMask, Zeros
+from hal.engines.transformers.models.phase import PHASE, REMEDY
+from hal.errors import ConfigError
+
+KEPT = frozenset(
+    [
+        "clone",
+        "contiguous",
+        "dropout",
+        "expand",
+        "float",
+        "max",
+        "maximum",
+        "permute",
+        "reshape",
+        "to",
+        "transpose",
+        "type",
+        "type_as",
+        "unsqueeze",
+        "view",
+    ]
+)
+"""Functions of scores that do not change what they mean."""
+
+
+@attrs.frozen
+class Known:
+    """What is known about scores.
+
+    Attributes:
+        query: the queries.
+        tokens: the number of tokens, each of which is a sequence.
+        masks: finds out what a tensor says that excludes scores, or returns None.
+        zeros: the known zeros.
+        scale: the factor of the products.
+        mask: the mask, or None.
+        alibi: the factor of position biases, or None.
+        weights: whether they are weights already.
+    """
+
+    query: Tensor
+    tokens: int
+    masks: Callable[[Tensor], Mask | None]
+    zeros: Zeros
+    scale: float = 1.0
+    mask: Mask | None = None
+    alibi: float | None = None
+    weights: bool = False
+
+
+class Scores(Tensor):
+    """The scores of a class that is probed, without values."""
+
+    known: Known
+
+    @classmethod
+    def of(cls, known: Known, like: Tensor) -> Scores:
+        """Return scores in the place of a tensor."""
+        made = like.as_subclass(Scores)
+        made.known = known
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in PRODUCTS and isinstance(args[1], Values):
+            return PHASE.get().weigh(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if not isinstance(found, Tensor):
+            return found
+        scores = [each for each in args if isinstance(each, Scores)]
+        others = [each for each in args if not isinstance(each, Scores)]
+        name = func.__name__.strip("_")
+        known = None if len(scores) != 1 else _changed(scores[0].known, name, others, found.shape)
+        if known is None:
+            raise ConfigError(
+                f"attention is computed in the class, not by transformers' interface, and with {name} of the scores",
+                REMEDY,
+            )
+        return Scores.of(known, found)
+
+
+def _changed(known: Known, name: str, others: list[Any], shape: torch.Size) -> Known | None:
+    """Return what is known about scores after a function of theirs, or None if hal's attention has nothing like it."""
+    if name in KEPT:
+        return known
+    if name == "softmax":
+        return attrs.evolve(known, weights=True)
+    number = others[0] if others and isinstance(others[0], int | float) else None
+    if name in ("mul", "imul", "rmul") and number is not None:
+        return _scaled(known, number)
+    if name in ("div", "truediv", "itruediv", "div_") and number:
+        return _scaled(known, 1 / number)
+    if name in ("add", "iadd", "radd"):
+        return _added(known, others[0], shape)
+    if name in ("masked_fill", "where"):
+        tensors = [each for each in others if isinstance(each, Tensor) and each.dim()]
+        says = known.masks(tensors[0]) if len(tensors) == 1 else None
+        return None if says is None else _masked(known, says)
+    return None
+
+
+def _scaled(known: Known, factor: float) -> Known:
+    alibi = None if known.alibi is None else known.alibi * factor
+    return attrs.evolve(known, scale=known.scale * factor, alibi=alibi)
+
+
+def _added(known: Known, other: Any, shape: torch.Size) -> Known | None:
+    if isinstance(other, SeenMask):
+        return _masked(known, other.says)
+    if other in known.zeros:
+        return known
+    # Each token is a sequence here, so that biases by position are a number for each head. Their slopes are not known
+    # without values; the comparison at load finds others than those of ALiBi.
+    heads = math.prod(shape) // known.tokens if isinstance(other, Tensor) else 0
+    if known.alibi is None and heads and other.numel() in (heads, math.prod(shape)):
+        return attrs.evolve(known, alibi=1.0)
+    return None
+
+
+def _masked(known: Known, says: Mask) -> Known:
+    """Return what is known after another mask. Of several, one says more than that attention is causal."""
+    if known.mask in (None, Mask(), says):
+        return attrs.evolve(known, mask=says)
+    return known if says == Mask() else attrs.evolve(known, mask=Mask(problem="several masks"))
+
+
+def buffer_of(model: nn.Module, tensor: Tensor) -> tuple[str, str] | None:
+    """Return the path and the name of the buffer of which a tensor is a part, or None."""
+    for path, module in model.named_modules():
+        for name, each in module._buffers.items():
+            if each is not None and (each is tensor or each is tensor._base):
+                return path, name
+    return None
