@@ -22,6 +22,7 @@ from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels, low_bits
 from .native.instruction_sets import InstructionSet
+from .packed_attention import packed_attention
 from .packing import ROWS, Packing, linear, packed
 from .thread_count import SHARED
 
@@ -37,6 +38,7 @@ KERNELS: dict[str, Kernel] = {
     "grouped_linear_int8": grouped.grouped_linear_int8,
     "linear": linear,
     "linear_int8": kernels.linear_int8,
+    "packed_attention": packed_attention,
     "paged_attention": kernels.paged_attention,
     "rotary_embedding": kernels.rotary_embedding,
     "silu_and_mul": kernels.silu_and_mul,
@@ -54,6 +56,7 @@ INDUCTOR = (
     *low_bits.KERNELS,
     "linear",
     "linear_int8",
+    "packed_attention",
     "paged_attention",
     "quant_linear_dynamic",
     "quant_linear_static",

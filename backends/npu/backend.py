@@ -22,7 +22,7 @@ from hal.errors import ConfigError, HalError
 from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
-from .kernels import dense_attention, experts, fractal, low_bits, quantized, quantized_experts
+from .kernels import dense_attention, experts, fractal, low_bits, packed_attention, quantized, quantized_experts
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
 from .kernels.kernels import in_fractal_nz, kernels
@@ -100,7 +100,7 @@ class NpuBackend(Backend):
         if generation.experts:
             table |= experts.kernels() | self._experts.kernels()
         fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
-        table |= {**fused.kernels, **dense_attention.kernels(device.torch)}
+        table |= {**fused.kernels, **dense_attention.kernels(device.torch), **packed_attention.kernels(device.torch)}
         self._exchange = ExpertExchange(device.torch) if generation.distributes_experts else None
         if self._exchange is not None:
             table |= self._exchange.kernels()

@@ -30,6 +30,11 @@ UPDATES: dict[str, dict[str, Update]] = {
     "_npu_paged_attention.default": {"context_lens": lambda values: values["kv_lens_host"].clone()},
 }
 """By the operation that torch_npu records in a capture: how the value of each update key is computed."""
+UNCACHED: dict[str, dict[str, Update]] = {
+    f"{name}.out": dict.fromkeys(keys, lambda values: values["query_start_loc_host"][1:].tolist())
+    for name, keys in FUSED.items()
+}
+"""The same for packed sequences without a cache, whose keys are as many as their queries."""
 
 
 def launch_runs(rows: slice, lens: list[int], block_size: int, blocks: int) -> Iterator[slice]:
@@ -77,10 +82,15 @@ class PackedLengths:
 def updates_of(record: Any) -> dict[str, Update] | None:
     """Return the updates of a launch that torch_npu recorded, by key; None if the operation is unknown."""
     name = record.op_cache_entry.__name__
-    known = UPDATES.get(name)
+    known = (UPDATES if name not in UNCACHED or _reads_cache(record) else UNCACHED).get(name)
     if known is None or not name.endswith(".out"):
         return known
     return {key: update for key, update in known.items() if record.kwargs.get(key) is not None}
+
+
+def _reads_cache(record: Any) -> bool:
+    """Return whether a recorded launch of fused attention reads a paged cache."""
+    return record.kwargs.get("block_table") is not None
 
 
 def updates_queries(updates: Mapping[str, Update]) -> bool:
@@ -97,7 +107,7 @@ def counts_blocks(operation: Any, record: Any) -> bool:
 
     It sums them where a sequence has more than one query: in the layout TND, and in BSH with several rows.
     """
-    if _packet(operation) not in FUSED:
+    if _packet(operation) not in FUSED or not _reads_cache(record):
         return False
     layout = record.kwargs.get("input_layout", DEFAULT_LAYOUT)
     return bool(layout == "TND" or (layout == "BSH" and record.args[0].shape[1] > 1))

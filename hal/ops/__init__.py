@@ -39,6 +39,7 @@ from hal.ops.fused_quantization import (
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, layer_norm, rms_norm
+from hal.ops.packed_attention import packed_attention
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
@@ -88,6 +89,7 @@ __all__ = [
     "op",
     "operation",
     "operation_of_node",
+    "packed_attention",
     "paged_attention",
     "penalize",
     "quant_expert_mlp_dynamic",
