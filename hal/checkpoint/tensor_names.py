@@ -31,6 +31,8 @@ def named_by_model(checkpoint: Checkpoint, model: CausalLM) -> Checkpoint:
     for path, layer in grouped.items():
         if path in stored:
             layer.fused = path.rpartition(".")[2]
+            if layer.by_shape and checkpoint.tensors[stored[path]].shape == tuple(layer.weight.shape):
+                layer.transposed = False
     layers = {name.rpartition(".")[0] for name in stored}
     for path, each in merged.items():
         each.merged = path in layers

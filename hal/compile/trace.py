@@ -10,12 +10,12 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +26,7 @@ from hal.compile.copy_model import copy_model
 from hal.compile.fx.make_graph import make_graph
 from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
-from hal.nn import CausalLM
+from hal.nn import CausalLM, Encoder
 from hal.nn.model import flat_outputs
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
@@ -36,6 +36,7 @@ from hal.step.shape import StepShape
 from hal.step.state import StateMemory
 
 Size = int | torch.SymInt
+M = TypeVar("M", bound=nn.Module)
 
 
 @attrs.frozen
@@ -239,6 +240,34 @@ def trace_logits(model: CausalLM, hidden: Tensor, *, whole: Collection[str], dec
     return TracedStep(graph, fixed, {"rows": rows}, 0, {"hidden": _HIDDEN}, mode)
 
 
+def trace_encoder(encoder: Encoder, *, whole: Collection[str], decompose: bool = True) -> TracedStep:
+    """Trace ``encoder(batch)`` for any number of tokens and sequences.
+
+    Args:
+        encoder: its weights become inputs.
+        whole: as for :func:`trace_step`.
+        decompose: as for :func:`trace_step`.
+
+    Raises:
+        CompileError: as :func:`trace_step`.
+    """
+    fields, mode = fields_of(encoder.batch_type), _fake_mode()
+    rows, sequences = (_symbol(mode.shape_env, name, hint) for name, hint in (("rows", 9), ("sequences", 3)))  # type: ignore[arg-type]
+    sizes = {"tokens": rows * encoder.row_tokens, "sequences": sequences}
+    device = next(encoder.parameters()).device
+    with mode:
+        fakes = {
+            name: torch.empty(each.shape(sizes), dtype=each.dtype, device="cpu" if each.twin_of else device)
+            for name, each in fields.items()
+        }
+
+    def step(copied: Encoder, given: Sequence[Tensor], kept: Iterator[Tensor]) -> Outputs:
+        return (copied(encoder.batch_type(**dict(zip(fields, given, strict=True)))),)
+
+    graph, fixed = _trace(encoder, fakes, {}, step, mode, whole, decompose)
+    return TracedStep(graph, fixed, sizes, 0, fields, mode)
+
+
 _HIDDEN = Field("hidden", (FieldAxis("rows"), FieldAxis(None)), torch.float32, 0, False, None, None)
 
 
@@ -247,10 +276,10 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _trace(
-    model: CausalLM,
+    model: M,
     inputs: Mapping[str, Tensor],
     states: Mapping[str, Tensor],
-    step: Callable[[CausalLM, Sequence[Tensor], Iterator[Tensor]], Outputs],
+    step: Callable[[M, Sequence[Tensor], Iterator[Tensor]], Outputs],
     mode: FakeTensorMode,
     whole: Collection[str],
     decompose: bool,

@@ -109,12 +109,15 @@ class CacheConfig:
         num_sequences: concurrent sequences, for models that keep a state per sequence. Other models have no limit.
         reuse_prefixes: ``generate`` keeps finished prompts in the cache, and a new prompt skips the prefix it shares
             with one of them. The rounding of its logits then depends on earlier prompts, so it is off by default.
+        num_embeddings: the embeddings of images and other inputs that are kept for prompts which repeat an input, for
+            models with an encoder. The least recently used input is dropped first.
     """
 
     num_tokens: int = attrs.field(default=4096, validator=at_most(TOKENS))
     block_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
     num_sequences: int = attrs.field(default=64, validator=at_most(SEQUENCES))
     reuse_prefixes: bool = False
+    num_embeddings: int = attrs.field(default=16384, validator=at_most(TOKENS))
 
 
 @attrs.frozen

@@ -5,6 +5,8 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 """
 
 from hal.nn.attention import Attention
+from hal.nn.axis_placement import AxisPlacement, Block, check_items, frames, place_blocks
+from hal.nn.axis_rotary import AxisRotaryEmbedding, AxisSections
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -25,8 +27,10 @@ from hal.nn.decoder_config import (
     check_layer_types,
     check_window,
     text_config,
+    vision_config,
 )
 from hal.nn.embedding import Embedding
+from hal.nn.encoder import Encoder, EncoderItem, Placement
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
@@ -55,7 +59,11 @@ __all__ = [
     "Angles",
     "Assembly",
     "Attention",
+    "AxisPlacement",
+    "AxisRotaryEmbedding",
+    "AxisSections",
     "Batch",
+    "Block",
     "CausalLM",
     "Concatenated",
     "Consumer",
@@ -64,6 +72,8 @@ __all__ = [
     "DecoderLM",
     "DecoderLayer",
     "Embedding",
+    "Encoder",
+    "EncoderItem",
     "Experts",
     "Gate",
     "GatedMLP",
@@ -76,6 +86,7 @@ __all__ = [
     "Merged",
     "MergedLinear",
     "Norm",
+    "Placement",
     "Projection",
     "QuantizedLinear",
     "RMSNorm",
@@ -93,7 +104,11 @@ __all__ = [
     "WeightUse",
     "Whole",
     "WindowConfig",
+    "check_items",
     "check_layer_types",
     "check_window",
+    "frames",
+    "place_blocks",
     "text_config",
+    "vision_config",
 ]

@@ -160,14 +160,22 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """Return the hidden states, ``[tokens, hidden_size]``."""
-        hidden = self.embed_tokens(batch.token_ids)
-        angles: list[Angles] = [getattr(self, each)(batch.positions, hidden.dtype) for each in self._rotaries]
+        hidden, positions = self.embed(batch), self.positions(batch)
+        angles: list[Angles] = [getattr(self, each)(positions, hidden.dtype) for each in self._rotaries]
         for index, (layer, places, further) in enumerate(
             zip(self.layers, self._places, self.further(batch, hidden), strict=True)
         ):
             hidden = layer(hidden, angles[places[0]] if places else None, batch, states[self.stored(index)], *further)
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Return the embeddings of the tokens, ``[tokens, hidden_size]``."""
+        return self.embed_tokens(batch.token_ids)
+
+    def positions(self, batch: Batch) -> Tensor:
+        """Return the positions that the rotary embeddings read."""
+        return batch.positions
 
     def further(self, batch: Batch, embeddings: Tensor) -> Sequence[tuple[Tensor, ...]]:
         """Return further arguments of each layer. A subclass may compute them once for all layers.

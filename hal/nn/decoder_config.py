@@ -86,17 +86,31 @@ class DecoderConfig:
         return attrs.evolve(read_model_config(cls, others), rope=rope)
 
 
+def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the vision tower, from the config.json of a model that reads images.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return dict(_table(config, "vision_config"))
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if not isinstance(found := config.get(name), Mapping):
+        raise ConfigError(
+            f"config.json has no table {name}, which {config.get('architectures')} needs",
+            "add it, or name the architecture of the text model",
+        )
+    return found
+
+
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the text model, from the config.json of a model that also reads images.
 
     Raises:
         ConfigError: there are none.
     """
-    if not isinstance(text := config.get("text_config"), Mapping):
-        raise ConfigError(
-            f"config.json has no table text_config, which {config.get('architectures')} needs",
-            "add it, or name the architecture of the text model",
-        )
+    text = _table(config, "text_config")
     tied = config.get("tie_word_embeddings")
     return dict(text) if tied is None else {**text, "tie_word_embeddings": tied}
 

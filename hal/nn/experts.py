@@ -16,7 +16,7 @@ from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import EXPERTS, IN, OUT, Projection
 from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
-from hal.nn.weights.assembly import Transposed
+from hal.nn.weights.assembly import MergedTransposed
 from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Consumer, Weight
 from hal.parallel.mesh import Mesh
@@ -40,6 +40,7 @@ class GroupedLinear(Projection):
         share: how ranks share that axis.
         transposed: the layer's own name, if the checkpoint has one tensor ``[num_experts, in_features, out_features]``
             of that name for all experts; else None.
+        by_shape: whether a tensor of that name that has the shape of ``weight`` is not transposed.
 
     Attributes:
         weight: ``[num_experts, out_features, in_features]``.
@@ -57,10 +58,11 @@ class GroupedLinear(Projection):
         shard: str | None = None,
         share: Share = EQUALLY,
         transposed: str | None = None,
+        by_shape: bool = False,
     ) -> None:
         out_features = sum(parts.values())
         super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, num_experts=num_experts)
-        self.fused, self.transposed = transposed, transposed is not None
+        self.fused, self.transposed, self.by_shape = transposed, transposed is not None, by_shape
         weight = torch.empty(num_experts, out_features, in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias: nn.Parameter | None
@@ -72,7 +74,7 @@ class GroupedLinear(Projection):
         """The declarations of its tensors."""
         weight = self.declare("weight", consumer=Consumer("grouped_linear", "weight"), fused=self.fused)
         if self.transposed:
-            weight = attrs.evolve(weight, assemble=Transposed())
+            weight = attrs.evolve(weight, assemble=MergedTransposed(OUT, tuple(self.parts.values())))
         fused, consumer = f"{self.fused}_bias" if self.fused else None, Consumer("grouped_linear", "bias")
         return {"weight": weight, "bias": self.declare("bias", OUT, added=True, fused=fused, consumer=consumer)}
 
@@ -102,6 +104,7 @@ class Experts(nn.Module):
         interleaved: whether the rows of gate and up alternate in one projection. The activation takes them so.
         transposed: whether the checkpoint has ``[num_experts, in_features, out_features]`` for all experts; see
             :class:`GroupedLinear`.
+        by_shape: see :class:`GroupedLinear`.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Experts(nn.Module):
         bias: bool = False,
         interleaved: bool = False,
         transposed: bool = False,
+        by_shape: bool = False,
     ) -> None:
         super().__init__()
         gate, up, down = names
@@ -125,10 +129,10 @@ class Experts(nn.Module):
         self.group: str | None = None
         self.exchange: ExpertExchange | None = None
         self.gate_up_proj = GroupedLinear(
-            num_experts, hidden_size, parts, bias=bias, shard=OUT, share=share, transposed=stored[0]
+            num_experts, hidden_size, parts, bias=bias, shard=OUT, share=share, transposed=stored[0], by_shape=by_shape
         )
         self.down_proj = GroupedLinear(
-            num_experts, width, {down: hidden_size}, bias=bias, shard=IN, transposed=stored[1]
+            num_experts, width, {down: hidden_size}, bias=bias, shard=IN, transposed=stored[1], by_shape=by_shape
         )
 
     def split(self, tensor: Group) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hal.device.group import Group
 from hal.errors import ConfigError, ModelError
+from hal.nn.encoder import Encoder, EncoderItem, Placement
 from hal.step.batch import Batch
 from hal.step.state import LayerStates
 
@@ -34,6 +35,7 @@ class CausalLM(nn.Module):
         batch_type: the class of its batches: :class:`hal.step.Batch`, or a subclass with more fields.
         output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
+        encoder: the encoder of inputs beside tokens, a module of the model; None for a model of text alone.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
         base_name: the module without the output projection. Checkpoints of that module alone lack its name.
         other_names: the model's spelling of a part of tensor names, by the spelling that a checkpoint may have instead.
@@ -61,6 +63,10 @@ class CausalLM(nn.Module):
     recognize: bool = False
     prepared_by: str | None = None
     loaded: object | None = None
+
+    @property
+    def encoder(self) -> Encoder | None:
+        return None
 
     @classmethod
     @abstractmethod
@@ -122,6 +128,32 @@ class CausalLM(nn.Module):
             f"{type(self).__name__} cannot be split between {tensor.size} ranks",
             "set parallel.tensor to 1, or override split in the model",
         )
+
+    def place(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> Placement:
+        """Return where the embeddings of items go in a prompt.
+
+        Args:
+            tokens: the prompt. It has a placeholder for each embedding.
+            items: the items, in the order of their placeholders.
+
+        Raises:
+            BatchError: the placeholders are not those of the items.
+            ModelError: the model has no encoder, which is the default.
+        """
+        raise ModelError(f"{type(self).__name__} reads text alone", "leave the images out, or use another model")
+
+    def expand(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> list[int]:
+        """Return a prompt in which the placeholder of each item is repeated for each of its embeddings.
+
+        Args:
+            tokens: the prompt, with one placeholder for each item.
+            items: the items, in the order of their placeholders.
+
+        Raises:
+            BatchError: the placeholders are not those of the items.
+            ModelError: the model has no encoder, which is the default.
+        """
+        raise ModelError(f"{type(self).__name__} reads text alone", "leave the images out, or use another model")
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Complete a model whose weights were loaded, such as with tensors that no checkpoint has. Does nothing here.

@@ -66,7 +66,7 @@ class RotaryEmbedding(nn.Module):
         """Return cos and sin, each ``[tokens, width]``, computed in float32; those of a pair are equal.
 
         Args:
-            positions: ``[tokens]``, int64.
+            positions: ``[tokens]``, int64; ``[3, tokens]`` for :class:`AxisRotaryEmbedding`.
             dtype: the dtype of the query to rotate.
 
         Returns:
@@ -75,13 +75,17 @@ class RotaryEmbedding(nn.Module):
         inv_freq = self.rope.inv_freq(self.width, positions.device)
         if self.divisors is not None:
             inv_freq = inv_freq / self.divisors
-        angles = positions.float()[:, None] * inv_freq
+        angles = self.of_pairs(positions) * inv_freq
         angles = angles.repeat_interleave(2, dim=1) if self.interleaved else angles.repeat(1, 2)
         cos, sin = angles.cos(), angles.sin()
         if (scaling := self.rope.attention_scaling) != 1.0:
             cos, sin = cos * scaling, sin * scaling
         dtype = self.dtype or dtype
         return cos.to(dtype), sin.to(dtype)
+
+    def of_pairs(self, positions: Tensor) -> Tensor:
+        """Return the position by which each pair turns, float32, in a shape that broadcasts to ``[tokens, pairs]``."""
+        return positions.float()[:, None]
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -5,6 +5,8 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
+from hal.step.embedding_batch import AxesBatch, EmbeddingBatch, embedding_batch
+from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
@@ -20,8 +22,11 @@ __all__ = [
     "NONE",
     "SEQUENCE",
     "TOKEN",
+    "AxesBatch",
     "Batch",
     "Bounds",
+    "EmbeddingBatch",
+    "EncoderBatch",
     "Field",
     "InputBatch",
     "Rows",
@@ -33,6 +38,7 @@ __all__ = [
     "StaticBatch",
     "StepShape",
     "Wanted",
+    "embedding_batch",
     "field",
     "fields_of",
     "host_twin",

@@ -74,6 +74,22 @@ class Transposed(Assembly):
 
 
 @attrs.frozen
+class MergedTransposed(Transposed):
+    """One source with its last two dimensions swapped, in which parts are concatenated along an axis already.
+
+    Attributes:
+        axis: the axis.
+        sizes: the sizes of the parts, each of which the ranks split.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+
+    def cuts(self, axis: str, size: int) -> tuple[int, ...]:
+        return self.sizes if axis == self.axis else (size,)
+
+
+@attrs.frozen
 class Slice(Assembly):
     """A part of one source along an axis, for checkpoint tensors that several tensors use.
 
