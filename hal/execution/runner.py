@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hal.config.bounds import SEQUENCES, check_count
 from hal.device.capture_lock import CAPTURING, check_not_capturing
@@ -22,13 +23,14 @@ from hal.drivers.compiler import Form
 from hal.drivers.compiler_registry import EAGER
 from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
+from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, longest_sequence, spec_of
 from hal.execution.step_output import StepOutput
 from hal.execution.steps import Steps
 from hal.execution.uncaptured import Uncaptured
-from hal.nn import CausalLM
+from hal.nn import CausalLM, EncoderItem
 from hal.step import LAST, NONE, Batch, Bounds, StateMemory, Wanted
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
 from hal.step.dummies import DUMMY_BLOCK
@@ -89,6 +91,7 @@ class Runner(Closable):
         self._states: StateMemory | None = None
         self._slots: SlotAllocator | None = None
         self._steps: Steps | None = None
+        self._encoding: Encoding | None = None
         if max_sequences is not None:
             check_count(max_sequences, SEQUENCES, "max_sequences must be")
         self._max_sequences = max_sequences
@@ -118,6 +121,9 @@ class Runner(Closable):
         lockstep = None
         if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
+        if model.encoder is not None:
+            most = model.encoder.row_tokens * backend.config.max_prefill_tokens
+            self._encoding = Encoding(model.encoder, backend, most)
         phases: tuple[Phase, ...] = ("decode", "prefill")
         compilation = backend.config.compilation
         chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
@@ -190,6 +196,11 @@ class Runner(Closable):
         if self._slots is None:
             raise self.uses.error()
         return self._slots
+
+    @property
+    def encoding_steps(self) -> int:
+        """How many steps the model's encoder has run. Embeddings that were kept take none."""
+        return 0 if self._encoding is None else self._encoding.steps
 
     def batch(
         self,
@@ -271,6 +282,28 @@ class Runner(Closable):
             finally:
                 self.backend.leave(token)
 
+    def encode(self, items: Sequence[EncoderItem]) -> list[Tensor]:
+        """Return the embeddings of images and other inputs, each ``[rows, width]`` on the device.
+
+        The embeddings of the most recent items are kept, and not computed again; see ``cache.num_embeddings``.
+
+        Raises:
+            BatchError: an item does not fit the model's encoder.
+            ModelError: the model has no encoder, or it returned tensors of other shapes.
+            ClosedError: the runner is closed.
+        """
+        with self.uses:
+            if self._encoding is None:
+                raise ModelError(
+                    f"{type(self.model).__name__} has no encoder", "leave the items out, or use another model"
+                )
+            token = self.backend.enter()
+            try:
+                with self.backend.translating_errors(), torch.inference_mode():
+                    return self._encoding.encode(items)
+            finally:
+                self.backend.leave(token)
+
     def idle(self) -> bool:
         """Step without a batch while other data ranks have one.
 
@@ -322,7 +355,7 @@ class Runner(Closable):
 
     def _release_outputs(self) -> None:
         forms = [] if self._steps is None else list(self._steps.forms.values())
-        self._model = self._states = self._slots = self._steps = None
+        self._model = self._states = self._slots = self._steps = self._encoding = None
         with ExitStack() as stack:
             for form in forms:
                 stack.callback(form.close)

@@ -14,6 +14,7 @@ from hal.execution.runner import Runner
 from hal.generation.request import Request, Token, checked
 from hal.generation.sampling_params import SamplingParams
 from hal.generation.scheduler import Scheduler
+from hal.nn import EncoderItem
 from hal.parallel.heartbeat import Heartbeat
 from hal.parallel.host_values import gather_values
 
@@ -23,6 +24,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     tokenizer: Tokenizer | None = None,
+    *,
+    items: Sequence[Sequence[EncoderItem]] | None = None,
 ) -> Iterator[Token]:
     """Continue all ``prompts``, yielding the tokens of each step in the order of the prompts.
 
@@ -36,10 +39,12 @@ def generate(
         prompts: the token ids of each prompt.
         params: one for all prompts, or one for each.
         tokenizer: the model's; for parameters that are texts.
+        items: the images and other inputs of each prompt, in the order of their placeholders; None for texts alone.
 
     Raises:
         BatchError: a prompt is empty, longer than the model or the cache, or has a token id out of range. All prompts
-            are checked before the first step.
+            are checked before the first step. The placeholders of a prompt are not those of its items.
+        ModelError: there are items, and the model reads text alone.
         ConfigError: ``params`` has another type, needs a tokenizer, or is for :class:`hal.LLM`; or a mask returns
             something else than its documentation says, or allows no token.
         NumericsError: the logits have a NaN.
@@ -59,9 +64,14 @@ def generate(
         if each.n != 1 or each.prompt_logprobs is not None:
             name = "prompt_logprobs" if each.n == 1 else "n"
             raise ConfigError(f"{name} is {getattr(each, name)}: hal.generate returns new tokens only", "use hal.LLM")
+    if items is not None and len(items) != len(prompts):
+        raise BatchError(
+            f"got {len(prompts)} prompts and items of {len(items)}", "give a list of items for each prompt"
+        )
+    of_prompt = items or [()] * len(prompts)
     requests = [
-        checked(runner, index, prompt, wanted, tokenizer=tokenizer)
-        for index, (prompt, wanted) in enumerate(zip(prompts, per_prompt, strict=True))
+        checked(runner, index, prompt, wanted, tokenizer=tokenizer, items=own)
+        for index, (prompt, wanted, own) in enumerate(zip(prompts, per_prompt, of_prompt, strict=True))
     ]
     data = runner.backend.mesh.data
     return _run(runner, requests) if data.size == 1 else _run_share(runner, requests, data)

@@ -14,7 +14,9 @@ from hal.errors import BatchError, ConfigError
 from hal.execution.runner import Runner
 from hal.generation.generated_text import GeneratedText, special_stops
 from hal.generation.grammars import GrammarMask
+from hal.generation.prompt_inputs import PromptInputs
 from hal.generation.sampling_params import Mask, SamplingParams
+from hal.nn import EncoderItem
 
 log = logging.getLogger("hal.generation")
 
@@ -61,6 +63,7 @@ class Request:
         text: the text of the new tokens, if the request has stop texts.
         mask: returns which tokens are allowed next.
         leader: a request of the same prompt, whose prompt is to be in the cache first.
+        inputs: the inputs of the prompt beside its tokens; None for text alone.
     """
 
     prompt_index: int
@@ -82,6 +85,17 @@ class Request:
     text: GeneratedText | None = None
     mask: Mask | None = None
     leader: Request | None = None
+    inputs: PromptInputs | None = None
+
+    @property
+    def identities(self) -> list[int]:
+        """The tokens, in which placeholders of images and other inputs differ by their content."""
+        return self.tokens if self.inputs is None else self.inputs.identities(self.tokens)
+
+    @property
+    def first_new(self) -> int:
+        """The position of the first token of its next step."""
+        return self.length + self.drawn - 1 if self.drawn else self.cached
 
     @property
     def generated(self) -> list[int]:
@@ -121,6 +135,7 @@ def checked(
     *,
     tokenizer: Tokenizer | None = None,
     max_length: int | None = None,
+    items: Sequence[EncoderItem] = (),
 ) -> Request:
     """Return the request of a prompt.
 
@@ -131,9 +146,12 @@ def checked(
         params: its parameters.
         tokenizer: the model's; for stop texts, bad words and grammars.
         max_length: the most tokens of a request; None for the model's maximum.
+        items: the images and other inputs of the prompt, in the order of their placeholders.
 
     Raises:
-        BatchError: the prompt is empty, longer than the model or the cache, or has a token id out of range.
+        BatchError: the prompt is empty, longer than the model or the cache, or has a token id out of range; or its
+            placeholders are not those of the items.
+        ModelError: there are items, and the model reads text alone.
         ConfigError: the parameters need a tokenizer, have a token id out of range, or a grammar that is invalid or not
             supported.
     """
@@ -173,6 +191,7 @@ def checked(
             "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
         )
     request = Request(index, prompt, params, len(prompt), limit, stops=params.stop_token_ids, mask=params.mask)
+    request.inputs = PromptInputs.of(runner, prompt, items)
     if tokenizer is not None and params.in_text:
         request.stops |= special_stops(tokenizer, params)
         request.text = GeneratedText(tokenizer, prompt, params) if params.stop else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
+from hal.step.sequence_fields import joined_fields
 
 
 class Scheduler:
@@ -135,7 +137,7 @@ class Scheduler:
             # The last token always runs, for its logits.
             if self._awaits_its_leader(first):
                 break
-            shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.tokens[:-1])
+            shared = [] if runner.prefixes is None else runner.prefixes.reuse(first.identities[:-1])
             cached = len(shared) * runner.spec.block_size
             tokens += first.length - cached
             joins = not admitted or tokens <= most
@@ -163,7 +165,7 @@ class Scheduler:
         counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
         with runner.uses, runner.backend.translating_errors():  # Open until the logits are read: they may be a graph's.
             rows = [each.row for each in sequences]
-            batch = inputs.batch(counts, rows=rows)
+            batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))
             logits = runner.step(batch).logits
             inputs.advance(counts, rows=rows)
             for each in sequences:
@@ -184,6 +186,31 @@ class Scheduler:
                 return self._read()
             inputs.extend_pending([each.row for each in sequences], chosen)
         return found
+
+    def _fields(self, sequences: list[Request], counts: Sequence[int] | None) -> dict[str, Any]:
+        """Return the fields of a step's batch that its prompts' inputs determine. Encodes the inputs of new prompts."""
+        runner = self._runner
+        having = [each.inputs for each in sequences if each.inputs is not None]
+        if not having:
+            return {}
+        if counts is not None:
+            self._encode(sequences)
+        new, starts = counts or [1] * len(sequences), [each.first_new for each in sequences]
+        with torch.inference_mode():
+            parts = [
+                {} if each.inputs is None else each.inputs.fields(start, start + count)
+                for each, start, count in zip(sequences, starts, new, strict=True)
+            ]
+            for each in having:
+                each.drop()
+            size, device = runner.spec.block_size, runner.backend.device.torch
+            return joined_fields(runner.model.batch_type, parts, new, starts, block_size=size, device=device)
+
+    def _encode(self, sequences: list[Request]) -> None:
+        needed = [(each.inputs, each.inputs.needed(each.cached)) for each in sequences if each.inputs is not None]
+        found = iter(self._runner.encode([item for _, items in needed for item in items]))
+        for inputs, items in needed:
+            inputs.give([next(found) for _ in items])
 
     def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
         """Return the next token of each request, on the device."""
@@ -267,7 +294,7 @@ class Scheduler:
     def _remember(self, sequence: Request) -> None:
         """Let later prompts reuse the tokens in the cache: all but the last chosen one, which has not run."""
         if self._runner.prefixes is not None:
-            tokens = sequence.tokens[:-1] if sequence.generated else sequence.tokens
+            tokens = sequence.identities[:-1] if sequence.generated else sequence.identities
             self._runner.prefixes.remember(sequence.blocks, tokens)
 
     def _give_back(self, sequence: Request) -> None:

@@ -1,0 +1,122 @@
+"""The step of an encoder, and the cache of its results."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from hal.compile.optimize import kept_whole, optimize
+from hal.compile.trace import trace_encoder
+from hal.drivers.backend import Backend
+from hal.drivers.compiler import Outputs
+from hal.drivers.compiler_registry import EAGER
+from hal.errors import CompileError, ModelError
+from hal.nn import Encoder, EncoderItem
+from hal.step import EncoderBatch
+
+log = logging.getLogger("hal.execution")
+
+
+class Encoding:
+    """Encodes the items of prompts, and keeps the results of the most recent ones.
+
+    Args:
+        encoder: a module of a model that is loaded on the backend.
+        backend: runs the encoder, as the configuration of prefill steps says: the compiler ``eager`` runs its Python,
+            and all others the optimized code, uncaptured.
+        most_tokens: the most tokens of a step. A single item may have more.
+
+    Attributes:
+        steps: the steps so far.
+    """
+
+    def __init__(self, encoder: Encoder, backend: Backend, most_tokens: int) -> None:
+        self._encoder, self._backend, self._most_tokens = encoder, backend, most_tokens
+        self._budget = backend.config.cache.num_embeddings
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the least recently used first
+        self._rows = 0
+        self._step: Callable[[EncoderBatch], Outputs] | None = None
+        self.steps = 0
+
+    def encode(self, items: Sequence[EncoderItem]) -> list[Tensor]:
+        """Return the embeddings of each item, ``[rows, width]``, on the device. Those in the cache are not computed.
+
+        Raises:
+            BatchError: an item does not fit the encoder.
+            ModelError: the encoder returned tensors of other shapes.
+        """
+        missing = {each.digest: each for each in items if each.digest not in self._kept}
+        found = {each.digest: self._kept[each.digest] for each in items if each.digest not in missing}
+        for group in _groups(list(missing.values()), self._most_tokens):
+            found |= {each.digest: made for each, made in zip(group, self._encode(group), strict=True)}
+        for digest, embeddings in found.items():
+            self._keep(digest, embeddings)
+        return [found[each.digest] for each in items]
+
+    def clear(self) -> None:
+        """Forget all results, which other weights computed."""
+        self._kept.clear()
+        self._rows = 0
+
+    def _encode(self, items: list[EncoderItem]) -> list[Tensor]:
+        batch = self._encoder.batch(items).to(self._backend.device.torch)
+        if self._step is None:
+            self._step = self._make()
+        (embeddings,) = self._step(batch)
+        self.steps += 1
+        wanted = sum(map(self._encoder.rows, items))
+        if embeddings.dim() != 2 or embeddings.shape[0] < wanted:
+            raise ModelError(
+                f"{type(self._encoder).__name__}.forward returned {list(embeddings.shape)}, not [{wanted}, width]",
+                "return a row for every `row_tokens` tokens",
+            )
+        return [each.clone() for each in self._encoder.split(items, embeddings)]
+
+    def _make(self) -> Callable[[EncoderBatch], Outputs]:
+        compilation = self._backend.config.compilation
+        eager: Callable[[EncoderBatch], Outputs] = lambda batch: (self._encoder(batch),)  # noqa: E731
+        if compilation.compiler == EAGER:
+            return eager
+        config = compilation.of("prefill")
+        trace = partial(trace_encoder, self._encoder, whole=kept_whole(self._backend), decompose=False)
+        try:
+            step = optimize(trace, self._backend, config.passes)
+            step.traced.check_any_size(self._encoder)
+            step.hoist(self._backend)
+            lowered = step.lowered()
+        except CompileError as error:
+            if config.on_capture_error == "raise":
+                raise
+            log.warning("%s runs its Python code: %s", type(self._encoder).__name__, str(error))
+            return eager
+        return lambda batch: lowered(*batch.tensors())
+
+    def _keep(self, digest: bytes, embeddings: Tensor) -> None:
+        rows = embeddings.shape[0]
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+        elif rows <= self._budget:
+            self._kept[digest] = embeddings
+            self._rows += rows
+        while self._rows > self._budget:
+            _, dropped = self._kept.popitem(last=False)
+            self._rows -= dropped.shape[0]
+
+
+def _groups(items: list[EncoderItem], most: int) -> Iterator[list[EncoderItem]]:
+    """Yield the items in groups of at most so many tokens, or single ones."""
+    group: list[EncoderItem] = []
+    tokens = 0
+    for each in items:
+        count = each.values.shape[0]
+        if group and tokens + count > most:
+            yield group
+            group, tokens = [], 0
+        group.append(each)
+        tokens += count
+    if group:
+        yield group

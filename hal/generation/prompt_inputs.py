@@ -1,0 +1,95 @@
+"""The inputs of a prompt beside its tokens, such as images, on their way into the steps of its request."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.execution.runner import Runner
+from hal.nn import EncoderItem, Placement
+
+
+@attrs.define(eq=False)
+class PromptInputs:
+    """The items of a prompt, and where their embeddings go.
+
+    Attributes:
+        items: the items, in the order of their placeholders.
+        placement: the rows of their embeddings for each token.
+        starts: the row of each item's first embedding, then the number of rows.
+    """
+
+    items: tuple[EncoderItem, ...]
+    placement: Placement
+    starts: tuple[int, ...]
+    _embeddings: Tensor | None = None
+    _first: int = 0  # the row of the first embedding in _embeddings
+
+    @classmethod
+    def of(cls, runner: Runner, tokens: Sequence[int], items: Sequence[EncoderItem]) -> PromptInputs | None:
+        """Return the inputs of a prompt; None without items.
+
+        Raises:
+            BatchError: the placeholders in the prompt are not those of the items.
+            ModelError: the model reads text alone.
+        """
+        encoder = runner.model.encoder
+        if encoder is None and not items:
+            return None
+        if encoder is not None:
+            encoder.check(items)
+        placement = runner.model.place(tokens, items)
+        if encoder is None or not items:
+            return None
+        return cls(tuple(items), placement, (0, *accumulate(map(encoder.rows, items))))
+
+    def identities(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens of a sequence, in which placeholders differ by the content of their items.
+
+        Prompts share a prefix of the cache only where these are equal.
+        """
+        of_row: list[int] = []
+        for item, (start, end) in zip(self.items, pairwise(self.starts), strict=True):
+            base = int.from_bytes(hashlib.sha256(item.digest).digest()[:7], "big") + 1  # Rows fit behind it in 64 bits.
+            of_row += range(-base, -base - (end - start), -1)
+        rows = self.placement.rows.tolist()
+        known = [token if row < 0 else of_row[row] for token, row in zip(tokens, rows, strict=False)]
+        return [*known, *tokens[len(rows) :]]
+
+    def needed(self, cached: int) -> Sequence[EncoderItem]:
+        """Return the items of which a token is not among the first ``cached`` ones."""
+        rows = self.placement.rows[cached:]
+        first = rows[rows >= 0]
+        if not first.numel():
+            return ()
+        index = bisect_right(self.starts, int(first.min())) - 1
+        self._first = self.starts[index]
+        return self.items[index:]
+
+    def give(self, embeddings: Sequence[Tensor]) -> None:
+        """Take the embeddings of the items that :meth:`needed` returned."""
+        self._embeddings = torch.cat(list(embeddings)) if embeddings else None
+
+    def drop(self) -> None:
+        """Forget the embeddings, which are in the model's cache as keys and values."""
+        self._embeddings = None
+
+    def fields(self, start: int, stop: int) -> Mapping[str, Tensor]:
+        """Return the fields of the batch for the tokens ``start`` to ``stop`` of the sequence."""
+        found = dict(self.placement.fields(start, stop))
+        if self._embeddings is not None:
+            rows = self.placement.rows[start:stop]
+            rows = functional.pad(rows, (0, stop - start - rows.shape[0]), value=-1)
+            embedded, device = rows >= 0, self._embeddings.device
+            whole = self._embeddings.new_zeros(stop - start, self._embeddings.shape[1])
+            places = embedded.nonzero().flatten().to(device)
+            whole.index_copy_(0, places, self._embeddings.index_select(0, (rows[embedded] - self._first).to(device)))
+            found |= {"embedded": embedded, "embeddings": whole}
+        return found
