@@ -38,11 +38,11 @@ class QwenMoeConfig(WindowConfig):
             given.setdefault("num_experts", given.pop("num_local_experts"))
         return super().from_config(given, layer_type)
 
-    def mlp(self, layer: int) -> nn.Module:
-        """Return the MLP of a layer, dense or sparse."""
+    def mlp(self, layer: int, **options: Any) -> nn.Module:
+        """Return the MLP of a layer, dense or sparse. The options are those of :class:`SparseMLP`."""
         if layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step:
             return GatedMLP(self.hidden_size, self.intermediate_size, activation=self.hidden_act)
-        return self.sparse()
+        return self.sparse(**options)
 
     def sparse(self, **shared: Any) -> SparseMLP:
         """Return the MLP of a sparse layer, with a shared expert if one is given."""

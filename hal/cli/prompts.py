@@ -60,9 +60,15 @@ class Prompts:
         return cls(texts, origins, stdin)
 
     def encode(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        variables: Mapping[str, Any] | None = None,
+        images: int = 0,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, or, with a template and variables, of the conversation that it begins.
+
+        With a template, so many images precede each prompt.
 
         Raises:
             BatchError: a prompt has no tokens.
@@ -71,7 +77,9 @@ class Prompts:
         for text in self.texts:
             written = text
             if template is not None:
-                written = template.render([{"role": "user", "content": text}], **(variables or {}))
+                parts = [*[{"type": "image"}] * images, {"type": "text", "text": text}]
+                message = {"role": "user", "content": parts if images else text}
+                written = template.render([message], **(variables or {}))
             encoded.append(tokenizer.encode(written, add_special_tokens=template is None).ids)
         for ids, origin in zip(encoded, self.origins, strict=True):
             if not ids:

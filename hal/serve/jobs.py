@@ -11,7 +11,7 @@ from hal.errors import BatchError, HalError
 from hal.generation.llm.chat_template import ARGUMENTS
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.piece_stream import PieceStream
-from hal.generation.llm.prompts import encoded_prompts
+from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts
 from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from hal.serve.api_error import ApiError, refused
 from hal.serve.messages import template_messages
@@ -120,7 +120,7 @@ def encoded(llm: LLM, given: Any, param: str) -> list[list[int]]:
 def _job(
     llm: LLM,
     asked: TextRequest,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | MultimodalPrompt],
     sampling: Mapping[str, Any],
     answer: Answer,
     most: int,

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from hal.execution.runner import Runner
     from hal.generation.sampling_params import SamplingParams
     from hal.generation.streaming_text import Piece
-    from hal.nn import CausalLM
+    from hal.nn import CausalLM, EncoderItem
 
 MAX_CACHE_TOKENS = 65536
 """Maximum size of the cache by default; prompts that do not fit wait."""
 SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
+IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
 LOGPROBS = "With --json, add the log-probability of each new token, and the N most likely tokens with theirs."
 STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
@@ -52,6 +53,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @sampling_options(SEED)
 @click.option("--chat", is_flag=True, help=CHAT)
+@click.option("--image", "images", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help=IMAGE)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
@@ -72,6 +74,7 @@ def command(
     max_new_tokens: int,
     sampling: dict[str, Any],
     chat: bool,
+    images: Sequence[Path],
     switches: Sequence[str],
     tools: Path | None,
     revision: str | None,
@@ -107,8 +110,10 @@ def command(
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import bounds, read
     from hal.generation.llm.chat_template import ChatTemplate
+    from hal.generation.llm.processor import open_processor, prompt_with
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
+    chat = chat or bool(images)
     if not chat and (switches or tools is not None):
         raise click.UsageError("--switch and --tools are for chat templates: add --chat.")
     if logprobs is not None and not as_json:
@@ -123,7 +128,7 @@ def command(
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
-    tokens = given.encode(tokenizer, template, variables)
+    tokens = given.encode(tokenizer, template, variables, len(images))
     asked = read(hal.Config, settings, "configuration")
     if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):
         return
@@ -137,19 +142,25 @@ def command(
             params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32), on.mesh))
         with progress_bar("loading", shown=on.mesh.first) as progress:
             model = hal.load_model(opened, on, progress=progress)
+        items: list[list[EncoderItem]] | None = None
+        if images:
+            preparation = open_processor(opened)
+            prepared = [prompt_with(model, preparation, each, images) for each in tokens]
+            tokens, items = [each for each, _ in prepared], [each for _, each in prepared]
         if "num_tokens" not in settings.get("cache", {}):
             num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
             on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
         if on.mesh.first:
             _print_notes(params, sampling)
         with on, hal.Runner(model, on, max_sequences=min(len(tokens), bounds.SEQUENCES)) as runner:
-            _print_texts(runner, given.texts, tokens, params, tokenizer, as_json, stream)
+            _print_texts(runner, given.texts, tokens, items, params, tokenizer, as_json, stream)
 
 
 def _print_texts(
     runner: Runner,
     texts: list[str],
     tokens: list[list[int]],
+    items: list[list[EncoderItem]] | None,
     params: SamplingParams,
     tokenizer: Tokenizer,
     as_json: bool,
@@ -162,7 +173,8 @@ def _print_texts(
     each_params = [attrs.evolve(params, seed=params.seed + index) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
     held: list[Piece] = []  # of the prompt whose JSON is not complete
-    for piece in texts_in_order(generate(runner, tokens, each_params, tokenizer), tokens, tokenizer, each_params):
+    made = generate(runner, tokens, each_params, tokenizer, items=items)
+    for piece in texts_in_order(made, tokens, tokenizer, each_params):
         if not runner.backend.mesh.first:
             continue
         count += 1

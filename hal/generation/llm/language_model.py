@@ -19,14 +19,15 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
 from hal.errors import BatchError, ConfigError, HalError
 from hal.generation.generated_text import GeneratedText
-from hal.generation.llm.chat_template import ChatTemplate, Message
+from hal.generation.llm.chat_template import Message
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
+from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.engine import open_engine
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.pooling import Pooling
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
-from hal.generation.llm.prompts import Prompt, encoded_prompts, joined, listed_prompts
+from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, joined, listed_prompts, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
@@ -99,7 +100,7 @@ class LLM:
         self._stop_token_ids = self.checkpoint.stop_token_ids
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
+        self._conversations = Conversations(self.checkpoint, lambda: self.tokenizer, lambda: self._runner.model)
         with ExitStack() as stack:
             self._runner, self.max_length = open_engine(
                 self.checkpoint,
@@ -173,33 +174,34 @@ class LLM:
 
         Args:
             messages: the messages of a conversation, each with ``role`` and ``content``, or a list of conversations.
+                For a model that reads images, a content may be a list of parts: ``{"type": "text", "text": ...}`` and
+                ``{"type": "image", "image": ...}``, where the image is a path, bytes, a data URL or an image of PIL.
             tools: the JSON schemas of functions that the model may call.
             params: the sampling parameters, as they are.
             given: sampling parameters by name. Every other name is a switch of the template, such as
                 ``enable_thinking``.
 
         Raises:
-            ConfigError: the template refuses the messages, or has no such switch.
+            ConfigError: the template refuses the messages, or has no such switch; or a library for images is missing.
             CheckpointError: the checkpoint has no template, or the template fails.
+            BatchError: an image cannot be read, or is too large.
+            ModelError: there are images, and the model reads text alone.
             HalError: as :meth:`generate`.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         switches = {name: given.pop(name) for name in given.keys() - _SAMPLING}
         prompts = [self.chat_prompt(each, tools=tools, **switches) for each in conversations]
-        return self._complete(prompts, params, given)
+        return self._complete(self._encoded(prompts), params, given)
 
     def chat_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **switches: Any
-    ) -> list[int]:
+    ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation, as the checkpoint's template writes it, for :meth:`stream`.
 
         The arguments and errors are those of :meth:`chat`.
         """
-        if self._template is None:
-            self._template = ChatTemplate.read(self.checkpoint)
-        text = self._template.render(messages, tools=tools, **switches)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._conversations.prompt(messages, tools, switches)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[str]:
         """Continue a prompt, and yield its text in pieces, which never split a character.
@@ -281,7 +283,7 @@ class LLM:
         return embedding.embeddings()
 
     def _embedding_of(self, texts: Prompt | Sequence[Prompt]) -> PoolingPass:
-        prompts = self._encoded(texts)
+        prompts = encoded_prompts(texts, lambda: self.tokenizer)
         self._check(prompts)
         return PoolingPass(self._runner, prompts, Pooling.read(self.checkpoint.path))
 
@@ -290,8 +292,8 @@ class LLM:
         self._loop.start(scoring).result()
         return scoring.scores
 
-    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        return encoded_prompts(prompts, lambda: self.tokenizer)
+    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[MultimodalPrompt]:
+        return read_prompts(prompts, lambda: self.tokenizer)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Check prompts that generate nothing."""
@@ -311,23 +313,25 @@ class LLM:
             )
         return [with_stops(params, self._stop_token_ids)] * count
 
-    def _request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
-        tokenizer = self.tokenizer if params.in_text else None
-        return checked(self._runner, index, prompt, params, tokenizer=tokenizer, max_length=self.max_length)
+    def _request(self, index: int, prompt: MultimodalPrompt, params: SamplingParams) -> Request:
+        tokenizer, tokens = self.tokenizer if params.in_text else None, prompt.token_ids
+        return checked(
+            self._runner, index, tokens, params, tokenizer=tokenizer, max_length=self.max_length, items=prompt.items
+        )
 
     def _single(self, prompt: Prompt, params: SamplingParams | None, sampling: Mapping[str, Any]) -> Request:
         (wanted,) = self._params(params, sampling, 1)
         if wanted.n != 1 or wanted.prompt_logprobs is not None:
             raise ConfigError("n or prompt_logprobs is set, and a stream has text only", "use generate()")
-        (tokens,) = self._encoded([prompt])
-        return self._request(0, tokens, wanted)
+        (single,) = self._encoded([prompt])
+        return self._request(0, single, wanted)
 
     def _piece_stream(self, requests: Sequence[Request]) -> PieceStream:
         texts = {each: GeneratedText(self.tokenizer, each.tokens, each.params) for each in requests}
         return PieceStream(self._loop, texts)
 
     def _requests(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None, sampling: Mapping[str, Any]
+        self, prompts: Sequence[MultimodalPrompt], params: SamplingParams | None, sampling: Mapping[str, Any]
     ) -> list[Request]:
         found: list[Request] = []
         for index, (prompt, wanted) in enumerate(
@@ -343,7 +347,7 @@ class LLM:
         return found
 
     def _complete(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None, sampling: Mapping[str, Any]
+        self, prompts: Sequence[MultimodalPrompt], params: SamplingParams | None, sampling: Mapping[str, Any]
     ) -> list[Completion]:
         requests = self._requests(prompts, params, sampling)
         if not requests:

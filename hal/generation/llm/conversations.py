@@ -1,0 +1,50 @@
+"""Prompts of conversations: the checkpoint's chat template, and the images of the messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.generation.llm.chat_template import ChatTemplate, Message
+from hal.generation.llm.images import without_images
+from hal.generation.llm.processor import Preparation, open_processor, prompt_with
+from hal.generation.llm.prompts import MultimodalPrompt
+from hal.nn import CausalLM
+
+
+class Conversations:
+    """Writes the prompts of conversations. Threading: any thread may call it.
+
+    Args:
+        checkpoint: the checkpoint.
+        tokenizer: returns its tokenizer.
+        model: returns the model.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, tokenizer: Callable[[], Tokenizer], model: Callable[[], CausalLM]
+    ) -> None:
+        self._checkpoint, self._tokenizer, self._model = checkpoint, tokenizer, model
+        self._template: ChatTemplate | None = None
+        self._preparation: Preparation | None = None
+        self._lock = threading.Lock()
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
+    ) -> list[int] | MultimodalPrompt:
+        """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
+        if self._template is None:
+            self._template = ChatTemplate.read(self._checkpoint)
+        written, images = without_images(messages)
+        text = self._template.render(written, tools=tools, **switches)
+        tokens = list(self._tokenizer().encode(text, add_special_tokens=False).ids)
+        if not images:
+            return tokens
+        with self._lock:
+            if self._preparation is None:
+                self._preparation = open_processor(self._checkpoint)
+            return MultimodalPrompt(*prompt_with(self._model(), self._preparation, tokens, images))
