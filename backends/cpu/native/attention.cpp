@@ -43,7 +43,7 @@ inline void dots(const Tile<T>& tile, const Operand<T>* queries, int64_t dim, fl
             for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(queries + i * kRows + m * P::kStep);
 #pragma GCC unroll 16
             for (int r = 0; r < kAtOnce; r++) {
-                __builtin_prefetch(tile.base + tile.ahead[first + r] + i);
+                __builtin_prefetch(tile.base + tile.ahead[first + r] + i, 0, 2);
                 const auto left = P::widened(tile.base + tile.at[first + r] + i);
 #pragma GCC unroll 4
                 for (int m = 0; m < M; m++) P::add(sums[m * kAtOnce + r], left, right[m]);
@@ -67,7 +67,7 @@ inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64
     for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes);
+            __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes, 0, 2);
             const Lanes row = wide(tile.base + tile.at[r] + i + v * kLanes);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) held[m * kVectors + v] += weights[m * stride + r] * row;
