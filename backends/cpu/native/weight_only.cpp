@@ -1,0 +1,322 @@
+// Projections of up to 64 rows with weights of 8 or 4 bits in groups, which are read in place and once.
+//
+// Where the processor multiplies pairs of 16-bit integers, few rows of x are rounded to such, with a scale for each
+// block of x. This is exact to 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight
+// is then never widened further. Otherwise some rows of a weight at a time are widened to x's type, in a core's cache.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "elements.h"
+#include "products.h"
+#include "replay.h"
+
+namespace {
+
+constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
+
+// The scales or zero points of the rows of a weight.
+struct Factors {
+    const void* values;  // or null
+    int dtype;           // a Dtype, or kInt8
+    int64_t groups;
+    static constexpr int kInt8 = 3;
+
+    // Writes those of a row in float32.
+    void read(int64_t row, float* to) const {
+        switch (dtype) {
+            case kFloat32:
+                return copy(static_cast<const float*>(values) + row * groups, to);
+            case kBFloat16:
+                return copy(static_cast<const bfloat16*>(values) + row * groups, to);
+            case kFloat16:
+                return copy(static_cast<const float16*>(values) + row * groups, to);
+            default:
+                return copy(static_cast<const int8_t*>(values) + row * groups, to);
+        }
+    }
+
+  private:
+    template <class T>
+    void copy(const T* from, float* to) const {
+        for (int64_t i = 0; i < groups; i++) to[i] = float(from[i]);
+    }
+};
+
+struct WeightOnly {
+    const uint8_t* weight;
+    Factors scales, zeros;
+    const void* bias;  // or null
+    int wide_bias, bits;
+    int64_t rows, width, out, group;
+
+    int64_t row_bytes() const { return width * bits / 8; }
+
+    template <class T>
+    float bias_of(int64_t column) const {
+        if (!bias) return 0.0f;
+        return wide_bias ? static_cast<const float*>(bias)[column] : float(static_cast<const T*>(bias)[column]);
+    }
+};
+
+// Writes a row of the weight in T. The scales and zero points are those of its groups.
+template <class T>
+void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
+    const uint8_t* from = given.weight + row * given.row_bytes();
+    if (given.bits == 8)
+        for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
+    else
+        for (int64_t i = 0; i < given.width / 2; i++) {
+            wide[2 * i] = float(int(from[i] & 15 ^ 8) - 8);
+            wide[2 * i + 1] = float(int(from[i] >> 4 ^ 8) - 8);
+        }
+    for (int64_t group = 0, first = 0; first < given.width; group++, first += given.group) {
+        const int64_t end = std::min(first + given.group, given.width);
+        const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
+        for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
+    }
+}
+
+template <class T>
+void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
+    const int64_t groups = given.scales.groups;
+    const T* others[kOthers];
+    for (int64_t row = 0; row < given.rows; row++) others[row] = x + row * x_stride;
+#pragma omp parallel if (given.out * given.width > kSerial)
+    {
+        Multiplication<T> multiplication;
+        multiplication.pack_others(others, given.rows, given.width);
+        std::vector<T> rows(kBlock * given.width);
+        std::vector<float> wide(given.width), scales(groups), zeros(given.zeros.values ? groups : 0);
+        float sums[kOthers * kBlock];
+#pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < given.out; first += kBlock) {
+            const int64_t count = std::min(kBlock, given.out - first);
+            for (int64_t i = 0; i < count; i++) {
+                given.scales.read(first + i, scales.data());
+                if (given.zeros.values) given.zeros.read(first + i, zeros.data());
+                widen(given, first + i, scales.data(), given.zeros.values ? zeros.data() : nullptr, wide.data(),
+                      rows.data() + i * given.width);
+            }
+            multiplication.run(rows.data(), count, sums);
+            for (int64_t m = 0; m < given.rows; m++)
+                for (int64_t i = 0; i < count; i++)
+                    y[m * given.out + first + i] = T(sums[m * kBlock + i] + given.bias_of<T>(first + i));
+        }
+    }
+}
+
+#ifdef __AVX512VNNI__
+constexpr int64_t kBlockOfX = 128;  // elements with one scale of x
+constexpr int64_t kAtOnce = 4;      // rows of x
+constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
+constexpr int64_t kAhead = 2048;    // bytes of the weight to prefetch ahead
+constexpr float kMost = 32512;      // the largest 16-bit integer that is used
+constexpr int64_t kSmallestGroup = 32;
+
+// Rows of x as integers. Those of a register's 16-bit lanes are together: elements 0, 2, 4... and 1, 3, 5... for weights
+// of 8 bits; every fourth one for those of 4 bits.
+struct Integers {
+    int64_t blocks, groups;
+    std::vector<int16_t> values;      // [rows][blocks][kBlockOfX]
+    std::vector<float> scales, sums;  // [rows][blocks]; [rows][groups], of the elements of x
+};
+
+template <class T>
+void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) {
+    const int64_t blocks = (given.width + kBlockOfX - 1) / kBlockOfX, groups = given.scales.groups;
+    made.blocks = blocks, made.groups = groups;
+    made.values.resize(given.rows * blocks * kBlockOfX);
+    made.scales.resize(given.rows * blocks), made.sums.assign(given.rows * groups, 0.0f);
+    for (int64_t row = 0; row < given.rows; row++)
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = block * kBlockOfX, count = std::min(kBlockOfX, given.width - first);
+            float values[kBlockOfX] = {}, largest = 0, checked = 0;
+            for (int64_t i = 0; i < count; i++) values[i] = x[row * stride + first + i];
+            for (int64_t i = 0; i < kBlockOfX; i++) largest = std::max(largest, std::fabs(values[i]));
+            for (int64_t i = 0; i < kBlockOfX; i++) checked += values[i] * 0.0f;
+            const bool finite = checked == 0;
+            const float scale = largest / kMost, factor = largest > 0 && finite ? kMost / largest : 0.0f;
+            // What is not finite makes all results of the row NaN.
+            made.scales[row * blocks + block] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
+            int32_t q[kBlockOfX];
+            for (int64_t i = 0; i < kBlockOfX; i++) q[i] = finite ? int32_t(std::nearbyint(values[i] * factor)) : 0;
+            int16_t* to = made.values.data() + (row * blocks + block) * kBlockOfX;
+            if (given.bits == 8)
+                for (int64_t half = 0; half < kBlockOfX; half += 64)
+                    for (int64_t i = 0; i < 32; i++)
+                        to[half + i] = int16_t(q[half + 2 * i]), to[half + 32 + i] = int16_t(q[half + 2 * i + 1]);
+            else
+                for (int64_t part = 0; part < 4; part++)
+                    for (int64_t i = 0; i < 32; i++) to[part * 32 + i] = int16_t(q[4 * i + part]);
+            for (int64_t i = 0; i < count; i += kSmallestGroup) {
+                int32_t sum = 0;
+                for (int64_t j = 0; j < kSmallestGroup; j++) sum += q[i + j];
+                made.sums[row * groups + (first + i) / given.group] += scale * float(sum);
+            }
+        }
+}
+
+// The scales of the lanes of a register of 64 bytes, from those of the groups of a row.
+struct Spread {
+    std::vector<int64_t> first;  // by register: the group of its first lane
+    __m512i of_lane;             // the further group of each lane
+
+    Spread(int64_t registers, int64_t in_register, int64_t group, int64_t groups) : first(registers) {
+        for (int64_t i = 0; i < registers; i++) first[i] = std::min(i * in_register / group, groups - 1);
+        int32_t lanes[kLanes];
+        for (int lane = 0; lane < kLanes; lane++)
+            lanes[lane] = int32_t(lane * (in_register / kLanes) / std::min(group, in_register));
+        of_lane = load<__m512i>(lanes);
+    }
+    Lanes operator()(const float* scales, int64_t at) const {
+        const __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(scales + first[at]));
+        return Lanes(_mm512_permutexvar_ps(of_lane, four));
+    }
+};
+
+// Adds a register of a row of the weight times the integers of a row of x. Weights of 4 bits are taken as w + 8.
+template <int Bits>
+inline __m512i dots(const __m512i* weight, const int16_t* x) {
+    __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < 16 / Bits; i++) sum = _mm512_dpwssd_epi32(sum, weight[i], load<__m512i>(x + 32 * i));
+    return sum;
+}
+
+template <int Bits>
+inline void unpack(__m512i packed, __m512i* to) {
+    if constexpr (Bits == 8) {
+        to[0] = _mm512_srai_epi16(_mm512_slli_epi16(packed, 8), 8), to[1] = _mm512_srai_epi16(packed, 8);
+    } else {
+        const __m512i nibble = _mm512_set1_epi16(15);
+        packed = _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x88)));
+        to[0] = _mm512_and_si512(packed, nibble);
+        to[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+        to[2] = _mm512_and_si512(_mm512_srli_epi16(packed, 8), nibble);
+        to[3] = _mm512_srli_epi16(packed, 12);
+    }
+}
+
+// Writes the sums of each lane of a row of the weight times `Rows` rows of x from `first` on, to held[m * kLanes].
+template <int Bits, int Rows>
+inline void multiply(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
+                     const float* scales, int64_t first, Lanes* held) {
+    constexpr int64_t kRegisters = Bits == 4 ? 1 : 2;  // of the weight in a block of x
+    const int64_t bytes = given.row_bytes(), blocks = x.blocks, stride = blocks * kBlockOfX;
+    const int16_t* values = x.values.data() + first * stride;
+    const float* of_x = x.scales.data() + first * blocks;
+    Lanes sums[Rows][kRegisters] = {};
+    auto add = [&](int64_t block, auto read) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < kRegisters; part++) {
+            const int64_t at = block * kRegisters + part;
+            __m512i weight[4];
+            unpack<Bits>(read(at * 64), weight);
+            __builtin_prefetch(line + at * 64 + kAhead);
+            const Lanes scale = spread(scales, at);
+#pragma GCC unroll 4
+            for (int m = 0; m < Rows; m++) {
+                const __m512i sum = dots<Bits>(weight, values + m * stride + block * kBlockOfX + part * 64);
+                sums[m][part] += Lanes(_mm512_cvtepi32_ps(sum)) * (scale * of_x[m * blocks + block]);
+            }
+        }
+    };
+    const int64_t whole = bytes / (64 * kRegisters);
+    for (int64_t block = 0; block < whole; block++)
+        add(block, [&](int64_t at) { return load<__m512i>(line + at); });
+    if (whole < blocks)
+        add(whole, [&](int64_t at) {
+            const int64_t left = std::clamp<int64_t>(bytes - at, 0, 64);
+            return _mm512_maskz_loadu_epi8(left == 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1, line + at);
+        });
+    for (int m = 0; m < Rows; m++) held[m * kLanes] = kRegisters == 2 ? sums[m][0] + sums[m][kRegisters - 1] : sums[m][0];
+}
+
+// Multiplies with all rows of x; the weight's row stays in a core's cache.
+template <int Bits>
+void multiply_rows(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
+                   const float* scales, Lanes* held) {
+    for (int64_t first = 0; first < given.rows; first += kAtOnce, held += kAtOnce * kLanes) switch (given.rows - first) {
+            case 1:
+                multiply<Bits, 1>(given, x, spread, line, scales, first, held);
+                break;
+            case 2:
+                multiply<Bits, 2>(given, x, spread, line, scales, first, held);
+                break;
+            case 3:
+                multiply<Bits, 3>(given, x, spread, line, scales, first, held);
+                break;
+            default:
+                multiply<Bits, kAtOnce>(given, x, spread, line, scales, first, held);
+        }
+}
+
+template <int Bits, class T>
+void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
+    thread_local Integers x;
+    round(given, from, stride, x);
+    const Integers& integers = x;
+    constexpr int64_t kInRegister = 512 / Bits;
+    constexpr float kOffset = Bits == 4 ? 8 : 0;
+    const bool corrected = Bits == 4 || given.zeros.values;
+    const int64_t groups = x.groups, apart = groups + 3;  // registers read four at a time
+    const Spread spread(x.blocks * kBlockOfX / kInRegister, kInRegister, given.group, groups);
+#pragma omp parallel if (given.out * given.width > kSerial)
+    {
+        std::vector<float> scales(apart), zeros(apart);
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t begin = 0; begin < given.out; begin += kLanes) {
+            const int64_t taken = std::min<int64_t>(kLanes, given.out - begin);
+            Lanes held[kFew * kLanes] = {};
+            float less[kFew][kLanes] = {};
+            for (int64_t r = 0; r < taken; r++) {
+                given.scales.read(begin + r, scales.data());
+                multiply_rows<Bits>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
+                                    scales.data(), held + r);
+                if (!corrected) continue;
+                if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
+                for (int64_t group = 0; group < groups; group++) scales[group] *= zeros[group] + kOffset;
+                for (int64_t m = 0; m < given.rows; m++)
+                    for (int64_t group = 0; group < groups; group++)
+                        less[m][r] += integers.sums[m * groups + group] * scales[group];
+            }
+            for (int64_t m = 0; m < given.rows; m++) {
+                const Lanes sums = sums_of(held + m * kLanes) - load<Lanes>(less[m]);
+                for (int64_t i = 0; i < taken; i++)
+                    y[m * given.out + begin + i] = T(sums[i] + given.bias_of<T>(begin + i));
+            }
+        }
+    }
+}
+#endif
+
+// Whether a register's lanes belong to at most four groups, each of whole lanes.
+bool spreads(int64_t width, int64_t group) { return group >= width || group == 32 || group == 64 || group % 128 == 0; }
+
+}  // namespace
+
+// Multiplies up to 64 rows of x, whose elements have unit stride, with a weight of 8 or 4 bits. Zero points and the bias
+// may be null. A group has at most `width` elements.
+extern "C" void weight_only_linear(const void* x, const void* weight, const void* scales, const void* zeros,
+                                   const void* bias, void* y, int dtype, int scale_dtype, int zero_dtype, int wide_bias,
+                                   int bits, int64_t rows, int64_t width, int64_t out, int64_t group, int64_t x_stride) {
+    const int64_t groups = (width + group - 1) / group;
+    const WeightOnly given{static_cast<const uint8_t*>(weight), Factors{scales, scale_dtype, groups},
+                           Factors{zeros, zero_dtype, groups}, bias, wide_bias, bits, rows, width, out, group};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const T* from = static_cast<const T*>(x);
+        T* to = static_cast<T*>(y);
+#ifdef __AVX512VNNI__
+        if (sizeof(T) == 2 && rows <= kFew && spreads(width, group))
+            return bits == 4 ? run_integers<4>(given, from, x_stride, to) : run_integers<8>(given, from, x_stride, to);
+#endif
+        run_widened(given, from, x_stride, to);
+    });
+}
+
+REPLAYABLE(weight_only_linear)
