@@ -23,6 +23,7 @@ from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .linear_kernels import LINEAR_KERNELS, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
+from .weight_only_kernels import WEIGHT_ONLY_KERNELS, WeightOnlyKernels
 
 UNLIMITED = 1 << 62  # tokens, or queries times tokens
 FEW = 1 << 11
@@ -37,7 +38,7 @@ BASIC = (
     "silu_and_mul",
     "store_kv_cache",
 )
-NATIVE = (*BASIC, *EXPERT_KERNELS, *LINEAR_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS)
+NATIVE = (*BASIC, *EXPERT_KERNELS, *LINEAR_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS, *WEIGHT_ONLY_KERNELS)
 
 
 def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
@@ -48,6 +49,7 @@ def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
         (LinearKernels, LINEAR_KERNELS),
         (LogitsKernels, LOGITS_KERNELS),
         (SamplingKernels, SAMPLING_KERNELS),
+        (WeightOnlyKernels, WEIGHT_ONLY_KERNELS),
     )
     made = ((bindings(library), names) for bindings, names in classes)
     return {name: getattr(bindings, name) for bindings, names in made for name in names}

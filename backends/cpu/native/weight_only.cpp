@@ -134,11 +134,13 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
     for (int64_t row = 0; row < given.rows; row++)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * kBlockOfX, count = std::min(kBlockOfX, given.width - first);
-            float values[kBlockOfX] = {}, largest = 0, checked = 0;
+            float values[kBlockOfX] = {}, largest = 0;
+            uint32_t exponents = 0;  // the largest is that of what is not finite
             for (int64_t i = 0; i < count; i++) values[i] = x[row * stride + first + i];
             for (int64_t i = 0; i < kBlockOfX; i++) largest = std::max(largest, std::fabs(values[i]));
-            for (int64_t i = 0; i < kBlockOfX; i++) checked += values[i] * 0.0f;
-            const bool finite = checked == 0;
+            for (int64_t i = 0; i < kBlockOfX; i++)
+                exponents = std::max(exponents, load<uint32_t>(values + i) & 0x7f800000u);
+            const bool finite = exponents != 0x7f800000u;
             const float scale = largest / kMost, factor = largest > 0 && finite ? kMost / largest : 0.0f;
             // What is not finite makes all results of the row NaN.
             made.scales[row * blocks + block] = finite ? scale : std::numeric_limits<float>::quiet_NaN();

@@ -1,0 +1,113 @@
+"""Tests for the CPU's products of few rows with weights of 8 and 4 bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hal.backends.cpu.native import build
+from hal.backends.cpu.native.weight_only_kernels import WeightOnlyKernels
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from torch import Tensor
+
+import hal
+from hal.ops.weight_only import dequantize
+
+SIZES = ((96, 64, 32), (64, 256, 128), (48, 192, 192), (40, 96, 64), (1000, 576, 32), (50, 1024, 1024), (33, 320, 160))
+ROWS = (1, 2, 3, 4, 5, 9, 12, 13, 33, 64)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> WeightOnlyKernels:
+    return WeightOnlyKernels(build.load())
+
+
+def weights(bits: int, out: int, width: int) -> Tensor:
+    if bits == 8:
+        return torch.randint(-128, 128, (out, width)).to(torch.int8)
+    return torch.randint(-(1 << 31), 1 << 31, (out, width // 8)).to(torch.int32)
+
+
+def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int) -> None:
+    """Compare with products of dequantized weights in float64.
+
+    For a few rows, the error is that of one rounding of the result. For more, and for groups of unusual sizes, weights
+    are rounded to x's dtype, too.
+    """
+    torch.manual_seed(0)
+    eps = torch.finfo(dtype).eps
+    for place, (out, width, group) in enumerate(SIZES):
+        weight, groups = weights(bits, out, width), -(-width // group)
+        scale = (torch.rand(out, groups) + 0.5).to((torch.float32, torch.bfloat16, torch.float16)[place % 3])
+        zeros = torch.randint(-8, 8, (out, groups))
+        for number, rows in enumerate(ROWS):
+            zero = (None, zeros.to(torch.int8), zeros.float() + 0.25)[(place + number) % 3]
+            bias = (None, torch.randn(out).to(dtype), torch.randn(out))[number % 3]
+            x = torch.randn(rows, 2 * width + 1).to(dtype)[:, :width]
+            x = x if number % 2 else x.contiguous()
+            found = kernels.weight_only_linear(x, weight, scale, zero, bias, group)
+            wide = dequantize(weight, scale, zero, group).double()
+            expected = x.double() @ wide.t() + (0 if bias is None else bias.double())
+            sizes = x.double().abs() @ wide.abs().t()
+            slack = eps * expected.abs() + (2e-4 if rows <= 4 and group != 160 else max(eps, 2e-4)) * sizes
+            assert found.dtype is dtype
+            assert ((found.double() - expected).abs() <= slack).all(), f"{out} x {width} by {group}, {rows} rows"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_any_size_group_and_zero_point(dtype: torch.dtype, bits: int, kernels: WeightOnlyKernels) -> None:
+    check(kernels, dtype, bits)
+
+
+@thorough(EXHAUSTIVE, r"\[avx512\]")
+@thorough(MODE)
+@pytest.mark.parametrize("highest", ["avx2", "avx512"])
+def test_lower_instruction_sets(highest: str) -> None:
+    lower = WeightOnlyKernels(build.load(highest))
+    for bits in (8, 4):
+        check(lower, torch.bfloat16, bits)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row(broken: float, rows: int, kernels: WeightOnlyKernels) -> None:
+    torch.manual_seed(0)
+    x, weight, scale = torch.randn(rows, 256).bfloat16(), weights(4, 64, 256), torch.ones(64, 2)
+    x[1, 200] = broken
+    found = kernels.weight_only_linear(x, weight, scale, None, None, 128)
+    assert found[0].isfinite().all()
+    assert not found[1].isfinite().any()
+
+
+def test_a_large_element_changes_its_block_only(kernels: WeightOnlyKernels) -> None:
+    """Each block of 128 elements has a scale."""
+    torch.manual_seed(0)
+    x, weight, scale = torch.randn(1, 1024).bfloat16(), weights(8, 64, 1024), torch.ones(64, 1)
+    weight[:, :128] = 0
+    expected = kernels.weight_only_linear(x, weight, scale, None, None, 1024)
+    x[0, 0] = 1e4
+    assert torch.equal(kernels.weight_only_linear(x, weight, scale, None, None, 1024), expected)
+
+
+def test_others_use_torch(kernels: WeightOnlyKernels) -> None:
+    """Many rows, and none."""
+    weight, scale = weights(8, 40, 64), torch.rand(40, 2)
+    for x in (torch.randn(65, 64), torch.randn(0, 64)):
+        expected = x @ dequantize(weight, scale, None, 32).t()
+        for out in (None, torch.empty(x.shape[0], 40)):
+            torch.testing.assert_close(kernels.weight_only_linear(x, weight, scale, None, None, 32, out=out), expected)
+
+
+def test_a_tape_replays_them_without_python() -> None:
+    from hal.backends.cpu.native_calls import NativeCalls
+
+    backend = hal.open({"backend": "cpu", "options": {"native": True}})
+    x, weight, scale = torch.randn(2, 128).bfloat16(), weights(4, 64, 128), torch.rand(64, 1)
+    graph = backend.graph()
+    output = graph.capture(lambda: hal.ops.weight_only_linear(x, weight, scale, None, None, 128))
+    assert [type(call) for call in graph._calls] == [NativeCalls]  # type: ignore[attr-defined]
+    x.normal_()
+    graph.replay()
+    assert torch.equal(output, hal.ops.weight_only_linear(x, weight, scale, None, None, 128))
