@@ -133,8 +133,8 @@ class _Stderr(logging.Handler):
             if text in self._warned:
                 return
             self._warned.add(text)
-        # Looks up stderr for each record, because a progress bar replaces it temporarily.
-        click.echo(text, err=True)
+        # A progress bar replaces stderr for a time, and click would write past it to the stream below.
+        click.echo(text, file=sys.stderr, err=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
 import time
 
 from hal import progress
@@ -59,3 +65,32 @@ def test_messages_say_since_when() -> None:
     say("loading")
     say("compiling")
     assert said == ["[0 s] loading", "[72 s] compiling"]
+
+
+BAR = """
+import logging
+from hal.cli.console import logging_to_stderr, progress_bar
+
+with logging_to_stderr("WARNING"), progress_bar("loading") as done:
+    done(1, 4)
+    logging.getLogger("hal.test").warning("told")
+    done(2, 4)
+"""
+
+
+def test_a_warning_has_a_line_of_its_own_above_a_progress_bar() -> None:
+    ours, terminal = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", BAR], stderr=terminal, stdin=terminal, env=environ) as process:
+        os.close(terminal)
+        found = b""
+        with contextlib.suppress(OSError):  # the end of a terminal whose program has ended
+            while part := os.read(ours, 4096):
+                found += part
+        os.close(ours)
+    assert process.returncode == 0
+    before, _, after = found.decode().partition("warning: told")
+    assert "loading" in before
+    assert after.startswith("\r\n")
+    line = re.split(r"[\r\n]", before)[-1]
+    assert re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) == "", "the bar is erased first"
