@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from hal import ops
 from hal.compile.copy_model import copy_model
 from hal.compile.fx.make_graph import make_graph
+from hal.compile.recognize.complex_pairs import polar
 from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.nn import CausalLM, Encoder
@@ -303,7 +304,8 @@ def _trace(
 
     try:
         with ops.intercepted(lambda each, _: kept(each)):
-            graph = make_graph(run, fakes, mode, select_decomp_table() if decompose else None)
+            table = select_decomp_table() if decompose else {}
+            graph = make_graph(run, fakes, mode, {**table, torch.ops.aten.polar.default: polar})
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",

@@ -13,6 +13,7 @@ from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
 from hal.compile.fx.symbolic_sizes import value
 from hal.compile.recognize import decoder_layers
+from hal.compile.recognize.complex_pairs import complex_pairs
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
 from hal.compile.recognize.rotations import rotations
@@ -91,6 +92,7 @@ def recognition_passes(backend: Backend) -> tuple[Rewrite | Callable[..., Any], 
     found = rewrites_of(backend)
     return (
         common_subexpressions,
+        complex_pairs,
         *(each for each in found if each not in LATE),
         integer_round_trips,
         early_views,
