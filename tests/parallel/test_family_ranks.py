@@ -14,7 +14,16 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 @thorough(EXHAUSTIVE, r"\[(Olmo|Phi)")
 @thorough(FAMILY, r"\[(?!gpt-oss)")
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-20b-BF16", "Olmo-3-7B-Instruct", "Phi-4-mini-instruct", "GLM-4.6", "MiniMax-M2"]
+    "name",
+    [
+        "gpt-oss-20b-BF16",
+        "Olmo-3-7B-Instruct",
+        "Phi-4-mini-instruct",
+        "GLM-4.6",
+        "MiniMax-M2",
+        "gemma-4-E2B-it",
+        "gemma-4-26B-A4B-it",
+    ],
 )
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
     checkpoint = str(published_configs.write(tmp_path / name, name))

@@ -13,13 +13,21 @@ from helpers.thorough import FAMILY, thorough
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BUCKETS = (1, 3)
-SPARSE = ("granite-3.1-1b-a400m-instruct", "gpt-oss-20b-BF16", "ERNIE-4.5-21B-A3B-PT", "GLM-4.6", "MiniMax-M2")
+SPARSE = (
+    "granite-3.1-1b-a400m-instruct",
+    "gpt-oss-20b-BF16",
+    "ERNIE-4.5-21B-A3B-PT",
+    "GLM-4.6",
+    "MiniMax-M2",
+    "gemma-4-26B-A4B-it",
+)
 DENSE = (
     "Olmo-3-7B-Instruct",
     "granite-3.3-2b-instruct",
     "Phi-4-mini-instruct",
     "gemma-2-2b-it",
     "gemma-3-4b-it",
+    "gemma-4-E2B-it",
     "ERNIE-4.5-0.3B-PT",
 )
 
