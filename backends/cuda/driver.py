@@ -31,6 +31,7 @@ INDUCTOR = (
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",
+    "fp8_grouped_linear",
     "grouped_linear",
     "grouped_linear_int8",
     "paged_attention",
@@ -42,6 +43,7 @@ INDUCTOR = (
     "quant_linear_static",
     "store_kv_cache",
     "topk_route",
+    "weight_only_grouped_linear",
 )
 """Operations that Inductor calls as opaque kernels; it decomposes the others, and calls cuBLAS for projections."""
 

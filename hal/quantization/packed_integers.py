@@ -56,7 +56,7 @@ def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
     """Return unsigned numbers ``[..., width]`` as int32 ``[..., ceil(width * bits / 32)]``: see :func:`unsigned`."""
     each = in_one(bits)
     padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % each)).unflatten(-1, (-1, each))
-    packed = padded[..., 0].clone()
+    packed: Tensor = padded[..., 0].clone()
     for place in range(1, each):
         packed |= padded[..., place] << bits * place
     return packed.to(torch.uint32).view(torch.int32)

@@ -30,6 +30,7 @@ EXPERTS = frozenset(
         "expert_mlp",
         "expert_permute",
         "expert_unpermute",
+        "fp8_grouped_linear",
         "grouped_linear",
         "grouped_linear_int8",
         "quant_expert_mlp_dynamic",
@@ -37,6 +38,7 @@ EXPERTS = frozenset(
         "quant_grouped_linear_dynamic",
         "quant_grouped_linear_static",
         "topk_route",
+        "weight_only_grouped_linear",
     }
 )
 """The operations of mixtures of experts, whose tests have files of their own."""

@@ -19,6 +19,7 @@ from .activation import (
 from .attention import paged_attention
 from .cache import store_kv_cache
 from .experts.grouped import grouped_linear
+from .experts.low_bits import fp8_grouped_linear, weight_only_grouped_linear
 from .experts.mlp import expert_mlp
 from .experts.permutation import expert_permute, expert_unpermute
 from .experts.quantized import (
@@ -43,6 +44,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
+        "fp8_grouped_linear": fp8_grouped_linear,
         "gelu_and_mul": gelu_and_mul,
         "grouped_linear": grouped_linear,
         "grouped_linear_int8": grouped_linear_int8,
@@ -61,6 +63,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
         "store_kv_cache": store_kv_cache,
         "topk_route": topk_route,
+        "weight_only_grouped_linear": weight_only_grouped_linear,
     }
 )
 """Triton kernels by operation."""

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.declaration.operation import operation
+from hal.ops.float8 import widen
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
+from hal.ops.weight_only import dequantize
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,6 +78,27 @@ def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
 
 
+def weight_only_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+) -> Tensor:
+    """Widen the weight to x's dtype, and multiply in it."""
+    wide = dequantize(weight, weight_scale, weight_zero_point, group_size).to(x.dtype)
+    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+) -> Tensor:
+    """Widen the weight to x's dtype, and multiply in it."""
+    wide = widen(weight, weight_scale, block_rows, block_columns).to(x.dtype)
+    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+
+
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write whole rows with ``index_copy_``, where ``index_put_`` would write elements."""
     slots = slot_mapping.long()
@@ -123,6 +146,7 @@ def scaled_dot_product_attention(
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": add_rms_norm,
     "embedding": functional.embedding,
+    "fp8_linear": fp8_linear,
     "gelu": gelu,
     "greedy_sample": greedy_sample,
     "layer_norm": layer_norm,
@@ -133,6 +157,7 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
+    "weight_only_linear": weight_only_linear,
 }
 """Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""
 
