@@ -16,7 +16,7 @@ from hal.device.host_device import HostDevice
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
-from hal.ops.kernels import torch_kernels
+from hal.ops.kernels import composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    **composed_recurrence.KERNELS,
     **low_bits.KERNELS,
     "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
@@ -51,7 +52,9 @@ GROUPED = ("grouped_linear", "grouped_linear_int8", "quant_grouped_linear_dynami
 """Operations whose kernels read the number of rows of each expert: a tape records each as one call."""
 
 INDUCTOR = (
+    "causal_conv1d",
     "expert_mlp",
+    "gated_delta_rule",
     *GROUPED,
     *low_bits.KERNELS,
     "linear",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.ops.kernels import torch_kernels
+from hal.ops.kernels import composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
@@ -34,6 +34,7 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
 
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
+    **composed_recurrence.KERNELS,
     **torch_kernels.int8_projections(int8_product),
     # torch's sort and elementwise functions, without a wait for the GPU. A library with its own random generator cannot
     # implement it: the operation's draw depends only on seed, step and token.

@@ -22,7 +22,16 @@ from hal.errors import ConfigError, HalError
 from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
-from .kernels import dense_attention, experts, fractal, low_bits, packed_attention, quantized, quantized_experts
+from .kernels import (
+    dense_attention,
+    experts,
+    fractal,
+    low_bits,
+    packed_attention,
+    quantized,
+    quantized_experts,
+    recurrence,
+)
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
 from .kernels.kernels import in_fractal_nz, kernels
@@ -93,6 +102,7 @@ class NpuBackend(Backend):
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
         table |= low_bits.kernels(device.torch, experts=generation.experts)
+        table |= recurrence.kernels(device.torch, generation)
         self._weight_quant_nz = generation.weight_quant_nz
         self._nz_experts = options.nz_weights and generation.experts
         fuses = self._nz_experts and generation.swiglu_quant_nz

@@ -36,6 +36,7 @@ class Generation:
         all_reduce_ranks: the numbers of ranks for which npu_mm_all_reduce_base is documented.
         row_collective_ranks: those for which npu_all_gather_base_mm and npu_mm_reduce_scatter_base are.
         distributes_experts: whether npu_moe_distribute_dispatch_v2 takes any number of ranks from 2 on.
+        delta_rule: whether npu_recurrent_gated_delta_rule is available.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Generation:
     all_reduce_ranks: tuple[int, ...] = ()
     row_collective_ranks: tuple[int, ...] = ()
     distributes_experts: bool = False
+    delta_rule: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -70,6 +72,7 @@ GENERATIONS = (
         weight_quant_nz=True,
         all_reduce_ranks=ONE_MACHINE,
         row_collective_ranks=ONE_MACHINE,
+        delta_rule=True,
     ),
     Generation(
         "A3",
@@ -78,6 +81,7 @@ GENERATIONS = (
         weight_quant_nz=True,
         row_collective_ranks=ONE_MACHINE,
         distributes_experts=True,
+        delta_rule=True,
     ),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),

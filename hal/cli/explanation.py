@@ -67,9 +67,9 @@ def captures_python(config: CompilationConfig, size: int) -> bool:
 
 
 def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
-    at = sorted(on.splitting_ops(on.config.compilation.of("decode")))
     with _capturing_only(on, size), on.translating_errors():
-        pieces = _form(model, on, size).num_graphs
+        form = _form(model, on, size)
+    pieces, at = form.num_graphs, sorted(form.at)
     echo(
         f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
         f"eagerly; {NO_REWRITES}"

@@ -54,7 +54,7 @@ class CompilationConfig:
             decode steps with torch.compile. Drivers add others; ``hal backends`` lists them. Prefill is captured if
             the compiler captures pieces or ``prefill`` says so; otherwise it runs optimized code, uncaptured.
         splitting_ops: operations that run eagerly between the pieces of ``piecewise``, by hal's name or the vendor's;
-            None (``null``) means ``paged_attention``.
+            None (``null``) means attention and the operations of recurrent layers, as far as the model calls them.
         passes: passes by name. False disables one. True warns if a rewrite matches nowhere. All are on by default.
         capture_sizes: the decode batch sizes to capture; None (``null``) means the default list.
         max_capture_size: the largest size to capture, of the default list or of ``capture_sizes``.

@@ -295,8 +295,10 @@ class Backend(BackendResources):
         self.mesh = connect(config.parallel, self.distributed)
         self._joined = self.mesh
 
-    def splitting_ops(self, config: CompilationConfig) -> set[str]:
-        """Return hal's names of the operations at which a phase is split."""
+    def splitting_ops(self, config: CompilationConfig, called: Collection[str] | None = None) -> set[str]:
+        """Return hal's names of the operations at which a phase is split: of the default, those ``called``."""
+        if config.splitting_ops is None and called is not None:
+            return {*SPLITTING_OPS} & {*called} or {SPLITTING_OPS[-1]}
         return {self.operation_named(name) for name in config.splitting_ops or SPLITTING_OPS}
 
     @property

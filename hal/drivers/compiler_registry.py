@@ -15,8 +15,8 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 GROUP = "hal.compilers"
 EAGER = "eager"
 """The setting that runs the model's Python code without a compiler."""
-SPLITTING_OPS = ("paged_attention",)
-"""The default of ``compilation.splitting_ops``."""
+SPLITTING_OPS = ("causal_conv1d", "gated_delta_rule", "paged_attention")
+"""The default of ``compilation.splitting_ops``: those of these operations that a model calls."""
 
 
 COMPILERS: Plugins[Compiler] = Plugins(GROUP, "compiler", instance_of(Compiler, GROUP))

@@ -32,6 +32,7 @@ from hal.nn.decoder_config import (
 from hal.nn.embedding import Embedding
 from hal.nn.encoder import Encoder, EncoderItem, Placement
 from hal.nn.experts import Experts, GroupedLinear
+from hal.nn.gated_delta_net import DeltaNetSizes, GatedDeltaNet, GatedRMSNorm, ShortConvolution
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM, LayerState
@@ -41,7 +42,7 @@ from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
 from hal.nn.self_attention import Angles, Norm, SelfAttention
-from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Slice, Stacked, Transposed, Whole
+from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
 from hal.step.batch import Batch
@@ -67,16 +68,20 @@ __all__ = [
     "CausalLM",
     "Concatenated",
     "Consumer",
+    "Cut",
     "Decoder",
     "DecoderConfig",
     "DecoderLM",
     "DecoderLayer",
+    "DeltaNetSizes",
     "Embedding",
     "Encoder",
     "EncoderItem",
     "Experts",
     "Gate",
+    "GatedDeltaNet",
     "GatedMLP",
+    "GatedRMSNorm",
     "GroupedLinear",
     "LayerNorm",
     "LayerNorms",
@@ -95,6 +100,7 @@ __all__ = [
     "Router",
     "SelfAttention",
     "Share",
+    "ShortConvolution",
     "Slice",
     "SparseMLP",
     "Stacked",

@@ -18,6 +18,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
+from hal.nn.gated_delta_net import GatedDeltaNet
 from hal.nn.linear import Linear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
@@ -63,7 +64,7 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: the sizes.
-        attention: the attention.
+        attention: the attention, or a recurrent layer in its place.
         mlp: maps ``[tokens, hidden_size]`` to the same shape.
         norm: makes a norm of a number of features; None for :class:`RMSNorm` with ``config.rms_norm_eps``.
         norms: where the norms are.
@@ -74,7 +75,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: SelfAttention,
+        attention: SelfAttention | GatedDeltaNet,
         mlp: nn.Module,
         *,
         norm: Norm | None = None,
@@ -231,9 +232,8 @@ class DecoderLM(CausalLM):
         self.ignored_prefixes += tuple(f"model.layers.{each}." for each in range(first, first + ignored_layers))
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
         self.model = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
-        self._attention = [layer.self_attn.attention for layer in self.model.layers]
-        self.states = [each.states for each in self._attention]
-        self.causal = all(each.options.causal for each in self._attention)
+        self.states = [layer.self_attn.states for layer in self.model.layers]
+        self.causal = all(layer.self_attn.causal for layer in self.model.layers)
         self.logits_multiplier, self.softcap = logits_multiplier, softcap
         if config.tie_word_embeddings:
             if head_bias:
@@ -249,7 +249,7 @@ class DecoderLM(CausalLM):
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already."""
-        self.states = [each.states for each in self._attention]
+        self.states = [layer.self_attn.states for layer in self.model.layers]
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         return self.model(batch, states)

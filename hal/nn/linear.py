@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
-from hal.nn.weights.assembly import Assembly, Concatenated, Merged, Stacked, Whole
+from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Stacked, Whole
 from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Consumer, Weight
 
@@ -36,6 +36,8 @@ class Projection(nn.Module):
         gather: whether ranks that split ``out_features`` exchange their parts, so that each has the whole output.
         num_experts: the number of experts, each of which has such a projection; None for a single projection.
         sizes: the out_features of each part on this rank; of the whole layer if it has no parts.
+        rows: where the checkpoint has the rows of the weight, in order, if its layers are not the parts; see
+            :class:`MergedLinear`.
         merged: whether the checkpoint has the parts as one layer already, of this layer's name.
         group: the name of the group that joins the results; None if they need not be joined.
     """
@@ -53,8 +55,10 @@ class Projection(nn.Module):
         share: Share = EQUALLY,
         gather: bool = False,
         num_experts: int | None = None,
+        rows: Sequence[tuple[str, int, int]] = (),
     ) -> None:
         super().__init__()
+        self.rows = tuple(rows)
         self.in_features, self.out_features, self.parts = in_features, out_features, dict(parts)
         self.shard, self.share, self.gather, self.num_experts = shard, share, gather, num_experts
         self.sizes = tuple(self.parts.values()) or (out_features,)
@@ -88,10 +92,14 @@ class Projection(nn.Module):
         names, known = axes.split(), {OUT: self.out_features, IN: self.in_features, **sizes}
         by_row = OUT in names
         merged: Assembly = Whole()
-        prefixes = [""] if self.merged else [f".{part}." for part in self.parts] or [""]
+        layers = self.layers
+        prefixes = [""] if self.merged else [f".{layer}." for layer in layers] or [""]
         if by_row and self.parts:
             cuts = tuple(self.parts.values())
             merged = Merged(OUT, cuts) if self.merged else Concatenated(OUT, cuts)
+            if self.rows and not self.merged:
+                merged = Cut(OUT, cuts, tuple((first, size, layers[layer]) for layer, first, size in self.rows))
+                prefixes = [f".{layer}." for layer, _, _ in self.rows]
         elif not by_row and name is not None:
             merged, names, known[PARTS] = Stacked(), [PARTS, *names], len(prefixes)
         if self.num_experts is not None and (by_row or name is not None):
@@ -115,7 +123,16 @@ class Projection(nn.Module):
     @property
     def stored_sizes(self) -> tuple[int, ...]:
         """The out_features on this rank of each layer in the checkpoint that it is merged from."""
-        return (sum(self.sizes),) if self.merged else self.sizes
+        if self.merged or not self.rows:
+            return (sum(self.sizes),) if self.merged else self.sizes
+        return tuple(size * sum(self.sizes) // self.out_features for size in self.layers.values())
+
+    @property
+    def layers(self) -> Mapping[str, int]:
+        """The out_features of the checkpoint's layers that it is merged from, by name; those of all ranks."""
+        if not self.rows:
+            return self.parts
+        return {name: sum(size for each, _, size in self.rows if each == name) for name, _, _ in self.rows}
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on. The loader fills the tensors accordingly.
@@ -152,6 +169,7 @@ class Linear(Projection):
         share: how ranks share that axis.
         gather: whether each rank gets the whole output if ranks split ``out_features``.
         parts: see :class:`MergedLinear`.
+        rows: see :class:`MergedLinear`.
     """
 
     def __init__(
@@ -164,8 +182,9 @@ class Linear(Projection):
         share: Share = EQUALLY,
         gather: bool = False,
         parts: Mapping[str, int] = MappingProxyType({}),
+        rows: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, gather=gather)
+        super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, gather=gather, rows=rows)
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None)
@@ -196,6 +215,9 @@ class MergedLinear(Linear):
         bias: whether the parts have biases.
         shard: the axis along which ranks may split each part.
         share: how ranks share that axis.
+        rows: where the checkpoint has the rows, if its layers are not the parts: for each run of rows, in order, the
+            name of a layer beside this one, and the run's first row and its number of rows there. A layer's runs cover
+            all its rows.
     """
 
     def __init__(
@@ -206,5 +228,6 @@ class MergedLinear(Linear):
         bias: bool = False,
         shard: str | None = OUT,
         share: Share = EQUALLY,
+        rows: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, shard=shard, share=share, parts=parts)
+        super().__init__(in_features, sum(parts.values()), bias=bias, shard=shard, share=share, parts=parts, rows=rows)

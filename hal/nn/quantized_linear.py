@@ -41,6 +41,7 @@ class QuantizedLinear(Projection):
             share=linear.share,
             gather=linear.gather,
             num_experts=linear.num_experts,
+            rows=linear.rows,
         )
         self.merged = linear.merged
         vars(self).update(settings)

@@ -19,6 +19,7 @@ from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Weight
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
+from hal.step.state import LayerStates
 
 Norm = Callable[..., nn.Module]
 """Makes a norm of a number of features, such as ``partial(RMSNorm, eps=1e-6)``."""
@@ -94,6 +95,16 @@ class SelfAttention(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of the sinks; those of the projections are in their layers."""
         return {"sinks": Weight(("sinks",), "num_heads", "num_heads")}
+
+    @property
+    def states(self) -> LayerStates:
+        """The states of this rank's heads; see :class:`Attention`."""
+        return self.attention.states
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query attends only to tokens up to its own."""
+        return self.attention.options.causal
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on, which the projections say.

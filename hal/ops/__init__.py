@@ -38,10 +38,11 @@ from hal.ops.fused_quantization import (
 )
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
-from hal.ops.norm import add_rms_norm, layer_norm, rms_norm
+from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.packed_attention import packed_attention
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
+from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
 from hal.ops.weight_only import weight_only_linear
@@ -63,7 +64,9 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "all_to_all",
     "catalogue",
+    "causal_conv1d",
     "clipped_silu_and_mul",
+    "delta_rule_gates",
     "dynamic_quantize",
     "embedding",
     "expert_combine",
@@ -74,12 +77,15 @@ __all__ = [
     "fp8_grouped_linear",
     "fp8_linear",
     "fused_op",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "gelu",
     "gelu_and_mul",
     "greedy_sample",
     "grouped_linear",
     "grouped_linear_int8",
     "intercepted",
+    "l2_norm",
     "layer_norm",
     "linear",
     "linear_all_reduce",

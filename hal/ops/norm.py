@@ -114,3 +114,63 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """
     wide = functional.layer_norm(x.float(), weight.shape, weight.float(), None if bias is None else bias.float(), eps)
     return wide.to(x.dtype)
+
+
+def _l2_norm_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (7, 96), (3, 4, 128), (0, 64)):
+        yield draw.normal(*shape), 1e-6
+    yield draw.normal(5, 192)[:, 64:128].unflatten(1, (2, 32)), 1e-6  # heads that are not contiguous
+    yield draw.normal(2, 64, scale=1e-4), 1e-6  # epsilon matters
+
+
+@op(
+    samples=_l2_norm_samples,
+    axes={"x": "... width", "return": "... width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """Return ``x / sqrt(sum(x**2) + eps)`` over the last dimension. Computed in float32, and rounded once.
+
+    Args:
+        x: ``[..., width]``, floating.
+        eps: added to the sum of squares.
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _gated_rms_norm_samples(draw: Draw) -> Iterator[Sample]:
+    for shape in ((1, 64), (7, 96), (3, 4, 128), (0, 64)):
+        yield draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1]), 1e-6
+    gate = draw.normal(5, 192)[:, 64:128].unflatten(1, (2, 32))  # heads that are not contiguous
+    yield draw.normal(5, 2, 32), gate, draw.normal(32).float(), 1e-5
+    yield draw.normal(2, 64, scale=1e-4), draw.normal(2, 64, scale=30.0), draw.normal(64), 1e-6
+
+
+@op(
+    samples=_gated_rms_norm_samples,
+    axes={"x": "... width", "gate": "... width", "weight": "width", "return": "... width"},
+    dtypes={"x": FLOATING, "gate": "x", "weight": WEIGHT, "return": "x"},
+    rowwise="...",
+)
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``rms_norm(x) * silu(gate)``: the norm comes before the gate. Computed in float32, and rounded once.
+
+    Args:
+        x: ``[..., width]``, floating.
+        gate: of x's shape and dtype.
+        weight: ``[width]``, of x's dtype or float32.
+        eps: added to the mean square.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float() * functional.silu(gate.float())).to(x.dtype)

@@ -22,6 +22,7 @@ from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .linear_kernels import LINEAR_KERNELS, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
+from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 from .weight_only_kernels import WEIGHT_ONLY_KERNELS, WeightOnlyKernels
 
@@ -38,7 +39,15 @@ BASIC = (
     "silu_and_mul",
     "store_kv_cache",
 )
-NATIVE = (*BASIC, *EXPERT_KERNELS, *LINEAR_KERNELS, *LOGITS_KERNELS, *SAMPLING_KERNELS, *WEIGHT_ONLY_KERNELS)
+NATIVE = (
+    *BASIC,
+    *EXPERT_KERNELS,
+    *LINEAR_KERNELS,
+    *LOGITS_KERNELS,
+    *RECURRENT_KERNELS,
+    *SAMPLING_KERNELS,
+    *WEIGHT_ONLY_KERNELS,
+)
 
 
 def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
@@ -48,6 +57,7 @@ def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
         (ExpertKernels, EXPERT_KERNELS),
         (LinearKernels, LINEAR_KERNELS),
         (LogitsKernels, LOGITS_KERNELS),
+        (RecurrentKernels, RECURRENT_KERNELS),
         (SamplingKernels, SAMPLING_KERNELS),
         (WeightOnlyKernels, WEIGHT_ONLY_KERNELS),
     )

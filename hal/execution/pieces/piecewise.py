@@ -51,8 +51,8 @@ class PiecewiseForm(TokenForm):
         step = optimize_model(context.model, context.states, sizes, backend, context.config.passes)
         self.optimized = step
         step.traced.check_any_size(context.model)
-        at = backend.splitting_ops(context.config)
         present = {name for node in step.traced.graph.graph.nodes if (name := operation_of(node)) is not None}
+        at = backend.splitting_ops(context.config, present)
         if missing := sorted(at - present):
             raise ConfigError(
                 f"splitting_ops has {', '.join(missing)}, which the optimized step does not call",

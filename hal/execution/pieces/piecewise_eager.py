@@ -33,7 +33,13 @@ Read = Callable[[Operation, Mapping[str, Any]], SplitCall]
 
 
 class PiecewiseEagerForm(TokenForm):
-    """The model's Python code, captured between the splitting operations that it calls. See :class:`TokenForm`."""
+    """The model's Python code, captured between the splitting operations that it calls. See :class:`TokenForm`.
+
+    Attributes:
+        at: the splitting operations.
+    """
+
+    at: set[str]
 
     def prepare(self) -> Sequence[StaticBatch]:
         (largest,) = super().prepare()
@@ -44,12 +50,13 @@ class PiecewiseEagerForm(TokenForm):
             for name, each in fields_of(context.model.batch_type).items()
             if each.twin_of is not None or not each.only_tokens
         ]
-        self._at = context.backend.splitting_ops(context.config)
+        self.at = context.backend.splitting_ops(context.config)
         states = (tensor for _, tensor in context.states.tensors())
         self._kept = {id(each) for each in (*context.model.parameters(), *context.model.buffers(), *states)}
         batch = self._batch(most)
         with torch.inference_mode():
-            self._calls = record_calls(partial(context.eagerly, batch), self._at, self._reader(batch))
+            self._calls = record_calls(partial(context.eagerly, batch), self.at, self._reader(batch))
+            self.at = context.backend.splitting_ops(context.config, {each.operation for each in self._calls})
             self._check_called()
             self._memory = self._make_memory()
         self.num_graphs = len(self._calls) + 1
@@ -88,7 +95,7 @@ class PiecewiseEagerForm(TokenForm):
             return bucket.graphs[-1]
 
         splitter = Splitter(
-            context.backend, self._at, self._reader(batch), self._fields(batch), partial(self._keep, batch), new_graph
+            context.backend, self.at, self._reader(batch), self._fields(batch), partial(self._keep, batch), new_graph
         )
         bucket.parts, pool = splitter.capture(partial(context.eagerly, batch), pool)
         if len(bucket.parts) <= len(self._calls):
@@ -142,7 +149,7 @@ class PiecewiseEagerForm(TokenForm):
 
     def _check_called(self) -> None:
         called = {each.operation for each in self._calls}
-        if missing := sorted(set(self._at) - called):
+        if missing := sorted(set(self.at) - called):
             others = f"; of those it calls {', '.join(sorted(called))}" if called else ""
             raise ConfigError(
                 f"splitting_ops has {', '.join(missing)}, which the model does not call{others}", "remove the name"

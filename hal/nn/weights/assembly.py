@@ -159,10 +159,47 @@ class Merged(Whole):
     Attributes:
         axis: the axis.
         sizes: the sizes of the parts.
+        order: the axes of the source, in its order; empty for those of the assembled tensor.
     """
 
     axis: str
     sizes: tuple[int, ...]
+    order: tuple[str, ...] = ()
+
+    def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
+        yield from super().regions(box, self.order or inner)
+
+    def cuts(self, axis: str, size: int) -> tuple[int, ...]:
+        return self.sizes if axis == self.axis else (size,)
+
+
+@attrs.frozen
+class Cut(Assembly):
+    """Pieces of sources, concatenated along an axis in another order than the sources have them.
+
+    Attributes:
+        axis: the axis.
+        sizes: the sizes of the parts, each of which ranks split. A part may have several pieces.
+        pieces: for each source, the first element of its piece, the size of the piece, and the source's size along the
+            axis. A source is named once for each of its pieces.
+    """
+
+    axis: str
+    sizes: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int], ...]
+
+    def regions(self, box: Sizes, inner: tuple[str, ...]) -> Iterator[Region]:
+        _check_axis(self.axis, inner)
+        start, stop = box[self.axis]
+        if not sum(size for _, size, _ in self.pieces) == sum(self.sizes) == stop - start:
+            raise ModelError(
+                f"pieces of {sum(size for _, size, _ in self.pieces)} {self.axis}, in parts of {sum(self.sizes)}, do "
+                f"not add up to {stop - start}",
+                "declare pieces and parts whose sum is the size of the axis",
+            )
+        for first, size, of in self.pieces:
+            yield from Slice(self.axis, first, of).regions({**box, self.axis: (start, start + size)}, inner)
+            start += size
 
     def cuts(self, axis: str, size: int) -> tuple[int, ...]:
         return self.sizes if axis == self.axis else (size,)

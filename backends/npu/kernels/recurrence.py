@@ -1,0 +1,140 @@
+"""Recurrent layers: the delta rule with npu_recurrent_gated_delta_rule where it applies, else composed.
+
+Source: torch_npu's documentation of ``npu_recurrent_gated_delta_rule`` and ``npu_rms_norm``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch_npu
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.kernels import composed_recurrence
+from hal.ops.kernels.kernel_table import Kernel
+
+from ..soc import Generation
+
+FUSED_QUERIES = 8
+"""The most tokens of a sequence in npu_recurrent_gated_delta_rule."""
+FUSED_HEADS, FUSED_DIM = 256, 256
+"""Its most heads, and the most elements of a head."""
+
+
+def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
+    """Return the kernels by operation."""
+    return {
+        "causal_conv1d": CausalConv(),
+        "delta_rule_gates": delta_rule_gates,
+        "gated_delta_rule": DeltaRule(fuses=generation.delta_rule),
+        "gated_rms_norm": gated_rms_norm,
+        "l2_norm": L2Norm(device),
+    }
+
+
+class CausalConv:
+    """``causal_conv1d``, composed: CANN's own convolutions ignore the activation, or support other widths."""
+
+    updates = False  # A decode reads no lengths on the host.
+
+    def __call__(self, *args: Tensor | bool | None) -> Tensor:
+        """See :func:`hal.ops.causal_conv1d`."""
+        return composed_recurrence.causal_conv1d(*args)  # type: ignore[arg-type]
+
+
+class DeltaRule:
+    """``gated_delta_rule``: one launch for few tokens of each sequence with a state in bfloat16, else composed.
+
+    CANN's npu_chunk_gated_delta_rule is not used: its documentation allows decays down to -1 only, and trained models
+    have larger ones.
+
+    Args:
+        fuses: whether the device has npu_recurrent_gated_delta_rule.
+    """
+
+    updates = False  # A decode reads no lengths on the host.
+
+    def __init__(self, *, fuses: bool) -> None:
+        self._fuses = fuses
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        query_start_loc: Tensor,
+        query_start_loc_host: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See :func:`hal.ops.gated_delta_rule`."""
+        starts: list[int] = query_start_loc_host.tolist()
+        queries = composed_recurrence.queries_each(query.shape[0], starts)
+        sizes = max(value.shape[1], key.shape[1]) <= FUSED_HEADS and max(*key.shape[2:], *value.shape[2:]) <= FUSED_DIM
+        few = queries is not None and queries <= FUSED_QUERIES and query.shape[0] <= state.shape[0]
+        if self._fuses and write_slots is None and state.dtype is torch.bfloat16 and sizes and few:
+            assert queries is not None
+            return torch_npu.npu_recurrent_gated_delta_rule(  # type: ignore[no-any-return]
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                state,
+                beta=beta.contiguous(),
+                scale=scale,
+                actual_seq_lengths=query_start_loc.diff(),
+                ssm_state_indices=read_slots if queries == 1 else read_slots.repeat_interleave(queries),
+                num_accepted_tokens=torch.ones_like(read_slots),
+                g=decay,
+            )
+        return composed_recurrence.gated_delta_rule(
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            state,
+            read_slots,
+            write_slots,
+            query_start_loc,
+            query_start_loc_host,
+            scale,
+        )
+
+
+def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.delta_rule_gates`."""
+    return -a_log.exp() * functional.softplus(a.float() + dt_bias), torch.sigmoid(b)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See :func:`hal.ops.gated_rms_norm`. It rounds the norm and the gate once more, within the tolerance."""
+    normed = torch_npu.npu_rms_norm(x, weight, eps)[0]
+    return functional.silu(gate).mul_(normed)
+
+
+class L2Norm:
+    """``l2_norm`` as a root-mean-square norm with a constant weight: one launch.
+
+    Args:
+        device: the NPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._weights: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        """See :func:`hal.ops.l2_norm`."""
+        width = x.shape[-1]
+        weight = self._weights.get(width)
+        if weight is None:
+            weight = torch.full((width,), 1.0 / math.sqrt(width), device=self._device)
+            if not torch_npu.npu.is_current_stream_capturing():  # else its memory is the graph's
+                self._weights[width] = weight
+        return torch_npu.npu_rms_norm(x, weight, eps / width)[0]  # type: ignore[no-any-return]

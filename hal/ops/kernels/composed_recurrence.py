@@ -1,0 +1,257 @@
+"""The operations of recurrent layers in torch's operations, for drivers without kernels of their own.
+
+Steps in which all sequences have the same few tokens advance token by token, and read no lengths: a captured graph
+serves all steps of its shape. In the delta rule, longer sequences are cut into chunks. All products within chunks are
+computed at once, then states pass from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.kernels.kernel_table import Kernel
+
+CHUNK = 64
+"""Tokens of a chunk, a power of two. The sum of decays within a chunk is float32, which bounds its size."""
+FEW = 4
+"""The most tokens of sequences that advance token by token."""
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    silu: bool,
+) -> Tensor:
+    """See :func:`hal.ops.causal_conv1d`. The windows and rows of all sequences become one tensor."""
+    write_slots = read_slots.unsqueeze(-1) if write_slots is None else write_slots
+    width, (sequences, saves) = weight.shape[0], write_slots.shape
+    starts: list[int] = query_start_loc_host.tolist()
+    before = window[read_slots.long()]
+    queries = queries_each(x.shape[0], starts)
+    if queries is not None:
+        rows = torch.cat((before, x.unflatten(0, (sequences, queries))), 1)
+        taken = [rows[:, lag : lag + queries] for lag in range(width)]
+        ends = [width - 1 + queries - back for back in range(min(saves, queries) - 1, -1, -1)]
+        saved = torch.stack([rows[:, end - width + 1 : end] for end in ends], 1)
+        window[write_slots[:, -len(ends) :].long()] = saved
+    else:
+        # Rows of x, each sequence after its window; the first rows are the windows'.
+        own, places, ends, slots = list[int](), list[int](), list[int](), list[int]()
+        for row, (start, stop) in enumerate(pairwise(starts)):
+            own += [*range(row * (width - 1), (row + 1) * (width - 1))]
+            places += range(len(own), len(own) + stop - start)
+            own += range(sequences * (width - 1) + start, sequences * (width - 1) + stop)
+            kept = min(saves, stop - start)
+            ends += range(len(own) - kept + 1, len(own) + 1)
+            slots += range((row + 1) * saves - kept, (row + 1) * saves)
+        rows = torch.cat((before.flatten(0, 1), x))[_index(own, x)]
+        places += [0] * (x.shape[0] - len(places))  # of tokens past the last sequence
+        taken = [functional.pad(rows, (0, 0, width - 1 - lag, 0))[_index(places, x)] for lag in range(width)]
+        last = _index(ends, x)[:, None] + torch.arange(1 - width, 0, device=x.device)
+        window[write_slots.flatten()[_index(slots, x)].long()] = rows[last]
+    total = sum(each.float() * weight[lag].float() for lag, each in enumerate(taken))
+    assert isinstance(total, Tensor)
+    if bias is not None:
+        total = total + bias.float()
+    return (functional.silu(total) if silu else total).to(x.dtype).reshape(x.shape)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+) -> Tensor:
+    """See :func:`hal.ops.gated_delta_rule`."""
+    write_slots = read_slots.unsqueeze(-1) if write_slots is None else write_slots
+    sequences, saves = write_slots.shape
+    starts: list[int] = query_start_loc_host.tolist()
+    tensors = (query, key, value, decay, beta)
+    queries = queries_each(query.shape[0], starts)
+    if queries is not None and queries <= FEW:
+        by_sequence = [each.unflatten(0, (sequences, queries)) for each in tensors]
+        before = state[read_slots.long()].float()
+        found, states = _by_token(by_sequence, before, scale, min(saves, queries))
+        state[write_slots[:, -states.shape[1] :].long()] = states.to(state.dtype)
+        return found.flatten(0, 1).to(query.dtype)
+
+    output = torch.zeros_like(value, memory_format=torch.contiguous_format)
+    counts = [stop - start for start, stop in pairwise(starts)]
+    for count in sorted({*counts}):
+        if 0 < count <= max(FEW, saves):
+            rows = [row for row, each in enumerate(counts) if each == count]
+            tokens = _index([token for row in rows for token in range(starts[row], starts[row + 1])], query)
+            own = [each[tokens].unflatten(0, (len(rows), count)) for each in tensors]
+            at = _index(rows, query)
+            found, states = _by_token(own, state[read_slots[at].long()].float(), scale, min(saves, count))
+            state[write_slots[at, -states.shape[1] :].long()] = states.to(state.dtype)
+            output[tokens] = found.flatten(0, 1).to(query.dtype)
+    rows = [row for row, each in enumerate(counts) if each > max(FEW, saves)]
+    if not rows:
+        return output
+    # The states after the last tokens, but for the first of these, are not at the end of a chunk.
+    at, tail = _index(rows, query), saves - 1
+    spans = [(starts[row], starts[row + 1] - tail) for row in rows]
+    found, index, last = _by_chunk(tensors, state[read_slots[at].long()].float(), spans)
+    # A padding token has the index of the row after the last, which is cut off.
+    whole = functional.pad(output, (0, 0, 0, 0, 0, 1))
+    whole[index] = (found * scale).to(query.dtype)
+    output, states = whole[:-1], last.unsqueeze(1)
+    if tail:
+        tokens = _index([token for _, end in spans for token in range(end, end + tail)], query)
+        own = [each[tokens].unflatten(0, (len(rows), tail)) for each in tensors]
+        found, further = _by_token(own, last, scale, tail)
+        output[tokens] = found.flatten(0, 1).to(query.dtype)
+        states = torch.cat((states, further), 1)
+    state[write_slots[at].long()] = states.to(state.dtype)
+    return output
+
+
+def queries_each(tokens: int, starts: list[int]) -> int | None:
+    """Return the number of tokens of each sequence if it is the same for all, and they have all tokens; else None."""
+    queries = tokens // max(len(starts) - 1, 1)
+    return queries if queries and starts == [*range(0, tokens + 1, queries)] else None
+
+
+def _index(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=like.device)
+
+
+def _by_token(inputs: Sequence[Tensor], state: Tensor, scale: float, saves: int) -> tuple[Tensor, Tensor]:
+    """Advance sequences with the same number of tokens.
+
+    Args:
+        inputs: query, key, value, decay and beta of :func:`hal.ops.gated_delta_rule`, ``[sequences, tokens, ...]``.
+        state: ``[sequences, value_heads, value_dim, key_dim]``, float32.
+        scale: factor of the results.
+        saves: how many states to return.
+
+    Returns:
+        The results, ``[sequences, tokens, value_heads, value_dim]``, and the states after the last ``saves`` tokens,
+        ``[sequences, saves, ...]``, both float32.
+    """
+    query, key, value, decay, beta = inputs
+    sequences, tokens, key_heads, key_dim = key.shape
+    shape, found, states = state.shape, [], []
+    # The value heads of a key head become rows of one product.
+    query, key = ((each.float() * factor).unsqueeze(-1) for each, factor in ((query, scale), (key, 1.0)))
+    factor, rate, value = decay.exp().unsqueeze(-1), beta.float().unsqueeze(-1), value.float()
+    for token in range(tokens):
+        state = (state * factor[:, token].unsqueeze(-1)).view(sequences, key_heads, -1, key_dim)
+        known = (state @ key[:, token]).view(sequences, -1, shape[2])
+        change = (rate[:, token] * (value[:, token] - known)).view(sequences, key_heads, -1, 1)
+        state = state + change * key[:, token].transpose(-1, -2)
+        found.append((state @ query[:, token]).view(sequences, -1, shape[2]))
+        state = state.view(shape)
+        states.append(state)
+    return torch.stack(found, 1), torch.stack(states[-saves:], 1)
+
+
+def _by_chunk(
+    inputs: Sequence[Tensor], state: Tensor, spans: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advance sequences by chunks.
+
+    Args:
+        inputs: query, key, value, decay and beta of :func:`hal.ops.gated_delta_rule`, ``[tokens, ...]``.
+        state: ``[sequences, value_heads, value_dim, key_dim]``, float32.
+        spans: the first token of each sequence, and the end of its tokens.
+
+    Returns:
+        The results of all chunks without the scale, ``[positions, value_heads, value_dim]``; the token of each
+        position, the number of tokens for padding; and the states after the last tokens, all float32.
+    """
+    query, key, value, decay, beta = inputs
+    tokens, groups = query.shape[0], value.shape[1] // key.shape[1]
+    # The first chunks of all sequences come first, the longest sequence first: later chunks are those of a prefix.
+    order = sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1])
+    chunks = list(_chunks([spans[row] for row in order]))
+    index = _index(
+        [token if token < stop else tokens for _, start, stop in chunks for token in range(start, start + CHUNK)], query
+    )
+
+    def cut(x: Tensor) -> Tensor:
+        """Return ``[chunks, heads, CHUNK, ...]`` in float32, zeros for padding, which changes no state."""
+        x = functional.pad(x, [0] * (2 * x.dim() - 1) + [1])
+        chunked: Tensor = x[index].float().unflatten(0, (-1, CHUNK))
+        return chunked.transpose(1, 2)
+
+    q, k, v, rate = cut(query), cut(key), cut(value), cut(beta).unsqueeze(-1)
+    total = cut(decay).cumsum(-1)
+    weights = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+    products, scores = ((each @ k.transpose(-1, -2)).repeat_interleave(groups, 1) * weights for each in (k, q))
+    q, k = (each.repeat_interleave(groups, 1) for each in (q, k))
+    since, left = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)
+    inverse = _inverse((rate * products).tril(-1))
+    values, recalled = inverse @ (rate * v), inverse @ (rate * since * k)
+    q, k, whole = q * since, k * left, since[:, :, -1:]
+
+    state, found, done = state[_index(order, query)], [], 0
+    for depth in range(chunks[-1][0] + 1):
+        count = sum(each[0] == depth for each in chunks)
+        at, before = slice(done, done + count), state[:count].transpose(-1, -2)
+        change = values[at] - recalled[at] @ before
+        found.append(q[at] @ before + scores[at] @ change)
+        after = state[:count] * whole[at] + change.transpose(-1, -2) @ k[at]
+        state, done = torch.cat((after, state[count:])), done + count
+    return (
+        torch.cat(found).transpose(1, 2).flatten(0, 1),
+        index,
+        state[_index(sorted(range(len(order)), key=order.__getitem__), query)],
+    )
+
+
+def _chunks(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each chunk in its sequence, its first token and its sequence's end, all first chunks first.
+
+    Args:
+        spans: of the sequences, the longest first.
+    """
+    for depth in range(-(-(spans[0][1] - spans[0][0]) // CHUNK)):
+        for start, stop in spans:
+            if start + depth * CHUNK < stop:
+                yield depth, start + depth * CHUNK, stop
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Return ``(1 + lower) ** -1`` of strictly lower triangular matrices ``[..., CHUNK, CHUNK]``.
+
+    The inverse of a matrix of two blocks follows from those of its diagonal blocks. This rounds as forward substitution
+    does, and needs matrix products only. A sum of powers would overflow where keys repeat.
+    """
+    width = lower.shape[-1]
+    inverse = torch.eye(width, device=lower.device).expand_as(lower).contiguous()
+    size = 1
+    while size < width:
+        half = (width // (2 * size), 2 * size)
+        whole, given = (
+            each.unflatten(-1, half).unflatten(-3, half).diagonal(0, -4, -2).movedim(-1, -3)
+            for each in (inverse, lower)
+        )
+        first, second = slice(size), slice(size, 2 * size)
+        product = whole[..., second, second] @ given[..., second, first] @ whole[..., first, first]
+        whole[..., second, first] = -product
+        size *= 2
+    return inverse
+
+
+KERNELS: dict[str, Kernel] = {"causal_conv1d": causal_conv1d, "gated_delta_rule": gated_delta_rule}
+"""Kernels by operation, for the canonical layout of states."""

@@ -1,0 +1,372 @@
+"""Recurrent layers: a causal convolution and the gated delta rule, which keep a state per sequence.
+
+Both read a sequence's state from one slot, and write the states after its last tokens to others. Reading and writing
+one slot is the usual step. A step that writes a slot for each of several tokens can be rolled back by a choice of slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import op
+from hal.ops.declaration.samples import Draw, Sample
+
+SLOTS = 12
+"""Slots of the samples, enough for different ones of all reads and writes."""
+
+
+def _steps(
+    draw: Draw, lengths: Sequence[int], saves: int = 0, *, apart: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return slots to read and to write, and ``query_start_loc`` with its host twin, for samples.
+
+    Args:
+        draw: the source of the slots.
+        lengths: the number of tokens of each sequence.
+        saves: columns of ``write_slots``; 0 for None.
+        apart: whether all slots differ; else the last one of a sequence is the one that it reads.
+    """
+    slots = 1 + draw.permutation(SLOTS - 1)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    write = slots[: len(lengths) * saves].view(len(lengths), saves).clone() if saves else None
+    read = slots[-len(lengths) :].clone()
+    if write is not None and not apart:
+        write[:, -1] = read
+    return read, write, starts.to(draw.device), starts
+
+
+def _last_tokens(query_start_loc: Tensor, saves: int) -> tuple[Tensor, Tensor]:
+    """Return the last ``saves`` tokens of each sequence, ``[sequences, saves]``, and which of them it has."""
+    starts = query_start_loc.long()
+    token = starts[1:, None] + torch.arange(-saves, 0, device=starts.device)
+    return token, token >= starts[:-1, None]
+
+
+def _owners(tokens: int, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token's sequence, ``[tokens]``; that of tokens past the last one is the number of sequences."""
+    token = torch.arange(tokens, device=query_start_loc.device)
+    return token, torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+
+
+def _columns(read_slots: Tensor, write_slots: Tensor | None) -> Tensor:
+    """Return the slots to write, ``[sequences, saves]``."""
+    return read_slots.unsqueeze(-1) if write_slots is None else write_slots
+
+
+def _write(state: Tensor, write_slots: Tensor, values: Tensor, kept: Tensor) -> None:
+    """Write values ``[sequences, saves, ...]`` into their slots where ``kept``, ``[sequences, saves]``, says so."""
+    slots = write_slots.long()
+    kept = kept.view(*kept.shape, *[1] * (state.dim() - 1))
+    state[slots] = torch.where(kept, values.to(state.dtype), state[slots])
+
+
+def _conv_samples(draw: Draw) -> Iterator[Sample]:
+    cases: list[tuple[list[int], int, int, int, bool]] = [
+        ([1], 16, 4, 0, True),
+        ([5, 1, 2], 24, 4, 0, True),
+        ([1, 1, 1, 1], 32, 3, 1, True),
+        ([7, 3, 0], 16, 2, 0, True),  # the last sequence has no token
+        ([4, 2], 40, 4, 3, True),  # the states after three tokens; the second sequence has two
+        ([2, 2], 24, 4, 2, False),
+    ]
+    for lengths, channels, width, saves, apart in cases:
+        tokens = sum(lengths)
+        bias = draw.normal(channels) if width == 3 else None
+        weight, window = draw.normal(width, channels), draw.normal(SLOTS, width - 1, channels)
+        steps = _steps(draw, lengths, saves, apart=apart)
+        yield draw.normal(tokens, channels), weight, bias, window, *steps, width != 2
+    rows = draw.normal(6, 64)[:, 16:48]  # a part of a projection
+    yield rows, draw.normal(4, 32), None, draw.normal(SLOTS + 2, 3, 32), *_steps(draw, [4, 2]), True
+
+
+@op(
+    samples=_conv_samples,
+    axes={
+        "x": "tokens channels",
+        "weight": "width channels",
+        "bias": "channels",
+        "window": "num_slots width-1 channels",
+        "read_slots": "sequences",
+        "write_slots": "sequences saves",
+        "query_start_loc": "sequences+1",
+        "query_start_loc_host": "sequences+1",
+        "return": "tokens channels",
+    },
+    dtypes={
+        "x": FLOATING,
+        "weight": "x",
+        "bias": "x",
+        "window": "x",
+        "read_slots": torch.int32,
+        "write_slots": torch.int32,
+        "query_start_loc": torch.int32,
+        "query_start_loc_host": torch.int32,
+        "return": "x",
+    },
+    rowwise=None,
+    state=("window",),
+    mutates=("window",),
+    host=("query_start_loc_host",),
+)
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    silu: bool,
+) -> Tensor:
+    """Convolve each channel along each sequence: a token sees its own row and the ``width - 1`` before it.
+
+    The rows before a sequence's new tokens are in its window, zeros for a new sequence. Computed in float32, and
+    rounded once. Sequence ``i`` has the tokens from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Tokens past
+    the last sequence return any value.
+
+    Args:
+        x: ``[tokens, channels]``, floating.
+        weight: ``[width, channels]``, of x's dtype, with a width of 2 or more; the last row is for a token itself.
+        bias: ``[channels]``, of x's dtype, or None.
+        window: ``[num_slots, width - 1, channels]``, of x's dtype, written in place: the last rows of a sequence.
+        read_slots: ``[sequences]``, int32: the slot of each sequence's window.
+        write_slots: ``[sequences, saves]``, int32: slots of the windows after each of the last ``saves`` tokens of the
+            sequence, in order; None for the slot that was read, after the last token. Where a sequence has fewer
+            tokens, the first slots are not written. Sequences may share only slots that are never read (padding), where
+            the result is undefined.
+        query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+        silu: whether the result is ``silu`` of the sum.
+
+    Returns:
+        ``[tokens, channels]``, of x's dtype.
+    """
+    width, sequences = weight.shape[0], read_slots.shape[0]
+    token, owner = _owners(x.shape[0], query_start_loc)
+    owner = owner.clamp(max=sequences - 1)
+    before = window[read_slots.long()]  # [sequences, width - 1, channels]
+
+    def rows(token: Tensor, owner: Tensor, back: int) -> Tensor:
+        """Return the rows of x, or of the window, that are ``back`` tokens before the given ones of sequences."""
+        place = token - back - query_start_loc.long()[owner]
+        old = before[owner, (place + width - 1).clamp(0, width - 2)]
+        new = x[(token - back).clamp(min=0)]
+        return torch.where((place >= 0).unsqueeze(-1), new, old)
+
+    total = x.float() * weight[-1].float()
+    for back in range(1, width):
+        total = total + rows(token, owner, back).float() * weight[width - 1 - back].float()
+    if bias is not None:
+        total = total + bias.float()
+
+    columns = _columns(read_slots, write_slots)
+    last, kept = _last_tokens(query_start_loc, columns.shape[1])
+    sequence = torch.arange(sequences, device=x.device)[:, None].expand_as(last)
+    values = torch.stack([rows(last, sequence, back) for back in range(width - 2, -1, -1)], dim=2)
+    _write(window, columns, values, kept)
+    return (functional.silu(total) if silu else total).to(x.dtype)
+
+
+def _gates_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, heads in ((1, 4), (7, 32), (0, 8), (64, 16)):
+        pair = draw.normal(tokens, 2 * heads, scale=3.0)
+        rates = draw.integers(1, 160, heads).float() / 10
+        yield pair[:, :heads], pair[:, heads:], rates.log(), draw.normal(heads, scale=2.0).float()
+    wide = draw.normal(3, 8, scale=30.0)  # beyond the threshold of softplus
+    yield wide, wide, draw.normal(8).float(), draw.normal(8).float()
+
+
+@op(
+    samples=_gates_samples,
+    axes={
+        "a": "tokens heads",
+        "b": "tokens heads",
+        "a_log": "heads",
+        "dt_bias": "heads",
+        "return": ("tokens heads", "tokens heads"),
+    },
+    dtypes={
+        "a": FLOATING,
+        "b": "a",
+        "a_log": torch.float32,
+        "dt_bias": torch.float32,
+        "return": (torch.float32, "a"),
+    },
+    rowwise="tokens",
+)
+def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the decay and the rate of :func:`gated_delta_rule`, computed in float32.
+
+    They are ``-exp(a_log) * softplus(a + dt_bias)`` and ``sigmoid(b)``.
+
+    Args:
+        a: ``[tokens, heads]``, floating.
+        b: as ``a``.
+        a_log: ``[heads]``, float32.
+        dt_bias: ``[heads]``, float32.
+
+    Returns:
+        The logarithm of the decay, ``[tokens, heads]``, float32, at most 0; and the rate, of b's shape and dtype.
+
+    Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
+    """
+    decay = -torch.exp(a_log) * functional.softplus(a.float() + dt_bias)
+    return decay, torch.sigmoid(b.float()).to(b.dtype)
+
+
+def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
+    cases: list[tuple[list[int], tuple[int, int], tuple[int, int], int, bool]] = [
+        ([1], (2, 2), (16, 32), 0, True),
+        ([1, 1, 1], (2, 4), (32, 16), 1, True),  # decode
+        ([70, 1, 5], (1, 3), (16, 24), 0, True),  # more than a chunk, beside others
+        ([64, 0, 128], (1, 2), (32, 16), 0, True),  # whole chunks; a sequence without tokens
+        ([3, 3, 3], (2, 4), (16, 8), 3, True),  # the states after each token
+        ([67, 2], (2, 2), (8, 16), 4, True),
+        ([2, 2], (1, 2), (16, 32), 2, False),
+    ]
+    for index, (lengths, (key_heads, value_heads), (key_dim, value_dim), saves, apart) in enumerate(cases):
+        tokens = sum(lengths)
+        query, key = (functional.normalize(draw.normal(tokens, key_heads, key_dim).float(), dim=-1) for _ in range(2))
+        decay = -draw.normal(tokens, value_heads).float().abs() * (0.1, 1.0, 8.0)[index % 3]
+        state = draw.normal(SLOTS + index % 2, value_heads, value_dim, key_dim)
+        yield (
+            query.to(draw.dtype),
+            key.to(draw.dtype),
+            draw.normal(tokens, value_heads, value_dim),
+            decay,
+            torch.sigmoid(draw.normal(tokens, value_heads).float()).to(draw.dtype),
+            state if index == 1 else state.float(),
+            *_steps(draw, lengths, saves, apart=apart),
+            key_dim**-0.5,
+        )
+
+
+@op(
+    samples=_delta_rule_samples,
+    axes={
+        "query": "tokens key_heads key_dim",
+        "key": "tokens key_heads key_dim",
+        "value": "tokens value_heads value_dim",
+        "decay": "tokens value_heads",
+        "beta": "tokens value_heads",
+        "state": "num_slots value_heads value_dim key_dim",
+        "read_slots": "sequences",
+        "write_slots": "sequences saves",
+        "query_start_loc": "sequences+1",
+        "query_start_loc_host": "sequences+1",
+        "return": "tokens value_heads value_dim",
+    },
+    dtypes={
+        "query": FLOATING,
+        "key": "query",
+        "value": "query",
+        "decay": torch.float32,
+        "beta": "query",
+        "state": (torch.float32, "query"),
+        "read_slots": torch.int32,
+        "write_slots": torch.int32,
+        "query_start_loc": torch.int32,
+        "query_start_loc_host": torch.int32,
+        "return": "query",
+    },
+    rowwise=None,
+    state=("state",),
+    mutates=("state",),
+    host=("query_start_loc_host",),
+    tolerance={torch.float32: (1e-4, 1e-4)},
+)
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+) -> Tensor:
+    """Apply the gated delta rule to each sequence, for prefill and decode.
+
+    For each token in order, a head's state ``S``, ``[value_dim, key_dim]``, becomes ``S = exp(decay) * S``, then
+    ``S = S + beta * (value - S @ key) * key``, and the result is ``scale * S @ query``. Value heads share key heads in
+    groups of ``value_heads / key_heads``. Computed in float32, and rounded once. Sequence ``i`` has the tokens from
+    ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Tokens past the last sequence return any value.
+
+    A kernel may compute token by token or in chunks of tokens, whose results differ by rounding. The lengths of key and
+    query are at most about 1, as after :func:`l2_norm`.
+
+    Args:
+        query: ``[tokens, key_heads, key_dim]``, floating.
+        key: as ``query``.
+        value: ``[tokens, value_heads, value_dim]``, of query's dtype.
+        decay: ``[tokens, value_heads]``, float32: the logarithm of the factor of the state, at most 0.
+        beta: ``[tokens, value_heads]``, of query's dtype: the rate at which the state takes the value, from 0 to 1.
+        state: ``[num_slots, value_heads, value_dim, key_dim]``, float32 or of query's dtype, written in place; zeros
+            for a new sequence. It is rounded to its dtype after the sequence's tokens.
+        read_slots: ``[sequences]``, int32: the slot of each sequence's state.
+        write_slots: ``[sequences, saves]``, int32: slots of the states after each of the last ``saves`` tokens of the
+            sequence, in order; None for the slot that was read, after the last token. Where a sequence has fewer
+            tokens, the first slots are not written. Sequences may share only slots that are never read (padding), where
+            the result is undefined.
+        query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+        scale: factor of the result.
+
+    Returns:
+        ``[tokens, value_heads, value_dim]``, of query's dtype.
+
+    Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
+    """
+    tokens, heads, _ = value.shape
+    sequences = read_slots.shape[0]
+    token, owner = _owners(tokens, query_start_loc)
+    own = owner == torch.arange(sequences, device=query.device)[:, None]  # [sequences, tokens]
+    first = query_start_loc.long()[owner.clamp(max=sequences - 1)]
+    groups = heads // key.shape[1]
+    q, k = (each.float().unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2).transpose(0, 1) for each in (query, key))
+    v, rate = value.float().transpose(0, 1), beta.float().t().unsqueeze(-1)  # [heads, tokens, ...]
+
+    # Sums of decays since the first token of the step, in float64, because differences of large ones matter.
+    total = decay.double().cumsum(0).t()
+    total = torch.cat((total.new_zeros(heads, 1), total), 1)  # [heads, tokens + 1]
+    since = (total[:, 1:] - total[:, first]).float().exp().unsqueeze(-1)
+    apart = (total[:, 1:, None] - total[:, None, 1:]).float()
+    earlier = own.t().float() @ own.float() > 0  # of one sequence
+    earlier = earlier & (token[:, None] >= token)
+    weights = apart.masked_fill(~earlier, float("-inf")).exp()
+
+    # One triangular system has the changes of all tokens: each depends on those before it. Its inverse serves here,
+    # because linalg.solve_triangular cannot be traced in inference mode with symbolic sizes.
+    matrix = (rate * weights * (k @ k.transpose(1, 2))).tril(-1)
+    matrix = matrix + (token[:, None] == token).float()
+    before = state[read_slots.long()].float()  # [sequences, heads, value_dim, key_dim]
+    others = ~own[:, None, :, None]
+
+    def recalled(x: Tensor) -> Tensor:
+        """Return the products of each token's row of x with its sequence's state, ``[heads, tokens, value_dim]``."""
+        return since * torch.einsum("htk,shvk->shtv", x, before).masked_fill(others, 0.0).sum(0)
+
+    inverse: Tensor = torch.linalg.inv_ex(matrix.double()).inverse.float()
+    change = inverse @ (rate * (v - recalled(k)))
+    result: Tensor = recalled(q)
+    result = result + (weights * (q @ k.transpose(1, 2))) @ change
+
+    columns = _columns(read_slots, write_slots)
+    last, kept = _last_tokens(query_start_loc, columns.shape[1])
+    at = last.clamp(min=0)
+    left = (total[:, at + 1].unsqueeze(-1) - total[:, None, None, 1:]).float()  # [heads, sequences, saves, tokens]
+    seen = own[:, None] & (token <= last.unsqueeze(-1))
+    left = left.masked_fill(~seen, float("-inf")).exp()
+    old = (total[:, at + 1] - total[:, query_start_loc.long()[:-1], None]).float().exp()
+    added = torch.einsum("hsjt,htv,htk->sjhvk", left, change, k)
+    _write(state, columns, old.permute(1, 2, 0)[..., None, None] * before[:, None] + added, kept)
+    return (result * scale).transpose(0, 1).to(query.dtype)

@@ -1,0 +1,162 @@
+"""Families with recurrent layers against Hugging Face transformers, on random checkpoints."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import toys
+from helpers.comparison import TOLERANCE, difference, randomize, their_logits
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
+from torch import Tensor
+
+import hal
+from hal.step import ALL
+
+transformers = pytest.importorskip("transformers", reason="transformers is the reference")
+
+SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
+MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
+SEEDS = range(30)
+SLACK = 3 * TOLERANCE
+"""Maximum difference of logits. In chunks and token by token, those of transformers differ by half of TOLERANCE."""
+
+
+def draw_config(family: str, seed: int) -> Any:
+    """Draw a configuration of Qwen3Next, Qwen3_5Text or Qwen3_5MoeText."""
+    draw = random.Random(f"{family} {seed}")
+    kv_heads, key_heads = draw.choice((1, 2)), draw.choice((1, 2))
+    layers = draw.randint(2, 4)
+    # transformers needs one layer of each type.
+    types = ["full_attention", "linear_attention"]
+    types += [draw.choice(types) for _ in range(layers - 2)]
+    draw.shuffle(types)
+    given = {
+        **SIZES,
+        "hidden_size": draw.choice((32, 48)),
+        "num_hidden_layers": layers,
+        "layer_types": types if layers < 4 or draw.random() < 0.5 else None,
+        "num_attention_heads": kv_heads * draw.choice((1, 2)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": draw.choice((16, 32)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-3)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw.choice((100.0, 1e4)),
+            "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0)),
+        },
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "linear_key_head_dim": draw.choice((8, 16, 24)),
+        "linear_value_head_dim": draw.choice((8, 16, 20)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
+    }
+    if family != "Qwen3_5MoeText":
+        given["intermediate_size"] = draw.choice((40, 56))
+    if family != "Qwen3_5Text":
+        experts = draw.choice((4, 8))
+        given |= {
+            "num_experts": experts,
+            "num_experts_per_tok": draw.randint(1, experts // 2),
+            "moe_intermediate_size": draw.choice((16, 24)),
+            "shared_expert_intermediate_size": draw.choice((16, 24)),
+        }
+    if family == "Qwen3Next":
+        given |= {"decoder_sparse_step": draw.choice((1, 2)), "norm_topk_prob": draw.random() < 0.5}
+        given["mlp_only_layers"] = [draw.randrange(layers)] if draw.random() < 0.5 else []
+    return getattr(transformers, f"{family}Config")(**given)
+
+
+def build(folder: Path, family: str, seed: int) -> Any:
+    """Write a random checkpoint, and return its model in transformers."""
+    model = transformers.AutoModelForCausalLM.from_config(draw_config(family, seed)).eval()
+    randomize(model, seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # some heads remember for long, others hardly
+            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()))
+    model.save_pretrained(folder)
+    return model
+
+
+def open_runner(folder: Path, mode: str = "eager", *, sequences: int = toys.SLOTS, **more: Any) -> hal.Runner:
+    compilation: dict[str, Any] = {"compiler": mode}
+    if mode != "eager":
+        compilation["capture_sizes"] = [2] if mode == "inductor" else [2, 4]
+    if mode.startswith("piecewise"):
+        compilation["prefill"] = {"capture_sizes": [16]}
+    config = {"dtype": "float32", "cache": {"num_tokens": 2048, "block_size": 16, "num_sequences": sequences}}
+    backend = hal.open({"backend": "cpu", "compilation": compilation, **config, **more})
+    runner = hal.Runner(hal.load_model(folder, backend), backend)
+    with torch.inference_mode():
+        for _, state in runner.states.tensors():
+            state[1:] = math.nan  # of sequences that are gone
+    return runner
+
+
+def alone(model: Any, schedule: toys.Schedule) -> list[Tensor]:
+    return [their_logits(model, text) for text in schedule.texts]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Path, Any]]:
+    return {}
+
+
+def case_of(saved: Any, tmp_path_factory: Any, family: str, seed: int) -> tuple[Path, Any]:
+    if (family, seed) not in saved:
+        folder = tmp_path_factory.mktemp("hybrid")
+        saved[family, seed] = folder, build(folder, family, seed)
+    found: tuple[Path, Any] = saved[family, seed]
+    return found
+
+
+FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText")
+
+
+@thorough(DRAW, r"\[[12]-")
+@thorough(EXHAUSTIVE, r"\[([3-9]|\d\d)-")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prefill_whole_and_in_chunks(saved: Any, tmp_path_factory: Any, family: str, seed: int) -> None:
+    """Chunks cut the 64 tokens of the rule's own chunks at any place, and a prefix is resumed from another slot."""
+    folder, model = case_of(saved, tmp_path_factory, family, seed)
+    runner, draw = open_runner(folder), random.Random(seed)
+    texts = [[draw.randrange(61) for _ in range(length)] for length in (150, 64, 1, 67)]
+    theirs = [their_logits(model, text) for text in texts]
+    blocks = [list(range(1 + 10 * row, 11 + 10 * row)) for row in range(len(texts))]
+    slots = runner.slots.take(3) or []
+    whole = runner.step(runner.batch(texts[:3], blocks[:3], slots=slots), ALL).logits
+    ours = list(whole.clone().split([len(text) for text in texts[:3]]))
+    runner.slots.give_back(slots)
+    assert difference(ours, theirs[:3]) <= SLACK, f"seed {seed}"
+    for size in (draw.randint(1, 5), draw.randint(6, 63), draw.randint(65, 100)):
+        (slot,) = runner.slots.take(1) or []
+        parts = []
+        for start in range(0, 150, size):
+            batch = runner.batch([texts[0][start : start + size]], blocks[:1], cached=[start], slots=[slot])
+            parts.append(runner.step(batch, ALL).logits.clone())
+        assert difference([torch.cat(parts)], theirs[:1]) <= SLACK, f"seed {seed}, chunks of {size}"
+        runner.slots.give_back([slot])
+
+
+@thorough(DRAW, r"\[eager-1-")
+@thorough(MODE, r"\[(graph-0|piecewise-0-Qwen3N|piecewise_eager-0-Qwen3_5T|inductor-0-Qwen3_5T)")
+@thorough(EXHAUSTIVE, r"\[(\w+-(\d\d|[2-9])-|[g-p]\w+-1-|(piecewise-0|inductor-0)-Qwen3_5M|piecewise-0-Qwen3_5T)")
+@thorough(EXHAUSTIVE, r"\[(piecewise_eager-0-(Qwen3N|Qwen3_5M)|inductor-0-Qwen3N)")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [("eager", seed) for seed in SEEDS] + [(mode, seed) for mode in MODES[1:] for seed in range(3)],
+)
+def test_batches_that_change(saved: Any, tmp_path_factory: Any, mode: str, family: str, seed: int) -> None:
+    """Sequences start, grow and end in the slots of others, and each gets the logits that it gets alone."""
+    folder, model = case_of(saved, tmp_path_factory, family, seed)
+    schedule = toys.Schedule.drawn(seed, 61, count=5)
+    runner = open_runner(folder, mode)
+    assert toys.check(runner, schedule, alone(model, schedule), family, 1e-3) >= 40
+    assert runner.slots.num_free == toys.SLOTS
