@@ -34,7 +34,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 def pack_int4(numbers: Tensor) -> Tensor:
     """Return numbers from -8 to 7, ``[..., width]``, as int32 ``[..., width / 8]``: see :func:`unpack_int4`."""
     eights = (numbers & 15).to(torch.int32).unflatten(-1, (-1, INT4S))
-    packed: Tensor = eights[..., 0].clone()
+    packed: Tensor = eights[..., 0].clone(memory_format=torch.contiguous_format)
     for place in range(1, INT4S):
         packed |= eights[..., place] << 4 * place
     return packed

@@ -65,7 +65,7 @@ def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
     """Return unsigned numbers ``[..., out_features, in_features]`` as :func:`signed_weight` does."""
     signed = numbers - (1 << bits - 1)
-    return pack_int4(signed) if bits == 4 else signed.to(torch.int8)
+    return pack_int4(signed) if bits == 4 else signed.to(torch.int8).contiguous()
 
 
 def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:

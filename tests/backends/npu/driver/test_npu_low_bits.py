@@ -1,0 +1,125 @@
+"""Tests for weights of 8 and 4 bits on the NPU: launches, and logits of models against the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu import emulator
+from helpers.kernel_checks import on_cpu
+from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair
+from helpers.quantized import error
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.nn import WeightUse
+from hal.ops import Draw
+from hal.ops.tolerance import assert_agree
+from hal.ops.weight_only import quantized_groups
+
+Opened = Callable[..., hal.Backend]
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENS = [1, 7, 30, 4, 200, 19]
+FORMATS = {
+    "packed": Format("compressed-tensors", symmetric=True),
+    "awq": Format("awq", dtype=torch.float16),
+    "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
+    "fp8-blocks": Format("fp8"),
+}
+
+
+def counted(backend: hal.Backend, run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    torch.npu.synchronize()
+    with emulator.trace() as trace:
+        found = run()
+        torch.npu.synchronize()
+    return found, trace.counts()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group_size", [64, 256])
+def test_a_projection_is_one_launch(
+    npu: Opened, group_size: int, zero_points: bool, bits: int, dtype: torch.dtype
+) -> None:
+    backend, draw = npu(), Draw(dtype, "npu", 3)
+    weight, scale, zero = quantized_groups(draw, bits, 96, 256, group_size=group_size)
+    named = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, "bias": draw.normal(96)}
+    if not zero_points:
+        del named["weight_zero_point"]
+    prepared = {
+        name: backend.prepare_weight(each, WeightUse("weight_only_linear", name, dtype)) for name, each in named.items()
+    }
+    operation, names = ops.operation("weight_only_linear"), ("weight", "weight_scale", "weight_zero_point", "bias")
+    for tokens in (1, 17):
+        x = draw.normal(tokens, 256)
+        sample = x, *(prepared.get(name) for name in names), group_size
+        found, launches = counted(backend, lambda given=sample: backend.ops.weight_only_linear(*given))
+        assert launches == {"WeightQuantBatchMatmulV2": 1}
+        plain = x, *(named.get(name) for name in names), group_size
+        assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), f"{tokens} tokens")
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "zero_points"), [(4, 64, False), (4, 256, False), (4, 256, True), (8, 256, True)]
+)
+def test_experts_are_one_launch(npu: Opened, bits: int, group_size: int, zero_points: bool) -> None:
+    backend, draw, dtype = npu(), Draw(torch.bfloat16, "npu", 3), torch.bfloat16
+    weight, scale, zero = quantized_groups(draw, bits, 4, 96, 256, group_size=group_size)
+    named = {"weight_scale": scale, "weight_zero_point": zero if zero_points else None}
+    given = [
+        each if each is None else backend.prepare_weight(each, WeightUse("weight_only_grouped_linear", name, dtype))
+        for name, each in named.items()
+    ]
+    x, counts = draw.normal(9, 256), torch.tensor([2, 0, 4, 3], device="npu")
+    run = lambda: backend.ops.weight_only_grouped_linear(x, weight, *given, counts, None, group_size)  # noqa: E731
+    found, launches = counted(backend, run)
+    assert launches == {"GroupedMatmulV5": 1}
+    operation = ops.operation("weight_only_grouped_linear")
+    plain = (x, weight, scale, named["weight_zero_point"], counts, None, group_size)
+    assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), "nine rows")
+
+
+def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any) -> Tensor:
+    compilation = {"compiler": compiler, "capture_sizes": [1]}
+    with (
+        hal.open({"backend": backend, "dtype": dtype, "compilation": compilation, **config}) as on,
+        hal.Runner(hal.load_model(folder, on), on) as runner,
+    ):
+        found = [runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.cpu().clone()]
+        found.append(runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.cpu().clone())
+    return torch.cat(found)
+
+
+@thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse)")
+@thorough(MODE, r"\[(awq-dense|gptq-8-bits-dense|fp8-blocks-sparse)")
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Within a few roundings to bfloat16, eager and in graphs. Expert choices are those of nearly equal routers."""
+    quantized, plain = pair(tmp_path, format, **overrides)
+    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
+    for compiler in ("eager", "graph"):
+        found = logits(quantized, "npu", compiler, "bfloat16")
+        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
+
+
+@thorough(MODE)
+@pytest.mark.parametrize("target", ["dequantized", "w8a8_dynamic"])
+def test_converted_weights(target: str, tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
+    exact = logits(plain, "cpu", "eager", "float32")
+    assert error(logits(quantized, "npu", "graph", "bfloat16", quantized_weights=target).float(), exact) < 0.06
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    quantized, plain = gpt_oss_pair(tmp_path)
+    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
+    found = logits(quantized, "npu", "eager", "bfloat16")
+    assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01
