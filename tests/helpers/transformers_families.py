@@ -313,7 +313,7 @@ def _randomize(model: Any, seed: int) -> None:
 def _small(config: Any) -> dict[str, Any]:
     """Return the keys of a config that the rules make small."""
     known = {*vars(config), *getattr(config, "attribute_map", {})}
-    given = {name: SIZE_OF[name] for name in known if name in SIZE_OF and _is_size(config, name)}
+    given = {name: SIZE_OF[name] for name in known if name in SIZE_OF and is_size(config, name)}
     heads = next(
         (value for name in ("num_attention_heads", "n_head") if isinstance(value := _get(config, name), int)), None
     )
@@ -346,7 +346,8 @@ def _small_part(config: Any) -> dict[str, Any]:
     }
 
 
-def _is_size(config: Any, name: str) -> bool:
+def is_size(config: Any, name: str) -> bool:
+    """Return whether a key of a config is a number that can be set."""
     return _settable(config, name) and type(_get(config, name)) in (int, float)
 
 

@@ -16,6 +16,7 @@ from hal.ops import FLOATING, Draw, Sample
 
 hal = torch.ops.hal
 
+HALVES = (torch.bfloat16, torch.float16)
 Rotated = tuple[Tensor, Tensor]
 Spelled = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of a query or key ``[batch, heads, length, head_dim]``, and cosines and sines of its positions."""
@@ -51,7 +52,15 @@ def _by_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: int = 1, half: bool = False) -> Rewrite:
+def _rotation(
+    name: str,
+    spelled: Spelled,
+    *,
+    interleaved: bool = False,
+    part: int = 1,
+    half: bool = False,
+    wide: bool = False,
+) -> Rewrite:
     """Return a rewrite.
 
     Args:
@@ -60,10 +69,12 @@ def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: i
         interleaved: whether the elements of a pair are adjacent.
         part: heads are so many times as wide as what is rotated of them, in the samples.
         half: whether cosines and sines are given once for each pair, rather than for each element.
+        wide: whether cosines and sines are float32 beside a query and key in 16 bits, which are rounded once.
     """
 
     def pattern(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-        return spelled(query, cos, sin), spelled(key, cos, sin)
+        rotated = spelled(query, cos, sin), spelled(key, cos, sin)
+        return (rotated[0].to(query.dtype), rotated[1].to(key.dtype)) if wide else rotated
 
     def operation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
         batch, _, length, width = query.shape
@@ -75,6 +86,8 @@ def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: i
         return first, second
 
     def samples(draw: Draw) -> Iterator[Sample]:
+        if wide and draw.dtype is torch.float32:  # in which this is no other spelling
+            draw = Draw(torch.bfloat16, draw.device)
         for batch, heads, kv_heads, length, width in ((3, 8, 2, 5, 64), (1, 3, 1, 6, 32), (2, 4, 4, 1, 128)):
             for rows in {1, batch}:
                 angles = draw.normal(rows, 1, length, width // 2).float()
@@ -83,8 +96,8 @@ def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: i
                 yield (
                     draw.normal(batch, heads, length, width * part),
                     draw.normal(batch, kv_heads, length, width * part),
-                    angles.cos().to(draw.dtype),
-                    angles.sin().to(draw.dtype),
+                    angles.cos().to(torch.float32 if wide else draw.dtype),
+                    angles.sin().to(torch.float32 if wide else draw.dtype),
                 )
 
     rotary = "head_dim//2" if half else "head_dim" if part == 1 else "rotary_dim"
@@ -99,7 +112,12 @@ def _rotation(name: str, spelled: Spelled, *, interleaved: bool = False, part: i
             "cos": f"rows=1|batch 1 length {rotary}",
             "sin": f"rows=1|batch 1 length {rotary}",
         },
-        dtypes={"query": FLOATING, "key": "query", "cos": "query", "sin": "query"},
+        dtypes={
+            "query": HALVES if wide else FLOATING,
+            "key": "query",
+            "cos": torch.float32 if wide else "query",
+            "sin": "cos",
+        },
     )
 
 
@@ -109,5 +127,7 @@ rotations = (
     _rotation("interleaved_rotary_embedding", _whole(_neighbours), interleaved=True),
     _rotation("partial_interleaved_rotary_embedding", _partly(_neighbours), interleaved=True, part=2),
     _rotation("rotary_embedding_by_parts", _by_parts, half=True),
+    _rotation("rotary_embedding_by_wide_angles", _whole(_halves), wide=True),
 )
-"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated."""
+"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated. ``by_wide_angles`` is that of
+OLMo 2, which rounds once."""

@@ -30,23 +30,23 @@ def decode(
     those of :func:`hal.ops.paged_attention`.
     """
     sequences, heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (key_cache, value_cache))
-    slot = torch.arange(keys.shape[1], device=query.device)
-    seen = slot < kv_lens[:, None]
+    kv_heads, blocks = key_cache.shape[2], block_table.long()
+    keys, values = (cache[blocks].flatten(1, 2) for cache in (key_cache, value_cache))
+    slot, lengths = torch.arange(keys.shape[1], device=query.device), kv_lens[:, None]
+    hidden = slot >= lengths
     if options.window is not None:
-        seen &= slot >= kv_lens[:, None] - options.window
+        hidden |= slot < lengths - options.window
     if options.chunk is not None:
-        seen &= slot // options.chunk == (kv_lens[:, None] - 1) // options.chunk
-    # Unwritten slots may hold NaN, which a mask of the scores does not remove.
-    keys, values = (each.masked_fill(~seen[:, :, None, None], 0.0).transpose(1, 2) for each in (keys, values))
-    rows = query.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
+        hidden |= slot // options.chunk != (lengths - 1) // options.chunk
     biases = None
     if options.alibi is not None:
         slopes = alibi_slopes(heads, query.device).view(1, kv_heads, -1, 1)
-        biases = options.alibi * slopes * (slot - kv_lens[:, None] + 1)[:, None, None, :]
-    attended = _attend(rows, keys, values, seen[:, None, None, :], biases, sinks, options)
-    return attended.reshape(sequences, heads, head_dim).masked_fill((kv_lens == 0)[:, None, None], 0.0)
+        biases = options.alibi * slopes * (slot - lengths + 1)[:, None, None, :]
+    # Unwritten slots may hold NaN, which a weight of 0 does not remove.
+    values.masked_fill_(hidden[:, :, None, None], 0.0)
+    rows = query.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    return _attend(rows, keys, values, hidden[:, None, None, :], biases, sinks, options).reshape(query.shape)
 
 
 def one_by_one(
@@ -87,13 +87,18 @@ def one_by_one(
         if options.chunk is not None:
             mask = mask & (slot // options.chunk == at // options.chunk)
         # Heads that share a key head become rows of one product: [kv_heads, heads of a key head * queries, head_dim].
-        rows = query[start:end].transpose(0, 1).reshape(kv_heads, -1, query.shape[2])
-        seen = mask.expand(end - start, length).repeat(query.shape[1] // kv_heads, 1)
+        rows = query[start:end].transpose(0, 1).reshape(1, kv_heads, -1, query.shape[2])
+        seen = mask.expand(end - start, length).repeat(query.shape[1] // kv_heads, 1)[None, None]
         biases = None
         if options.alibi is not None:
             slopes = options.alibi * alibi_slopes(query.shape[1], query.device)
             biases = (slopes[:, None, None] * (slot - at)).view(1, kv_heads, -1, length)
-        attended = _attend(rows[None], keys[None], values[None], seen[None, None], biases, sinks, options)
+        if sinks is None and biases is None and options.softcap is None:
+            attended = functional.scaled_dot_product_attention(
+                rows, keys[None], values[None], attn_mask=seen, scale=options.scale
+            )
+        else:
+            attended = _attend(rows, keys[None], values[None], seen.logical_not(), biases, sinks, options)
         output[start:end] = attended.view(query.shape[1], end - start, -1).transpose(0, 1)
     return output
 
@@ -102,25 +107,28 @@ def _attend(
     rows: Tensor,
     keys: Tensor,
     values: Tensor,
-    seen: Tensor,
+    hidden: Tensor,
     biases: Tensor | None,
     sinks: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attend with the rows ``[batch, kv_heads, rows, head_dim]``: heads of a key head, each with all its queries."""
-    if sinks is None and options.softcap is None and biases is None:
-        return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=options.scale)
-    scores = rows.float() @ keys.float().transpose(-1, -2) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    """Attend with the rows ``[batch, kv_heads, rows, head_dim]``: heads of a key head, each with all its queries.
+
+    Rows from which all keys are hidden return 0. On NPUs each line is one launch or few, which decide the speed.
+    """
+    batch, kv_heads, count, _ = rows.shape
+    product = rows.float() @ keys.float().transpose(-1, -2)
+    if options.softcap is None:
+        scores = product * options.scale
+    else:
+        scores = options.softcap * torch.tanh(product * (options.scale / options.softcap))
     if biases is not None:
-        scores = scores + biases
-    scores = scores.masked_fill(~seen, float("-inf"))
+        scores += biases
+    scores.masked_fill_(hidden, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        batch, kv_heads, count, length = scores.shape
         by_head = sinks.float().view(1, kv_heads, -1, 1, 1)
         sink = by_head.expand(batch, -1, -1, count * kv_heads // sinks.shape[0], 1).reshape(batch, kv_heads, count, 1)
-        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :length]
-    return (weights @ values.float()).to(rows.dtype)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (weights.masked_fill_(hidden, 0.0) @ values.float()).to(rows.dtype)
