@@ -129,5 +129,5 @@ rotations = (
     _rotation("rotary_embedding_by_parts", _by_parts, half=True),
     _rotation("rotary_embedding_by_wide_angles", _whole(_halves), wide=True),
 )
-"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated. ``by_wide_angles`` is that of
-OLMo 2, which rounds once."""
+"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated. ``by_wide_angles`` is OLMo
+2's, which rounds once."""
