@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,8 @@ FILE = "preprocessor_config.json"
 
 class TransformersProcessor(Processor):
     """The image processors of transformers, as a checkpoint's ``preprocessor_config.json`` names them."""
+
+    name: ClassVar[str] = "transformers"
 
     def open(self, checkpoint: Checkpoint) -> Preparation:
         """Return the checkpoint's image processor.

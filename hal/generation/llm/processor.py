@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.config.plugins import Plugins, instance_of
@@ -19,7 +19,13 @@ GROUP = "hal.processors"
 
 
 class Processor(ABC):
-    """Prepares the images of prompts for a checkpoint's model."""
+    """Prepares the images of prompts for a checkpoint's model.
+
+    Attributes:
+        name: its name in the entry-point group.
+    """
+
+    name: ClassVar[str]
 
     @abstractmethod
     def open(self, checkpoint: Checkpoint) -> Preparation:

@@ -1,0 +1,220 @@
+"""Tests for prompts with images: reading files, preparing them, conversations, and ``hal generate --image``."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.seeing import END_ID, IMAGE_ID, START_ID, VIDEO_ID, Story, build, their_logits
+from helpers.thorough import PROCESSES, thorough
+
+import hal
+from hal.errors import BatchError, CheckpointError, ModelError
+from hal.generation.llm.images import MOST_PIXELS, read_image
+from hal.nn import EncoderItem
+
+Image = pytest.importorskip("PIL.Image", reason="hal reads images with pillow, of the extra vision")
+transformers = pytest.importorskip("transformers", reason="transformers prepares images")
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<start> <image> <end> {% else %}{{ p.text }} {% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}answer{% endif %}"
+)
+WORDS = ("user", "answer", "what", "is", "this", "and", "that")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random model, with a tokenizer of words, a chat template and an image processor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("seeing")
+    model = build("Qwen3VL", 4, path)
+    names = {IMAGE_ID: "<image>", VIDEO_ID: "<video>", START_ID: "<start>", END_ID: "<end>"}
+    words = {index: WORDS[index] if index < len(WORDS) else f"w{index}" for index in range(97)} | names
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in words.items()}, unk_token="w89"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "temporal_patch_size": 2}
+    processor |= {"merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}}
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return model, path
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: tuple[Any, Path]) -> Any:
+    with hal.LLM(checkpoint[1], backend="cpu", dtype="float32", max_length=256, max_sequences=4) as made:
+        yield made
+
+
+def picture(width: int = 23, height: int = 17, seed: int = 0) -> Any:
+    values = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(values.to(torch.uint8).numpy())
+
+
+def encoded(image: Any, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def asking(*images: Any, text: str = "what is this") -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": each} for each in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def their_answer(checkpoint: tuple[Any, Path], images: list[Any], text: list[str], tokens: int = 5) -> list[int]:
+    """Return transformers' greedy answer, from the pixels of its own processor."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    model, path = checkpoint
+    found = Qwen2VLImageProcessorPil.from_pretrained(path)(images=images, return_tensors="pt")
+    grids, prompt, items, start = found["image_grid_thw"].tolist(), [0], [], 0
+    for grid in grids:
+        count = grid[0] * grid[1] * grid[2]
+        items.append(EncoderItem("image", found["pixel_values"][start : start + count], tuple(grid), b""))
+        prompt += [START_ID, *[IMAGE_ID] * (count // 4), END_ID]
+        start += count
+    prompt += [*map(WORDS.index, text), 1]
+    known = list(prompt)
+    for _ in range(tokens):
+        known.append(int(their_logits(model, Story(known, items, len(prompt)))[-1].argmax()))
+    return known[len(prompt) :]
+
+
+def test_a_conversation_about_images(checkpoint: tuple[Any, Path], llm: hal.LLM, tmp_path: Path) -> None:
+    first, second = picture(23, 17, 1), picture(40, 9, 2)
+    (tmp_path / "first.png").write_bytes(encoded(first))
+    expected = their_answer(checkpoint, [first, second], ["what", "is", "this"])
+    url = "data:image/png;base64," + base64.b64encode(encoded(second)).decode()
+    for given in ((first, second), (str(tmp_path / "first.png"), encoded(second)), (tmp_path / "first.png", url)):
+        (found,) = llm.chat(asking(*given), max_new_tokens=5, temperature=0.0, ignore_eos=True)
+        assert list(found.token_ids) == expected
+    part = {"type": "image_url", "image_url": {"url": url}}
+    message = {
+        "role": "user",
+        "content": [{"type": "image", "image": first}, part, {"type": "text", "text": "what is this"}],
+    }
+    prompt = llm.chat_prompt([message])
+    assert "".join(llm.stream(prompt, max_new_tokens=5, temperature=0.0, ignore_eos=True)) == found.text
+
+
+def test_texts_and_images_together(checkpoint: tuple[Any, Path], llm: hal.LLM) -> None:
+    """Two conversations with other images, and a text, in one call."""
+    images = picture(12, 30, 3), picture(30, 12, 4)
+    conversations = [asking(images[0]), [{"role": "user", "content": "what is that"}], asking(images[1])]
+    found = llm.chat(conversations, max_new_tokens=5, temperature=0.0, ignore_eos=True)
+    expected = [their_answer(checkpoint, [each], ["what", "is", "this"]) for each in images]
+    assert [list(found[0].token_ids), list(found[2].token_ids)] == expected
+
+
+def test_two_samples_of_a_prompt_share_its_image(llm: hal.LLM) -> None:
+    found = llm.chat(asking(picture(28, 28, 5)), n=2, max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    assert found[0].token_ids == found[1].token_ids
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG that says that it has these sizes, and has no pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no file": (lambda folder: folder / "none.png", "is no file"),
+    "a folder": (lambda folder: folder, "is no file"),
+    "an empty file": (lambda folder: b"", "no image that can be read"),
+    "a text": (lambda folder: b"hello " * 100, "no image that can be read"),
+    "svg": (
+        lambda folder: b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        "no image that can be read",
+    ),
+    "20,000 x 20,000": (lambda folder: png_header(20_000, 20_000), "too large|pixels; the limit"),
+    "more pixels than allowed": (lambda folder: png_header(MOST_PIXELS // 8192 + 1, 8192), "pixels; the limit"),
+    "no pixels": (lambda folder: png_header(9, 9), "cannot be decoded"),
+    "truncated jpeg": (lambda folder: encoded(picture(200, 200), "JPEG")[:2000], "cannot be decoded"),
+    "truncated header": (lambda folder: encoded(picture())[:20], "no image that can be read"),
+    "an address": (lambda folder: "https://example.org/cat.png", "not fetched"),
+    "an address of a file": (lambda folder: "file:///etc/passwd", "not fetched"),
+    "no base64": (lambda folder: "data:image/png;base64,!!", "no base64"),
+    "a plain data url": (lambda folder: "data:image/svg+xml,<svg/>", "without base64"),
+    "a number": (lambda folder: 3, "is a int"),
+    "a device": (lambda folder: "/dev/zero", "is no file"),
+    "a name with NUL": (lambda folder: "a\0b", "cannot be read|is no file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_images_are_refused(name: str, llm: hal.LLM, tmp_path: Path) -> None:
+    make, message = BAD[name]
+    with pytest.raises(BatchError, match=message):
+        llm.chat(asking(make(tmp_path)), max_new_tokens=1)
+
+
+def test_an_image_of_one_pixel_is_read_and_a_strip_is_refused(llm: hal.LLM) -> None:
+    assert len(llm.chat(asking(picture(1, 1)), max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
+    with pytest.raises(BatchError, match="2000 x 1 pixels cannot be prepared"):
+        llm.chat(asking(picture(2000, 1)), max_new_tokens=1)
+
+
+def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:
+    with pytest.raises(BatchError, match="has a part"):
+        llm.chat([{"role": "user", "content": [{"type": "audio", "audio": b""}]}], max_new_tokens=1)
+    with pytest.raises(BatchError, match="has a part"):
+        llm.chat([{"role": "user", "content": [{"type": "image"}]}], max_new_tokens=1)
+    with pytest.raises(BatchError, match="placeholders for 2 images or videos, and 1 are given"):
+        llm.chat(asking(picture(), text="what <image>"), max_new_tokens=1)
+    with pytest.raises(BatchError, match="placeholders for images or videos from token"):
+        llm.generate("what <image>", max_new_tokens=1)
+    with pytest.raises(BatchError, match="to score or embed has images"):
+        llm.embed(llm.chat_prompt(asking(picture())))
+
+
+def test_transparent_pixels_are_white() -> None:
+    clear = Image.new("RGBA", (3, 2), (10, 20, 30, 0))
+    assert read_image(clear, "image").getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(encoded(Image.new("L", (3, 2), 7)), "image").getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_a_checkpoint_without_processor_and_a_model_of_text(
+    checkpoint: tuple[Any, Path], llm: hal.LLM, trained: Path
+) -> None:
+    from hal.generation.llm.processor import open_processor, prompt_with
+
+    opened = hal.Checkpoint.open(trained)
+    with pytest.raises(CheckpointError, match=r"has no preprocessor_config\.json"):
+        open_processor(opened)
+    backend = hal.open({"backend": "cpu"})
+    text = hal.load_model(trained, backend)
+    with pytest.raises(ModelError, match="reads text alone"):
+        prompt_with(text, open_processor(llm.checkpoint), [1, 2], [picture()])
+
+
+@thorough(PROCESSES)
+def test_generate_with_an_image_on_the_command_line(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    image = picture(23, 17, 6)
+    (tmp_path / "cat.png").write_bytes(encoded(image))
+    command = [sys.executable, "-m", "hal", "generate", str(checkpoint[1]), "--image", str(tmp_path / "cat.png")]
+    command += ["--prompt", "what is this", "--greedy", "--max-new-tokens", "5", "--json", "--backend", "cpu"]
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    found = subprocess.run(
+        [*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["token_ids"] == their_answer(checkpoint, [image], ["what", "is", "this"])
