@@ -27,7 +27,6 @@ from hal.nn import (
     Placement,
     RMSNorm,
     SelfAttention,
-    check_items,
     place_blocks,
     text_config,
     vision_config,
@@ -188,14 +187,12 @@ class WindowTower(Tower):
     def __init__(self, config: WindowTowerConfig) -> None:
         super().__init__()
         self.config, self.merge, self.width = config, config.spatial_merge_size, config.out_hidden_size
-        self.row_tokens, self.batch_type = self.merge**2, batch_of(config.features)
+        self.row_tokens, self.features = self.merge**2, config.features
+        self.batch_type = batch_of(config.features)
         shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(shape, config.hidden_size, bias=False)})
         self.blocks = nn.ModuleList(WindowTowerBlock(config) for _ in range(config.depth))
         self.merger = WindowMerger(config)
-
-    def check(self, items: Sequence[EncoderItem]) -> None:
-        check_items(items, self.config.features, self.merge)
 
     def batch(self, items: Sequence[EncoderItem]) -> EncoderBatch:
         places, values, sizes = [], [], list[int]()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.config import read_model_config
-from hal.nn import ActivationName, EncoderItem, LayerNorm, Linear, check_items
+from hal.nn import ActivationName, EncoderItem, LayerNorm, Linear
 from hal.nn.mlp import ACTIVATIONS
 from hal.step import EncoderBatch, field
 
@@ -202,7 +202,8 @@ class Qwen3VLTower(Tower):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.config, self.merge = config, config.spatial_merge_size
-        self.row_tokens, self.batch_type = self.merge**2, batch_of(config.features)
+        self.row_tokens, self.features = self.merge**2, config.features
+        self.batch_type = batch_of(config.features)
         self.side = isqrt(config.num_position_embeddings)
         shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
         self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(shape, config.hidden_size, bias=True)})
@@ -212,9 +213,6 @@ class Qwen3VLTower(Tower):
         levels = config.deepstack_visual_indexes
         self.width = config.out_hidden_size * (1 + len(levels))
         self.deepstack_merger_list = nn.ModuleList(Merger(config, norm_joined=True) for _ in levels)
-
-    def check(self, items: Sequence[EncoderItem]) -> None:
-        check_items(items, self.config.features, self.merge)
 
     def batch(self, items: Sequence[EncoderItem]) -> EncoderBatch:
         places = [patch_places(each.grid, self.merge) for each in items]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.config import read_model_config
 from hal.nn import Angles, Decoder, DecoderLayer, DecoderLM, Encoder, EncoderItem, LayerState, Linear
-from hal.nn.axis_placement import expanded
+from hal.nn.axis_placement import check_items, expanded
 from hal.nn.encoder import IMAGE, VIDEO
 from hal.step import AxesBatch, Batch, embedding_batch
 
@@ -90,10 +91,19 @@ class Tower(Encoder):
     Attributes:
         width: the elements of an embedding.
         merge: the rows and columns of patches that become one embedding.
+        features: the numbers of a patch.
     """
 
     width: int
     merge: int
+    features: int
+
+    def check(self, items: Sequence[EncoderItem]) -> None:
+        check_items(items, self.features, self.merge)
+
+    def example(self, tokens: int) -> EncoderItem:
+        side = max(isqrt(tokens) // self.merge, 1) * self.merge
+        return EncoderItem(IMAGE, torch.zeros(side * side, self.features), (1, side, side), b"")
 
 
 class VisualLM(DecoderLM):

@@ -21,6 +21,11 @@ from hal.step import EncoderBatch
 log = logging.getLogger("hal.execution")
 
 
+def most_tokens(encoder: Encoder, backend: Backend) -> int:
+    """Return the most tokens of an encoder's step, those of ``max_prefill_tokens`` rows. One item may have more."""
+    return encoder.row_tokens * backend.config.max_prefill_tokens
+
+
 class Encoding:
     """Encodes the items of prompts, and keeps the results of the most recent ones.
 
@@ -28,14 +33,13 @@ class Encoding:
         encoder: a module of a model that is loaded on the backend.
         backend: runs the encoder, as the configuration of prefill steps says: the compiler ``eager`` runs its Python,
             and all others the optimized code, uncaptured.
-        most_tokens: the most tokens of a step. A single item may have more.
 
     Attributes:
         steps: the steps so far.
     """
 
-    def __init__(self, encoder: Encoder, backend: Backend, most_tokens: int) -> None:
-        self._encoder, self._backend, self._most_tokens = encoder, backend, most_tokens
+    def __init__(self, encoder: Encoder, backend: Backend) -> None:
+        self._encoder, self._backend = encoder, backend
         self._budget = backend.config.cache.num_embeddings
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the least recently used first
         self._rows = 0
@@ -51,7 +55,7 @@ class Encoding:
         """
         missing = {each.digest: each for each in items if each.digest not in self._kept}
         found = {each.digest: self._kept[each.digest] for each in items if each.digest not in missing}
-        for group in _groups(list(missing.values()), self._most_tokens):
+        for group in _groups(list(missing.values()), most_tokens(self._encoder, self._backend)):
             found |= {each.digest: made for each, made in zip(group, self._encode(group), strict=True)}
         for digest, embeddings in found.items():
             self._keep(digest, embeddings)

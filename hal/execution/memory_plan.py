@@ -15,6 +15,7 @@ from hal.drivers.compiler_registry import EAGER
 from hal.errors import ConfigError
 from hal.execution.capture.capture_budget import MARGIN
 from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
+from hal.execution.encoding import most_tokens
 from hal.execution.placement import check_placed
 from hal.execution.state_spec import check_fits, longest_sequence, spec_of
 from hal.nn import CausalLM
@@ -37,6 +38,9 @@ class MemoryPlan:
         weights: the model's parameters and buffers, in ``held``.
         step: the growth in the largest step; None if the device cannot measure it.
         captures: the estimated memory of the graphs; None if the device cannot measure it.
+        encoder: the growth in the largest step of the model's encoder; 0 for a model without, and None if the device
+            cannot measure it.
+        embeddings: the bytes of the embeddings that are kept; see ``cache.num_embeddings``.
         spec: the states, for one block and the sequences that the config sets.
     """
 
@@ -48,11 +52,14 @@ class MemoryPlan:
     step: int | None
     captures: int | None
     spec: StateSpec
+    encoder: int | None = 0
+    embeddings: int = 0
 
     @property
     def available(self) -> int:
         """The bytes for states."""
-        return max(0, self._usable - (self.step or 0) - (self.captures or 0))
+        # The encoder's step and a step of the model do not run at the same time.
+        return max(0, self._usable - max(self.step or 0, self.encoder or 0) - (self.captures or 0) - self.embeddings)
 
     @property
     def _usable(self) -> int:
@@ -82,6 +89,8 @@ class MemoryPlan:
             ("held beside the weights", self.held - self.weights),
             ("largest step", self.step),
             ("captures, estimated", self.captures),
+            *([("largest step of the encoder", self.encoder)] if self.encoder != 0 else []),
+            *([("embeddings that are kept", self.embeddings)] if self.embeddings else []),
             ("states per sequence", self.sequence_bytes),
             ("left for blocks", self.available - self.sequence_bytes),
         ]
@@ -101,8 +110,8 @@ def plan_memory(
 
     Runs a step of ``max_prefill_tokens`` tokens in ``max_sequences`` sequences eagerly, the first of which ends at
     ``max_length``; and one of the largest size to capture. Captures nothing: graphs of several sizes take little more
-    memory than an eager step of the largest. Ranks that step together call it together. Each plans for its own device;
-    use the smallest ``num_blocks``.
+    memory than an eager step of the largest. Of a model with an encoder, one step of the largest size runs, too. Ranks
+    that step together call it together. Each plans for its own device; use the smallest ``num_blocks``.
 
     Args:
         model: loaded on the backend.
@@ -134,6 +143,7 @@ def plan_memory(
         try:
             with backend.translating_errors(), torch.inference_mode():
                 _, step, *captured = _growths(model, backend, steps, longest)
+                encoder, embeddings = _encoder_bytes(model, backend)
         finally:
             backend.leave(token)
         backend.device.empty_cache()
@@ -148,6 +158,8 @@ def plan_memory(
         step=step,
         captures=captures,
         spec=spec,
+        encoder=encoder,
+        embeddings=embeddings,
     )
 
 
@@ -193,6 +205,22 @@ def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], long
         device.synchronize()
         found.append(max(0, device.memory_stats().peak - before) if measured else None)
     return found
+
+
+def _encoder_bytes(model: CausalLM, backend: Backend) -> tuple[int | None, int]:
+    """Return the growth of memory in the largest step of the model's encoder, and the bytes of the embeddings kept."""
+    if (encoder := model.encoder) is None:
+        return 0, 0
+    item, device = encoder.example(most_tokens(encoder, backend)), backend.device
+    batch = encoder.batch([item]).to(device.torch)
+    encoder(encoder.batch([encoder.example(1)]).to(device.torch))  # It may load kernels, so it is not counted.
+    device.synchronize()
+    device.empty_cache()
+    measured, before = device.reset_peak(), device.memory_stats().allocated
+    found = encoder(batch)
+    device.synchronize()
+    growth = max(0, device.memory_stats().peak - before) if measured else None
+    return growth, backend.config.cache.num_embeddings * found.shape[1] * found.element_size()
 
 
 def _weight_bytes(model: CausalLM) -> int:

@@ -15,8 +15,8 @@ def replace_weights(runner: Runner, tensors: Mapping[str, Tensor] | Iterable[tup
     """Write new values into the weights of a runner's model, in place.
 
     Captured graphs, compiled code and other runners of the model use them in the next step. All tensors of a mapping
-    are checked first: an error leaves the model unchanged. Cached prefixes are dropped. Keys and values of running
-    sequences stay as the former weights computed them.
+    are checked first: an error leaves the model unchanged. Cached prefixes and embeddings are dropped. Keys and values
+    of running sequences stay as the former weights computed them.
 
     No runner of the model may run a step meanwhile. If ranks share the model, each passes the same whole tensors, and
     keeps its part.
@@ -45,10 +45,5 @@ def replace_weights(runner: Runner, tensors: Mapping[str, Tensor] | Iterable[tup
         finally:
             backend.leave(token)
         for each in list(backend.runners):
-            if (
-                isinstance(each, Runner)
-                and not each.closed
-                and each.model is runner.model
-                and each.prefixes is not None
-            ):
-                each.prefixes.clear()
+            if isinstance(each, Runner) and not each.closed and each.model is runner.model:
+                each.forget()

@@ -122,8 +122,7 @@ class Runner(Closable):
         if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
         if model.encoder is not None:
-            most = model.encoder.row_tokens * backend.config.max_prefill_tokens
-            self._encoding = Encoding(model.encoder, backend, most)
+            self._encoding = Encoding(model.encoder, backend)
         phases: tuple[Phase, ...] = ("decode", "prefill")
         compilation = backend.config.compilation
         chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
@@ -303,6 +302,13 @@ class Runner(Closable):
                     return self._encoding.encode(items)
             finally:
                 self.backend.leave(token)
+
+    def forget(self) -> None:
+        """Drop the prefixes and the embeddings that are kept, which other weights of the model computed."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+        if self._encoding is not None:
+            self._encoding.clear()
 
     def idle(self) -> bool:
         """Step without a batch while other data ranks have one.

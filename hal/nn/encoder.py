@@ -71,6 +71,10 @@ class Encoder(nn.Module):
         """Raise BatchError unless the encoder can encode the items."""
 
     @abstractmethod
+    def example(self, tokens: int) -> EncoderItem:
+        """Return an item of about so many tokens, at least one row, to measure the memory of a step."""
+
+    @abstractmethod
     def batch(self, items: Sequence[EncoderItem]) -> EncoderBatch:
         """Return the batch of items that :meth:`check` accepts, on the CPU."""
 

@@ -1,0 +1,72 @@
+"""Tests that models which read images give the CPU's logits on the emulated NPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hal.backends.npu.emulator import trace
+from helpers.seeing import Story, build, our_logits, story
+from helpers.thorough import MODE, thorough
+from torch import Tensor
+
+import hal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RATIO = 2.0
+"""How much larger the error may be than the CPU's in the same dtype. Both differ from float32 by a few roundings."""
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Story]]]:
+    found = {}
+    for family, seed in (("Qwen3VL", 1), ("Qwen3VLMoe", 1), ("Qwen2_5_VL", 1)):
+        path, draw = tmp_path_factory.mktemp(family), random.Random(seed)
+        model = build(family, seed, path)
+        found[family] = path, [story(draw, model, kinds) for kinds in (["image"], [], ["image", "video"])]
+    return found
+
+
+def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
+    """Return the logits of all tokens."""
+    backend = hal.open({"cache": {"num_tokens": 2048}, **config})
+    with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
+        return torch.cat(our_logits(runner, stories))
+
+
+@thorough(MODE, r"\[Qwen")
+@pytest.mark.parametrize(
+    ("family", "dtype", "compiler"),
+    [
+        ("Qwen3VL", "bfloat16", "graph"),
+        ("Qwen3VL", "bfloat16", "eager"),
+        ("Qwen3VL", "float16", "graph"),
+        ("Qwen3VLMoe", "bfloat16", "graph"),
+        ("Qwen2_5_VL", "bfloat16", "graph"),
+    ],
+)
+def test_logits(family: str, dtype: str, compiler: str, seeing: dict[str, tuple[Path, list[Story]]]) -> None:
+    path, stories = seeing[family]
+    exact = logits(path, stories, backend="cpu", dtype="float32")
+    rounded = logits(path, stories, backend="cpu", dtype=dtype)
+    compilation = {"compiler": compiler, **({"capture_sizes": [2, 4]} if compiler == "graph" else {})}
+    found = logits(path, stories, backend="npu", dtype=dtype, compilation=compilation)
+    errors = [float((each - exact).square().mean().sqrt()) for each in (found, rounded)]
+    assert errors[0] <= RATIO * errors[1], errors
+
+
+def test_launches_of_the_tower(seeing: dict[str, tuple[Path, list[Story]]]) -> None:
+    """Attention within all frames of all images is one launch in each layer."""
+    path, stories = seeing["Qwen3VL"]
+    backend = hal.open({"backend": "npu", "dtype": "bfloat16"})
+    with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
+        depth = runner.model.encoder.config.depth  # type: ignore[union-attr]
+        with trace() as tracing:
+            runner.encode([item for each in stories for item in each.items])
+            backend.device.synchronize()
+    names = [record.name for record in tracing.records if record.kind == "kernel"]
+    assert sum("FusedInferAttention" in each for each in names) == depth, names
