@@ -73,6 +73,7 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         ([7, 3, 0], 16, 2, 0, True),  # the last sequence has no token
         ([4, 2], 40, 4, 3, True),  # the states after three tokens; the second sequence has two
         ([2, 2], 24, 4, 2, False),
+        ([1] * 6, 640, 4, 0, True),  # decode
     ]
     for lengths, channels, width, saves, apart in cases:
         tokens = sum(lengths)
@@ -229,6 +230,8 @@ def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
         ([3, 3, 3], (2, 4), (16, 8), 3, True),  # the states after each token
         ([67, 2], (2, 2), (8, 16), 4, True),
         ([2, 2], (1, 2), (16, 32), 2, False),
+        ([1] * 6, (2, 4), (64, 64), 0, True),  # decode with the state in query's dtype
+        ([2, 2], (2, 2), (16, 24), 0, True),
     ]
     for index, (lengths, (key_heads, value_heads), (key_dim, value_dim), saves, apart) in enumerate(cases):
         tokens = sum(lengths)
@@ -241,7 +244,7 @@ def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
             draw.normal(tokens, value_heads, value_dim),
             decay,
             torch.sigmoid(draw.normal(tokens, value_heads).float()).to(draw.dtype),
-            state if index == 1 else state.float(),
+            state if index in (1, 7, 8) else state.float(),
             *_steps(draw, lengths, saves, apart=apart),
             key_dim**-0.5,
         )

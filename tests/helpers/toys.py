@@ -47,11 +47,15 @@ def installed() -> Iterator[None]:
 
 def checkpoint(folder: Path, architecture: str, *, seed: int = 0) -> Path:
     """Write a checkpoint of random weights, with the names that the model binds."""
+    return write(folder, {"architectures": [architecture], "torch_dtype": "float32", **COMMON}, seed=seed)
+
+
+def write(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> Path:
+    """Write a checkpoint of random weights with a config.json."""
     folder.mkdir(parents=True)
-    config = {"architectures": [architecture], "torch_dtype": "float32", **COMMON}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
-        model = find_model(architecture).from_config(config)
+        model = find_model(config["architectures"][0]).from_config(config)
     generator = torch.Generator().manual_seed(seed)
     shapes = {piece.source: piece.source_shape for binding in bindings_of(model) for piece in binding.pieces()}
     tensors = {

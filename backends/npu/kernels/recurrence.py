@@ -12,6 +12,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
+from hal.errors import CaptureError
 from hal.ops.kernels import composed_recurrence
 from hal.ops.kernels.kernel_table import Kernel
 
@@ -39,9 +40,24 @@ class CausalConv:
 
     updates = False  # A decode reads no lengths on the host.
 
-    def __call__(self, *args: Tensor | bool | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        window: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        query_start_loc: Tensor,
+        query_start_loc_host: Tensor,
+        silu: bool,
+    ) -> Tensor:
         """See :func:`hal.ops.causal_conv1d`."""
-        return composed_recurrence.causal_conv1d(*args)  # type: ignore[arg-type]
+        if composed_recurrence.queries_each(x.shape[0], query_start_loc_host.tolist()) is None:
+            _refuse_in_capture()
+        return composed_recurrence.causal_conv1d(
+            x, weight, bias, window, read_slots, write_slots, query_start_loc, query_start_loc_host, silu
+        )
 
 
 class DeltaRule:
@@ -92,6 +108,8 @@ class DeltaRule:
                 num_accepted_tokens=torch.ones_like(read_slots),
                 g=decay,
             )
+        if queries is None or queries > composed_recurrence.FEW:
+            _refuse_in_capture()
         return composed_recurrence.gated_delta_rule(
             query,
             key,
@@ -107,15 +125,23 @@ class DeltaRule:
         )
 
 
+def _refuse_in_capture() -> None:
+    if torch_npu.npu.is_current_stream_capturing():
+        raise CaptureError(
+            "the chunks of recurrent layers are arranged on the host, and a replay would not arrange them anew",
+            "capture decode steps only, or split steps at causal_conv1d and gated_delta_rule, as piecewise does",
+        )
+
+
 def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.delta_rule_gates`."""
-    return -a_log.exp() * functional.softplus(a.float() + dt_bias), torch.sigmoid(b)
+    return functional.softplus(a.float() + dt_bias) * -a_log.exp(), torch.sigmoid(b)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :func:`hal.ops.gated_rms_norm`. It rounds the norm and the gate once more, within the tolerance."""
     normed = torch_npu.npu_rms_norm(x, weight, eps)[0]
-    return functional.silu(gate).mul_(normed)
+    return functional.silu(gate) * normed
 
 
 class L2Norm:

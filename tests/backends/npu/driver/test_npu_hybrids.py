@@ -1,0 +1,69 @@
+"""Tests that models with recurrent layers give the CPU's tokens on the emulated NPU, with states in both dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hal.backends.npu.emulator import trace
+from helpers import toys
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
+
+import hal
+
+Opened = Callable[..., hal.Backend]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "torch_dtype": "float32",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-2,  # Else a norm amplifies the rounding of small results.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("hybrid") / request.param
+    return request.param, toys.write(folder, {**CONFIG, "mamba_ssm_dtype": request.param})
+
+
+def opened(npu: Opened, mode: str, dtype: str) -> hal.Backend:
+    compilation: dict[str, Any] = {"compiler": mode}
+    if mode.startswith("piecewise"):
+        compilation["prefill"] = {"capture_sizes": [8, 24]}
+    if mode != "eager":
+        compilation["capture_sizes"] = [1, 3]
+    cache = {"num_tokens": 9 * 128, "block_size": 128, "num_sequences": 2 * toys.SLOTS}
+    return npu(compilation=compilation, cache=cache, dtype=dtype)
+
+
+@thorough(MODE, r"\[(float32-(graph|piecewise|npugraph)|bfloat16-(eager|graph))")
+@thorough(EXHAUSTIVE, r"\[bfloat16-(piecewise|npugraph)")
+@pytest.mark.parametrize("mode", ["eager", "graph", "piecewise", "npugraph_ex"])
+def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) -> None:
+    state, folder = saved
+    schedule = toys.Schedule.drawn(3, 61, count=4)
+    exact = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 256, "num_sequences": toys.SLOTS}})
+    expected = toys.alone(hal.Runner(hal.load_model(folder, exact), exact), schedule, "")
+    dtype, slack = ("float16", 3e-2) if state == "float32" else ("bfloat16", 1.5e-1)
+    backend = opened(npu, mode, dtype)
+    runner = hal.Runner(hal.load_model(folder, backend), backend)
+    with trace() as launches:
+        assert toys.check(runner, schedule, expected, "", slack) > 30
+    assert bool(launches.counts()["RecurrentGatedDeltaRule"]) == (state == "bfloat16")
