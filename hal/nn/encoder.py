@@ -57,7 +57,7 @@ class Placement:
 
 
 class Encoder(nn.Module):
-    """Base of encoders. A model that has one names it in :attr:`CausalLM.encoder`.
+    """Base of encoders. A model that has one names it in ``CausalLM.encoder``.
 
     Attributes:
         batch_type: the class of its batches.

@@ -31,7 +31,7 @@ class AttentionOptions:
         chunk: the number of tokens of a chunk, 1 or more; a query attends only to tokens of its own chunk. Chunks are
             counted from a sequence's first token. None for no chunks. Source: Meta, *Llama 4*, 2025.
         alibi: the factor of the biases, more than 0, or None for no biases. The score of a key gets ``alibi * slope *
-            (position of the key - position of the query)``, with the head's slope of :func:`alibi_slopes`. Source:
+            (position of the key - position of the query)``, with the slopes of that source:
             Press et al., *Train Short, Test Long*, 2021.
 
     Raises:

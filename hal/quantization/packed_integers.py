@@ -59,7 +59,8 @@ def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
     packed: Tensor = padded[..., 0].clone()
     for place in range(1, each):
         packed |= padded[..., place] << bits * place
-    return packed.to(torch.uint32).view(torch.int32)
+    result: Tensor = packed.to(torch.uint32).view(torch.int32)
+    return result
 
 
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
