@@ -26,7 +26,8 @@ def unpack_int4(packed: Tensor) -> Tensor:
     The lowest four bits are the first number.
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    shifted: Tensor = packed.unsqueeze(-1) >> shifts
+    # Expanded first, because some devices' shift takes the shape of its first operand.
+    shifted: Tensor = packed.unsqueeze(-1).expand(*packed.shape, INT4S) >> shifts
     numbers: Tensor = ((shifted & 15) ^ 8) - 8
     return numbers.flatten(-2)
 
