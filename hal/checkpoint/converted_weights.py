@@ -18,6 +18,7 @@ from hal.quantization.representation import Tensors
 from hal.quantization.scheme import Scheme
 from hal.quantization.scheme_registry import schemes
 
+AUTO: Final = "auto"
 KEPT: Final = "kept"
 DEQUANTIZED: Final = "dequantized"
 

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import KEPT, weights_bytes
+from hal.checkpoint.converted_weights import AUTO as AUTO_WEIGHTS
+from hal.checkpoint.converted_weights import weights_bytes
 from hal.checkpoint.driver_layers import put_layers
+from hal.checkpoint.gguf.gguf_files import GgufFiles
+from hal.checkpoint.gguf.packed_layers import pack_layers
 from hal.checkpoint.model_registry import check_model_class, make_model
 from hal.checkpoint.model_sources import AUTO, find_model_class
 from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, quantize_layers
@@ -116,7 +119,7 @@ def build_model(
     model_class: type[CausalLM] | None = None,
     tensor: Group = SOLO,
     source: str = AUTO,
-    quantized_weights: QuantizedWeights = KEPT,
+    quantized_weights: QuantizedWeights = AUTO_WEIGHTS,
 ) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
@@ -153,7 +156,7 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, _, quantized = _build(checkpoint, None, source, KEPT)
+    model, _, quantized = _build(checkpoint, None, source, AUTO_WEIGHTS)
     mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
     try:
         if parallel.experts != "split":
@@ -180,6 +183,8 @@ def _build(
         model_class = find_model_class(checkpoint.architecture, checkpoint.model_config, source)
     model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
     checkpoint = named_by_model(checkpoint, model)
+    if isinstance(checkpoint.files, GgufFiles):
+        return model, *pack_layers(model, checkpoint, checkpoint.files, weights)
     return model, checkpoint, quantize_layers(model, checkpoint, weights)
 
 

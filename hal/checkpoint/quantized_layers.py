@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import KEPT, Conversion
+from hal.checkpoint.converted_weights import AUTO, KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.errors import CheckpointError, ConfigError, ModelError
@@ -126,7 +126,7 @@ class QuantizedLayer:
 
 
 def quantize_layers(
-    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = KEPT
+    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO
 ) -> dict[str, QuantizedLayer]:
     """Replace the layers of a model that the checkpoint quantizes, and return the replacements by path.
 
@@ -142,10 +142,10 @@ def quantize_layers(
     """
     described = checkpoint.quantization
     if described is None:
-        if weights != KEPT:
+        if weights != AUTO:
             raise ConfigError(
                 f"quantized_weights is {weights!r}, and {checkpoint.path} has no quantized weights",
-                "set quantized_weights to kept",
+                "set quantized_weights to auto",
             )
         return {}
     tensors, layers = checkpoint.tensors, list(linear_layers(model))
@@ -200,7 +200,7 @@ def _quantized(
         )
     with torch.device("meta"):
         described = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
-        conversion = None if weights in (KEPT, scheme.name) else Conversion(scheme, weights)
+        conversion = None if weights in (AUTO, KEPT, scheme.name) else Conversion(scheme, weights)
         module = described if conversion is None else conversion.layer(linear)
     return QuantizedLayer(module, names, scheme, representation, described, conversion)
 

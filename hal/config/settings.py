@@ -15,7 +15,7 @@ from hal.config.bounds import CAPTURES, RANKS, SECONDS, SEQUENCES, TOKENS, at_mo
 from hal.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizedWeights = Literal["kept", "dequantized", "w8a16", "w8a8_dynamic"]
+QuantizedWeights = Literal["auto", "kept", "dequantized", "w8a16", "w8a8_dynamic"]
 ExpertsMode = Literal["split", "all_gather", "all_to_all", "dispatch"]
 
 
@@ -152,9 +152,10 @@ class Config:
     Attributes:
         backend: a driver's name, or ``auto`` for the available driver of highest priority.
         dtype: the dtype of weights and caches; ``auto`` means the checkpoint's.
-        quantized_weights: what becomes of quantized weights at load. ``kept``: they stay as the checkpoint has them.
-            ``dequantized``: they become floating-point weights of ``dtype``. ``w8a16`` and ``w8a8_dynamic``: they are
-            quantized anew, to that scheme. Without quantized weights, only ``kept`` is possible.
+        quantized_weights: what becomes of quantized weights at load. ``kept``: they stay as the checkpoint has them;
+            in a GGUF file, those in blocks of 32. ``dequantized``: they become floating-point weights of ``dtype``.
+            ``w8a16`` and ``w8a8_dynamic``: they are quantized anew, to that scheme. ``auto``: ``dequantized`` for a
+            GGUF file, and ``kept`` for others. Without quantized weights, only ``auto`` is possible.
         strict: an operation without a kernel raises instead of running its reference.
         model_source: where a model's code comes from: ``hal`` for the models that packages register with hal, or
             another source's name, such as ``transformers``. ``auto`` means hal's if there is one, else another's.
@@ -168,7 +169,7 @@ class Config:
 
     backend: str = "auto"
     dtype: DTypeName = "auto"
-    quantized_weights: QuantizedWeights = "kept"
+    quantized_weights: QuantizedWeights = "auto"
     strict: bool = False
     model_source: str = "auto"
     check_model: bool = True

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.checkpoint.checkpoint_files import CheckpointFiles
+from hal.checkpoint.gguf.blocks import Part
 from hal.checkpoint.gguf.families import Source, read_family
 from hal.checkpoint.gguf.gguf_header import GgufHeader
 from hal.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
@@ -31,6 +33,8 @@ SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 """The keys of recommended sampling parameters."""
+PART = "#"
+"""Between the name of a tensor, and the part of it that is read without dequantizing it."""
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer_config.json"
 
 
@@ -106,20 +110,32 @@ class GgufFiles(CheckpointFiles):
         for file, places in by_file.items():
             with Rows(file) as rows:
                 for place in places:
-                    source = self._sources[tensors[wanted[place].name].stored or wanted[place].name]
-                    for start, values in _slices(source, wanted[place], rows):
+                    stored = tensors[wanted[place].name].stored or wanted[place].name
+                    name, _, part = stored.partition(PART)
+                    read = partial(rows.read_part, cast(Part, part)) if part else rows.read
+                    for start, values in _slices(self._sources[name], wanted[place], read):
                         yield place, start, values
+
+    def type_of(self, name: str) -> str:
+        """Return the type of a tensor, such as ``Q4_0``."""
+        return self._sources[name].tensor.type.name
 
     def _vocabulary(self) -> GgufTokenizer:
         return GgufTokenizer(self._metadata, self.path, self.config["vocab_size"])
 
 
-def _slices(source: Source, wanted: TensorSlice, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-    """Yield ranges of rows of a slice: the first row, relative to the slice, and the values."""
+def _slices(source: Source, wanted: TensorSlice, read: Callable[..., Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield ranges of rows of a slice: the first row, relative to the slice, and the values.
+
+    Args:
+        source: the tensor.
+        wanted: the slice.
+        read: reads rows, as :meth:`Rows.read <hal.checkpoint.gguf.tensor_types.Rows.read>` does.
+    """
     (first, last), *others = wanted.taken
     kind, start = source.tensor.type, source.tensor.start
     if len(source.shape) == 1:
-        whole = rows.read(kind, start, 0, 1, source.shape[0])[0]
+        whole = read(kind, start, 0, 1, source.shape[0])[0]
         yield 0, _in_halves(whole[:, None], source.heads)[first:last, 0] + source.offset
         return
     count, columns, inner = source.shape[0], source.shape[-1], math.prod(source.shape[1:-1])
@@ -127,11 +143,12 @@ def _slices(source: Source, wanted: TensorSlice, rows: Rows) -> Iterator[tuple[i
     step = max(1, READ_BYTES // (4 * columns * inner * unit)) * unit
     for begin in range(first - first % unit, max(last, first + 1), step):
         end = min(begin + step, count)
-        values = rows.read(kind, start, (source.first + begin) * inner, (end - begin) * inner, columns)
-        values = values.view(end - begin, *source.shape[1:])
+        values = read(kind, start, (source.first + begin) * inner, (end - begin) * inner, columns)
+        values = values.view(end - begin, *source.shape[1:-1], values.shape[-1])
         values = _in_halves(values, (end - begin) // unit if source.heads else 0)
         kept = values[max(first - begin, 0) : min(last, end) - begin]
-        yield max(begin - first, 0), kept[(slice(None), *(slice(*each) for each in others))] + source.offset
+        kept = kept[(slice(None), *(slice(*each) for each in others))]
+        yield max(begin - first, 0), kept + source.offset if source.offset else kept
 
 
 def _in_halves(values: Tensor, heads: int) -> Tensor:

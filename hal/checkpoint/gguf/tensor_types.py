@@ -9,8 +9,10 @@ from typing import Any, Self
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from hal.checkpoint.gguf.blocks import Part, part_of
 from hal.errors import CheckpointError, ConfigError
 
 
@@ -109,12 +111,22 @@ class Rows:
             columns: the number of elements of a row.
         """
         gguf = require()
+        raw = self._raw(kind, start, first, rows, columns)
+        with np.errstate(all="ignore"):  # a damaged scale is not finite
+            values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+
+    def read_part(self, part: Part, kind: TensorType, start: int, first: int, rows: int, columns: int) -> Tensor:
+        """Return the numbers, scales or zero points of rows: see :func:`hal.checkpoint.gguf.blocks.part_of`."""
+        raw = self._raw(kind, start, first, rows, columns).reshape(rows, -1, kind.nbytes)
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.ascontiguousarray(part_of(kind.name, raw, part)))
+
+    def _raw(self, kind: TensorType, start: int, first: int, rows: int, columns: int) -> NDArray[np.uint8]:
+        """Return the bytes of rows, uint8 ``[rows, bytes]``."""
         width = columns // kind.block * kind.nbytes
         data = bytearray(rows * width)  # torch takes no memory that cannot be written
         self._file.seek(start + first * width)
         if self._file.readinto(data) != len(data):
             raise CheckpointError(f"{self._path} became shorter while it was read", "download it again")
-        raw = np.frombuffer(data, np.uint8).reshape(rows, width)
-        with np.errstate(all="ignore"):  # a damaged scale is not finite
-            values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        return np.frombuffer(data, np.uint8).reshape(rows, width)

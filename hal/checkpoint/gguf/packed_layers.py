@@ -1,0 +1,143 @@
+"""Linear layers whose weights in a GGUF file stay packed, or are quantized anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.converted_weights import KEPT, Conversion
+from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZE
+from hal.checkpoint.gguf.gguf_files import GgufFiles
+from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names
+from hal.checkpoint.safetensors_files import TensorInfo
+from hal.config.settings import QuantizedWeights
+from hal.nn import CausalLM, GroupedLinear, Linear, QuantizedLinear, Weight
+from hal.nn.linear import IN
+from hal.nn.low_bits import DequantizedGroupedLinear, DequantizedLinear, WeightOnlyTensors
+from hal.ops.weight_only import pack_int4
+from hal.quantization.packed_integers import by_expert
+from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.scheme import Scheme
+from hal.quantization.schemes.weight_only import W4A16, W8A16Group
+
+log = logging.getLogger("hal.checkpoint")
+
+
+class Blocks(Representation):
+    """Numbers, scales and zero points of blocks, as :class:`~hal.checkpoint.gguf.gguf_files.GgufFiles` reads them."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        assert isinstance(layer, WeightOnlyTensors)
+        blocks = {IN: SIZE}
+        found = {
+            "numbers": layer.declare("numbers", dtype=torch.int8),
+            "scales": layer.declare("scales", group_sizes=blocks, dtype=torch.float16),
+        }
+        if not layer.symmetric:
+            found["zero_points"] = layer.declare("zero_points", group_sizes=blocks, dtype=torch.float32)
+        return found
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        layer, numbers, scale = stored.layer, stored["numbers"], stored["scales"]
+        assert isinstance(layer, WeightOnlyTensors)
+        stored.check_rows(scale.isfinite().all(-1), "{}.weight has blocks whose scale is not finite")
+        return {
+            **stored.tensors,
+            "weight": by_expert(stored, pack_int4, numbers) if layer.bits == 4 else numbers,
+            "weight_scale": scale,
+            "weight_zero_point": stored.tensors.get("zero_points"),
+        }
+
+
+class Dequantizing(Representation):
+    """The weight, which is dequantized as it is read."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        return {"weight": layer.declare("weight", dtype=torch.float32)}
+
+
+class Floating(Scheme):
+    """Floating-point weights, which are quantized as they are read."""
+
+    name = "gguf"
+    summary = "floating-point weights"
+    expert_biases = True
+
+    def layer(self, linear: Linear) -> DequantizedLinear:
+        return DequantizedLinear(linear)
+
+    def grouped_layer(self, linear: GroupedLinear) -> DequantizedGroupedLinear:
+        return DequantizedGroupedLinear(linear)
+
+    def dequantize(self, tensors: Tensors, width: int) -> Tensor:
+        weight = tensors["weight"]
+        assert weight is not None
+        return weight.float()
+
+
+def pack_layers(
+    model: CausalLM, checkpoint: Checkpoint, files: GgufFiles, weights: QuantizedWeights
+) -> tuple[Checkpoint, dict[str, QuantizedLayer]]:
+    """Replace linear layers of a model, and return the checkpoint with their tensors, and the replacements by path.
+
+    Args:
+        model: without values.
+        checkpoint: of a GGUF file, with the model's names.
+        files: its files.
+        weights: ``quantized_weights`` of a configuration. With ``kept``, layers whose parts have the same type, one of
+            ``BITS``, stay packed; others are dequantized.
+    """
+    if weights not in (KEPT, "w8a16", "w8a8_dynamic"):
+        return checkpoint, {}
+    tensors, found, types = dict(checkpoint.tensors), dict[str, QuantizedLayer](), set[str]()
+    layers = list(linear_layers(model))
+    for path, linear in layers:
+        names = part_names(path, linear)
+        kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
+        kind = next(iter(kinds))
+        if weights != KEPT:
+            scheme: Scheme = Floating()
+            layer = _layer(scheme, linear, names, Dequantizing(None), Conversion(scheme, weights))
+        elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
+            scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZE, symmetric=kind not in SHIFTED)
+            layer = _layer(scheme, linear, names, Blocks(None), None)
+            types.add(kind)
+            for name in names:
+                info = tensors.pop(f"{name}.weight")
+                tensors.update(_parts(name, info, shifted=kind in SHIFTED))
+        else:
+            continue
+        model.set_submodule(path, layer.module)
+        found[path] = layer
+    if weights == KEPT:
+        kept = ", ".join(sorted(types)) or "none has blocks of 32"
+        log.info("the weights of %d of %d linear layers stay packed (%s)", len(found), len(layers), kept)
+    return attrs.evolve(checkpoint, tensors=tensors), found
+
+
+def _layer(
+    scheme: Scheme,
+    linear: Linear | GroupedLinear,
+    names: tuple[str, ...],
+    representation: Representation,
+    conversion: Conversion | None,
+) -> QuantizedLayer:
+    with torch.device("meta"):
+        described = scheme.layer(linear) if isinstance(linear, Linear) else scheme.grouped_layer(linear)
+        module = described if conversion is None else conversion.layer(linear)
+    return QuantizedLayer(module, names, scheme, representation, described, conversion)
+
+
+def _parts(name: str, info: TensorInfo, *, shifted: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the parts of a packed weight as tensors."""
+    stored = info.stored or f"{name}.weight"
+    blocks = *info.shape[:-1], info.shape[-1] // SIZE
+    yield f"{name}.numbers", attrs.evolve(info, dtype="I8", stored=f"{stored}#numbers")
+    yield f"{name}.scales", attrs.evolve(info, shape=blocks, dtype="F16", stored=f"{stored}#scales")
+    if shifted:
+        yield f"{name}.zero_points", attrs.evolve(info, shape=blocks, stored=f"{stored}#zero_points")

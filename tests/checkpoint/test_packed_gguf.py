@@ -1,0 +1,120 @@
+"""Tests for weights of GGUF files that stay packed, or are quantized anew, against the dequantized ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import random_checkpoint
+from helpers.gguf_writing import write_gguf
+from helpers.low_bits import DENSE, SPARSE
+from helpers.quantized import error
+from helpers.thorough import EXHAUSTIVE, thorough
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hal
+from hal.device.group import Group
+from hal.errors import ConfigError
+from hal.nn import CausalLM, GroupedLinear, QuantizedLinear
+from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
+from hal.nn.quantized_experts import Int8GroupedLinear
+from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear
+from hal.parallel import Mesh
+
+TOKENS = [1, 7, 30, 4, 200, 19]
+KINDS = {"Q4_0": torch.int32, "Q4_1": torch.int32, "Q5_0": torch.int8, "Q5_1": torch.int8, "Q8_0": torch.int8}
+WITHOUT_BIAS = {**DENSE, "attention_bias": False}
+
+
+def load(file: Path, mesh: Mesh | None = None, weights: str = "kept") -> CausalLM:
+    options = {"native": False, "pack_weights": False}  # weights in their plain layout
+    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": weights, "options": options}
+    with hal.open(config, mesh=mesh or Mesh()) as backend:
+        return hal.load_model(file, backend)
+
+
+def logits(file: Path, weights: str) -> Tensor:
+    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": weights}
+    with hal.open(config) as backend, hal.Runner(hal.load_model(file, backend), backend) as runner:
+        return runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()
+
+
+def layers(model: CausalLM) -> dict[str, Any]:
+    return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+
+
+@thorough(EXHAUSTIVE, r"\[sparse-(Q4_0|Q5_0|Q8_0)|\[dense-(Q5_1|Q4_1)")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])
+def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    file = write_gguf(random_checkpoint(tmp_path / "plain", **overrides), tmp_path / "model.gguf", kind=kind)
+    found = layers(load(file))
+    assert len(found) == 8
+    assert {type(each) for each in found.values()} <= {WeightOnlyLinear, WeightOnlyGroupedLinear}
+    assert {each.weight.dtype for each in found.values()} == {KINDS[kind]}
+    assert all((each.weight_zero_point is None) == kind.endswith("_0") for each in found.values())
+    assert not layers(load(file, weights="auto"))
+    assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
+
+
+def test_constant_blocks(tmp_path: Path) -> None:
+    """A block whose numbers are equal has the scale 0, and only a minimum."""
+    folder = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensor[3, :32], tensor[4, 32:64] = 0.25, 0.0
+    save_file(tensors, folder / "model.safetensors")
+    for kind in ("Q4_1", "Q5_1", "Q4_0"):
+        file = write_gguf(folder, tmp_path / f"{kind}.gguf", kind=kind)
+        assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_weights_that_are_quantized_anew(kind: str, tmp_path: Path) -> None:
+    """Any type of a file becomes int8. Types without blocks of 32 are dequantized where weights are kept."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 2, "num_hidden_layers": 1}
+    folder = random_checkpoint(tmp_path / "plain", **{**SPARSE, **wide})
+    file = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    assert bool(layers(load(file))) == (kind == "Q8_0")
+    exact = load(file, weights="auto")
+    for target, kinds in (("w8a16", (Int8Linear, Int8GroupedLinear)), ("w8a8_dynamic", None)):
+        found = layers(load(file, weights=target))
+        assert len(found) == 4
+        for path, layer in found.items():
+            assert kinds is None or type(layer) in kinds
+            numbers = layer.weight.float() * layer.weight_scale.unsqueeze(-1)
+            assert error(numbers, exact.get_submodule(path).weight) < 0.015
+        assert any(isinstance(each, Int8Linear | DynamicQuantizedLinear) for each in found.values())
+    assert isinstance(exact.get_submodule("model.layers.0.mlp.experts.down_proj"), GroupedLinear)
+
+
+def test_ranks_cut_blocks(cpu: hal.Backend, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "plain", **SPARSE)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1")
+    groups = [Group("pair", rank, 2, object()) for rank in range(2)]
+    whole, parts = layers(load(file)), [layers(load(file, Mesh(tensor=each))) for each in groups]
+    cpu.activate()
+    for path, layer in whole.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
+        mine = []
+        for rank, part in enumerate(each[path] for each in parts):
+            part.group = None
+            mine.append(part(x.chunk(2, -1)[rank] if layer.shard == "in_features" else x, *counts))
+        if layer.shard == "in_features":
+            joined = mine[0] + mine[1]
+        else:
+            by_part = zip(*(each.split(list(parts[0][path].sizes), -1) for each in mine), strict=True)
+            joined = torch.cat([rank for part in by_part for rank in part], -1)
+        assert error(joined, layer(x, *counts)) < 1e-5, path
+
+
+def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "plain", **{**WITHOUT_BIAS, "intermediate_size": 96})
+    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0")
+    with pytest.raises(ConfigError, match=r"down_proj.scales: a cut between 2 ranks at element 48 .* group of 32"):
+        load(file, Mesh(tensor=Group("pair", 1, 2, object())))
