@@ -22,6 +22,7 @@ COPIED = (
     "vocab*",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",
     "generation_config.json",
     "LICENSE*",
 )

@@ -33,6 +33,7 @@ FILES = (
     "*.safetensors.index.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "*processor_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",

@@ -36,7 +36,8 @@ def named_by_model(checkpoint: Checkpoint, model: CausalLM) -> Checkpoint:
     layers = {name.rpartition(".")[0] for name in stored}
     for path, each in merged.items():
         each.merged = path in layers
-    tensors = {name: attrs.evolve(checkpoint.tensors[old], stored=old) for name, old in stored.items()}
+    infos = checkpoint.tensors
+    tensors = {name: attrs.evolve(infos[old], stored=infos[old].stored or old) for name, old in stored.items()}
     return attrs.evolve(checkpoint, tensors=tensors)
 
 

@@ -75,7 +75,7 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     say: Say = silent,
 ) -> Quantized:
-    """Write a checkpoint in which all linear layers except the output projection are quantized.
+    """Write a checkpoint in which all linear layers except the output projection and the encoder's are quantized.
 
     In ``w4a16`` and ``w8a16_group``, each group of inputs has a scale, without zero points; of some scales, that of the
     least error. In ``fp8`` and hal's other schemes, weights have one scale per output channel. ``w8a8`` runs the model
@@ -169,7 +169,10 @@ def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tupl
     """Return the layers to quantize, with their paths in the model, and those that ``keep`` names."""
     excluded, size = ExcludedLayers(scheme, list(keep), "--keep"), scheme.settings.get("group_size")
     layers, kept = dict[str, str](), list[str]()
+    beside = set(_encoder_layers(model))
     for path, layer in linear_layers(model):
+        if path in beside:
+            continue
         names = part_names(path, layer)
         left = [name for name in names if excluded.excludes(name)]
         if left and len(left) < len(names):
@@ -189,6 +192,12 @@ def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tupl
         if not any(map(alone.excludes, kept)):
             raise ConfigError(f"no layer that would be quantized has the name {each!r}", nearest(each, layers))
     return layers, kept
+
+
+def _encoder_layers(model: CausalLM) -> list[str]:
+    """Return the paths of the linear layers of the model's encoder, which stay as they are: texts do not run them."""
+    inside = set() if model.encoder is None else set(model.encoder.modules())
+    return [path for path, layer in linear_layers(model) if layer in inside]
 
 
 def _check_request(
@@ -326,7 +335,7 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
     config = dict(job.checkpoint.config)
     gates = (path for path, layer in model.named_modules() if isinstance(layer, Gate))
-    kept = [model.output_projection, *job.kept, *gates]
+    kept = [model.output_projection, *job.kept, *gates, *_encoder_layers(model)]
     for name, value in job.format.describe(config, job.scheme, kept, tensors).items():
         _write_json(folder / name, value)
     job.checkpoint.files.write_beside(folder)

@@ -28,6 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     made = {each.name: each.read_bytes() for each in folder.iterdir()}
     others = {
         "README.md": b"# tiny",
+        "preprocessor_config.json": b'{"patch_size": 16}',
         "pytorch_model.bin": b"pickle" * 300,
         "original/model.safetensors": b"other" * 300,
     }

@@ -218,3 +218,26 @@ def test_mistakes_would_be_noticed(tmp_path: Path) -> None:
             axes = wrong.model.model.rotary.axes
             axes.copy_(torch.tensor([0, 2, 1])[axes])
         assert difference(our_logits(wrong, [told]), theirs) > TOLERANCE
+
+
+@thorough(LONG)
+def test_the_text_model_of_a_quantized_checkpoint(seeing: tuple[Any, Path], tmp_path: Path) -> None:
+    """With activation scales from a calibration text. The tower stays in floating point, and its files are kept."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+    model, path = seeing
+    tokenizer = Tokenizer(models.WordLevel({f"w{each}": each for each in range(97)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "preprocessor_config.json").write_text("{}")
+    words = " ".join(f"w{each}" for each in text(random.Random(13), 400))
+    quantize_checkpoint(path, tmp_path / "w8a8", "w8a8", calibration=words)
+    assert (tmp_path / "w8a8" / "preprocessor_config.json").exists()
+    stories = [story(random.Random(14), model, ["image"])]
+    exact = their_logits(model, stories[0])
+    with open_runner(tmp_path / "w8a8") as runner:
+        (found,) = our_logits(runner, stories)
+        assert isinstance(runner.model.visual.blocks[0].attn.qkv, hal.nn.Linear)
+    assert 1e-4 < difference([found], [exact]) < 0.2

@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Quantize the checkpoint in the folder IN into the new folder OUT.
 
-    All linear layers except the output projection are quantized. The relative error of each layer's weight is printed.
-    `hal generate OUT` runs the result.
+    All linear layers except the output projection and an encoder's are quantized. The relative error of each layer's
+    weight is printed. `hal generate OUT` runs the result.
     """
     from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
