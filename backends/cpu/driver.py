@@ -16,13 +16,12 @@ from hal.device.host_device import HostDevice
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
-from hal.ops.kernels import composed_recurrence, torch_kernels
+from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels, low_bits
 from .native.instruction_sets import InstructionSet
-from .packed_attention import packed_attention
 from .packing import ROWS, Packing, linear, packed
 from .thread_count import SHARED
 
@@ -39,7 +38,7 @@ KERNELS: dict[str, Kernel] = {
     "grouped_linear_int8": grouped.grouped_linear_int8,
     "linear": linear,
     "linear_int8": kernels.linear_int8,
-    "packed_attention": packed_attention,
+    "packed_attention": composed_attention.packed,
     "paged_attention": kernels.paged_attention,
     "rotary_embedding": kernels.rotary_embedding,
     "silu_and_mul": kernels.silu_and_mul,

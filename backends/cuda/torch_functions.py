@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.ops.kernels import composed_recurrence, torch_kernels
+from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
-from .attention import dense
+from .attention import capturing, dense
 
 MIN_ROWS, MULTIPLE = 17, 8
 """torch._int_mm's limits: the minimum rows of the left matrix, and the divisor of its other dimensions."""
@@ -32,6 +32,23 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(rows.contiguous(), weight.t())[:count].view(*x.shape[:-1], out_features)
 
 
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """See :func:`hal.ops.packed_attention`. A capture runs the reference, because the calls depend on the lengths."""
+    arguments = query, key, value, query_start_loc, query_start_loc_host, scale, causal
+    if capturing(query):
+        found: Tensor = ops.operation("packed_attention").reference(*arguments)
+        return found
+    return composed_attention.packed(*arguments)
+
+
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
     **composed_recurrence.KERNELS,
@@ -39,6 +56,7 @@ KERNELS: dict[str, Kernel] = {
     # torch's sort and elementwise functions, without a wait for the GPU. A library with its own random generator cannot
     # implement it: the operation's draw depends only on seed, step and token.
     "sample": ops.operation("sample").reference,
+    "packed_attention": packed_attention,
     "scaled_dot_product_attention": dense,
 }
 """Kernels by operation. Attention over the paged cache is in attention.py."""

@@ -1,12 +1,13 @@
-"""Attention over the paged cache in torch's operations, with all options, for drivers whose kernels lack some of them.
+"""Attention in torch's operations: over the paged cache, with all options, for drivers whose kernels lack some of them.
 
-Both functions gather keys and values from the cache. :func:`decode` reads lengths on the device only, so a captured
-graph serves all lengths.
+:func:`decode` and :func:`one_by_one` gather keys and values from the cache. :func:`decode` reads lengths on the device
+only, so a captured graph serves all lengths. :func:`packed` attends without a cache.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -132,3 +133,33 @@ def _attend(
         sink = by_head.expand(batch, -1, -1, count * kv_heads // sinks.shape[0], 1).reshape(batch, kv_heads, count, 1)
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     return (weights.masked_fill_(hidden, 0.0) @ values.float()).to(rows.dtype)
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """Attend within packed sequences, with one call of torch's attention for each run of equally long ones.
+
+    The arguments are those of :func:`hal.ops.packed_attention`.
+    """
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    start, grouped = 0, query.shape[1] != key.shape[1]
+    for length, run in groupby(end - begin for begin, end in pairwise(query_start_loc_host.tolist())):
+        count = len(list(run))
+        rows = slice(start, start := start + count * length)
+        if not length:
+            continue
+        queries, keys, values = (
+            each[rows].unflatten(0, (count, length)).transpose(1, 2) for each in (query, key, value)
+        )
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        output[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return output
