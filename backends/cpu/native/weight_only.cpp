@@ -113,7 +113,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 constexpr int64_t kBlockOfX = 128;  // elements with one scale of x
 constexpr int64_t kAtOnce = 4;      // rows of x
 constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
-constexpr int64_t kAhead = 2048;    // bytes of the weight to prefetch ahead
+constexpr int64_t kAhead = 4096;    // bytes of the weight to prefetch ahead
 constexpr float kMost = 32512;      // the largest 16-bit integer that is used
 constexpr int64_t kSmallestGroup = 32;
 
@@ -162,16 +162,17 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
         }
 }
 
-// The scales of the lanes of a register of 64 bytes, from those of the groups of a row.
+// The scales of the lanes of a register of sums, from those of the groups of a row.
 struct Spread {
     std::vector<int64_t> first;  // by register: the group of its first lane
     __m512i of_lane;             // the further group of each lane
 
-    Spread(int64_t registers, int64_t in_register, int64_t group, int64_t groups) : first(registers) {
-        for (int64_t i = 0; i < registers; i++) first[i] = std::min(i * in_register / group, groups - 1);
+    // `together` elements are summed in a register.
+    Spread(int64_t registers, int64_t together, int64_t group, int64_t groups) : first(registers) {
+        for (int64_t i = 0; i < registers; i++) first[i] = std::min(i * together / group, groups - 1);
+        const int64_t of_group = groups == 1 ? together : std::min(group, together);
         int32_t lanes[kLanes];
-        for (int lane = 0; lane < kLanes; lane++)
-            lanes[lane] = int32_t(lane * (in_register / kLanes) / std::min(group, in_register));
+        for (int lane = 0; lane < kLanes; lane++) lanes[lane] = int32_t(lane * (together / kLanes) / of_group);
         of_lane = load<__m512i>(lanes);
     }
     Lanes operator()(const float* scales, int64_t at) const {
@@ -180,15 +181,16 @@ struct Spread {
     }
 };
 
-// Adds a register of a row of the weight times the integers of a row of x. Weights of 4 bits are taken as w + 8.
-template <int Bits>
+// Adds `Count` registers of a row of the weight times the integers of a row of x. Weights of 4 bits are taken as w + 8.
+template <int Count>
 inline __m512i dots(const __m512i* weight, const int16_t* x) {
     __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
-    for (int i = 0; i < 16 / Bits; i++) sum = _mm512_dpwssd_epi32(sum, weight[i], load<__m512i>(x + 32 * i));
+    for (int i = 0; i < Count; i++) sum = _mm512_dpwssd_epi32(sum, weight[i], load<__m512i>(x + 32 * i));
     return sum;
 }
 
+// Widens 64 bytes of the weight to registers of 16-bit integers.
 template <int Bits>
 inline void unpack(__m512i packed, __m512i* to) {
     if constexpr (Bits == 8) {
@@ -203,31 +205,35 @@ inline void unpack(__m512i packed, __m512i* to) {
     }
 }
 
-// Writes the sums of each lane of a row of the weight times `Rows` rows of x from `first` on, to held[m * kLanes].
-template <int Bits, int Rows>
+// Writes the sums of each lane of a row of the weight times `Rows` rows of x from `first` on, to held[m * kLanes]. Whole:
+// whether the weights of a block of x have one scale in a lane.
+template <int Bits, bool Whole, int Rows>
 inline void multiply(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
                      const float* scales, int64_t first, Lanes* held) {
-    constexpr int64_t kRegisters = Bits == 4 ? 1 : 2;  // of the weight in a block of x
+    constexpr int64_t kParts = Whole ? 1 : 2, kVectors = 4 / kParts, kBytes = kBlockOfX / kParts * Bits / 8;
     const int64_t bytes = given.row_bytes(), blocks = x.blocks, stride = blocks * kBlockOfX;
     const int16_t* values = x.values.data() + first * stride;
     const float* of_x = x.scales.data() + first * blocks;
-    Lanes sums[Rows][kRegisters] = {};
+    Lanes sums[Rows][kParts] = {};
     auto add = [&](int64_t block, auto read) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-        for (int64_t part = 0; part < kRegisters; part++) {
-            const int64_t at = block * kRegisters + part;
-            __m512i weight[4];
-            unpack<Bits>(read(at * 64), weight);
-            __builtin_prefetch(line + at * 64 + kAhead);
+        for (int64_t part = 0; part < kParts; part++) {
+            const int64_t at = block * kParts + part;
+            __m512i weight[kVectors];
+#pragma GCC unroll 2
+            for (int64_t byte = 0; byte < kBytes; byte += 64) {
+                unpack<Bits>(read(at * kBytes + byte), weight + byte / 32);
+                __builtin_prefetch(line + at * kBytes + byte + kAhead);
+            }
             const Lanes scale = spread(scales, at);
 #pragma GCC unroll 4
             for (int m = 0; m < Rows; m++) {
-                const __m512i sum = dots<Bits>(weight, values + m * stride + block * kBlockOfX + part * 64);
+                const __m512i sum = dots<kVectors>(weight, values + m * stride + block * kBlockOfX + part * 64);
                 sums[m][part] += Lanes(_mm512_cvtepi32_ps(sum)) * (scale * of_x[m * blocks + block]);
             }
         }
     };
-    const int64_t whole = bytes / (64 * kRegisters);
+    const int64_t whole = given.width / kBlockOfX;
     for (int64_t block = 0; block < whole; block++)
         add(block, [&](int64_t at) { return load<__m512i>(line + at); });
     if (whole < blocks)
@@ -235,38 +241,38 @@ inline void multiply(const WeightOnly& given, const Integers& x, const Spread& s
             const int64_t left = std::clamp<int64_t>(bytes - at, 0, 64);
             return _mm512_maskz_loadu_epi8(left == 64 ? ~__mmask64(0) : (__mmask64(1) << left) - 1, line + at);
         });
-    for (int m = 0; m < Rows; m++) held[m * kLanes] = kRegisters == 2 ? sums[m][0] + sums[m][kRegisters - 1] : sums[m][0];
+    for (int m = 0; m < Rows; m++) held[m * kLanes] = Whole ? sums[m][0] : sums[m][0] + sums[m][kParts - 1];
 }
 
 // Multiplies with all rows of x; the weight's row stays in a core's cache.
-template <int Bits>
+template <int Bits, bool Whole>
 void multiply_rows(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
                    const float* scales, Lanes* held) {
     for (int64_t first = 0; first < given.rows; first += kAtOnce, held += kAtOnce * kLanes) switch (given.rows - first) {
             case 1:
-                multiply<Bits, 1>(given, x, spread, line, scales, first, held);
+                multiply<Bits, Whole, 1>(given, x, spread, line, scales, first, held);
                 break;
             case 2:
-                multiply<Bits, 2>(given, x, spread, line, scales, first, held);
+                multiply<Bits, Whole, 2>(given, x, spread, line, scales, first, held);
                 break;
             case 3:
-                multiply<Bits, 3>(given, x, spread, line, scales, first, held);
+                multiply<Bits, Whole, 3>(given, x, spread, line, scales, first, held);
                 break;
             default:
-                multiply<Bits, kAtOnce>(given, x, spread, line, scales, first, held);
+                multiply<Bits, Whole, kAtOnce>(given, x, spread, line, scales, first, held);
         }
 }
 
-template <int Bits, class T>
+template <int Bits, bool Whole, class T>
 void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
     thread_local Integers x;
     round(given, from, stride, x);
     const Integers& integers = x;
-    constexpr int64_t kInRegister = 512 / Bits;
+    constexpr int64_t kTogether = Whole ? kBlockOfX : kBlockOfX / 2;  // elements whose lanes are scaled together
     constexpr float kOffset = Bits == 4 ? 8 : 0;
     const bool corrected = Bits == 4 || given.zeros.values;
     const int64_t groups = x.groups, apart = groups + 3;  // registers read four at a time
-    const Spread spread(x.blocks * kBlockOfX / kInRegister, kInRegister, given.group, groups);
+    const Spread spread(x.blocks * kBlockOfX / kTogether, kTogether, given.group, groups);
 #pragma omp parallel if (given.out * given.width > kSerial)
     {
         std::vector<float> scales(apart), zeros(apart);
@@ -277,7 +283,7 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
             float less[kFew][kLanes] = {};
             for (int64_t r = 0; r < taken; r++) {
                 given.scales.read(begin + r, scales.data());
-                multiply_rows<Bits>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
+                multiply_rows<Bits, Whole>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
                                     scales.data(), held + r);
                 if (!corrected) continue;
                 if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
@@ -315,7 +321,9 @@ extern "C" void weight_only_linear(const void* x, const void* weight, const void
         T* to = static_cast<T*>(y);
 #ifdef __AVX512VNNI__
         if (sizeof(T) == 2 && rows <= kFew && spreads(width, group))
-            return bits == 4 ? run_integers<4>(given, from, x_stride, to) : run_integers<8>(given, from, x_stride, to);
+            return bits == 4                               ? run_integers<4, true>(given, from, x_stride, to)
+                   : group >= width || group % kBlockOfX == 0 ? run_integers<8, true>(given, from, x_stride, to)
+                                                              : run_integers<8, false>(given, from, x_stride, to);
 #endif
         run_widened(given, from, x_stride, to);
     });
