@@ -36,7 +36,7 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> LinearKernels:
     names = ("packed_linear", "packed_linear_tiles", "plain_linear", "pages")
     sources = [str(build.SOURCES / f"{name}.cpp") for name in names]
     flags = ["-O1" if each == "-O3" else each for each in build.FLAGS]
-    command = [*build._compiler(), *flags, "-DHAL_EMULATED_TILES", *sources, "-o", str(library)]
+    command = [*build._compiler(), *flags, "-shared", "-DHAL_EMULATED_TILES", *sources, "-o", str(library)]
     subprocess.run(command, check=True)
     return LinearKernels(ctypes.CDLL(str(library)))
 
