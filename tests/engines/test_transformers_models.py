@@ -140,6 +140,12 @@ def test_what_hal_cannot_run_is_refused_by_name(family: str, more: dict[str, Any
     assert "docs/how-to/add-a-model-family.md" in caught.value.remedy
 
 
+def test_the_text_of_a_config_with_images() -> None:
+    config = config_of("emu3").get_text_config()
+    assert config.model_type == "emu3_text_model"
+    assert adapt(config.to_dict()).of.__name__ == "Emu3ForCausalLM"
+
+
 def test_configs_that_transformers_does_not_have() -> None:
     with pytest.raises(ConfigError, match="transformers has no model_type 'acme'"):
         adapt({"model_type": "acme"})
@@ -259,7 +265,7 @@ def test_new_weights_replace_the_old(saved: Any) -> None:
 
 
 @thorough(FAMILY, r"\[(?!mixtral)")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "gpt_oss"])
 def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
     folder, _, _ = saved(family)
     found = in_ranks("family_difference", 2, folder=str(folder), family=family, compiler="graph", tensor=2)

@@ -48,10 +48,13 @@ def class_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
         read = CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # transformers validates configs in its own way.
         raise ConfigError(f"transformers refuses config.json: {error!s:.300}", "correct the key") from error
-    if type(read) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"transformers has no causal language model for model_type {kind!r}", REMEDY)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(read)]
+    # The text part of another model's config has a type of its own, and the class is listed for the whole one's.
+    whole = CONFIG_MAPPING[above] if (above := str(kind).removesuffix("_text_model")) in CONFIG_MAPPING else None
+    known = [each for each in (type(read), whole) if each in MODEL_FOR_CAUSAL_LM_MAPPING]
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[known[0]] if known else None
     found = found[0] if isinstance(found, tuple) else found
+    if found is None or type(read) not in (known[0], found.config_class):
+        raise ConfigError(f"transformers has no causal language model for model_type {kind!r}", REMEDY)
     if found.config_class is not type(read) and found.config_class is read.sub_configs.get("text_config"):
         read = read.get_text_config()
     return found, read
