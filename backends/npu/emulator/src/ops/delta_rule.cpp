@@ -8,6 +8,9 @@ using namespace emulator;
 
 constexpr int64_t kMostTokens = 8, kMostHeads = 256, kMostDim = 512, kMostChunkHeads = 64, kMostChunkDim = 128;
 
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_recurrent_gated_delta_rule.md; "
+           "op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_chunk_gated_delta_rule.md");
+
 void check_inputs(const In& query, const In& key, const In& value, const In& beta, const In& state, const In& lengths,
                   const In& g, const Out& out) {
     for (const In* each : {&query, &key, &value, &beta, &state, static_cast<const In*>(&out)})
