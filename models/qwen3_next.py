@@ -57,6 +57,7 @@ class HybridConfig(DecoderConfig):
     linear_num_value_heads: int = 32
     mamba_ssm_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     use_sliding_window: Literal[False] = False
+    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(ge(0)))
     # Layers that predict further tokens, which the model does not compute.
     mtp_num_hidden_layers: int = attrs.field(default=0, validator=ge(0))
     mtp_use_dedicated_embeddings: bool = False
@@ -130,7 +131,6 @@ class HybridMoeConfig(HybridConfig):
     moe_intermediate_size: int = attrs.field(default=512, validator=ge(1))
     shared_expert_intermediate_size: int = attrs.field(default=512, validator=ge(1))
     norm_topk_prob: bool = True
-    mlp_only_layers: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(ge(0)))
     decoder_sparse_step: int = attrs.field(default=1, validator=ge(1))
 
     @classmethod

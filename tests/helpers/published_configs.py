@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hal
 from helpers import checkpoints
+from helpers.hybrid_configs import HYBRIDS
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SIZES: dict[str, Any] = {
@@ -152,6 +153,7 @@ GLM: dict[str, Any] = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    **HYBRIDS,
     "OLMo-2-1124-7B": {
         **COMMON,
         "architectures": ["Olmo2ForCausalLM"],

@@ -129,7 +129,8 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, A
         model = hal.load_model(checkpoint, on, progress=progress)
         held, experts = _nbytes(model), sum(_nbytes(each) for each in model.modules() if isinstance(each, Experts))
         with hal.Runner(model, on) as runner:
-            batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]])
+            slots = {"slots": runner.slots.take(2)} if runner.slots.needed else {}
+            batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]], **slots)
             return {"logits": runner.step(batch).logits.clone(), "held": held, "experts": experts, "read": read}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import toys
+from helpers import published_configs, toys
 from helpers.comparison import TOLERANCE, difference, randomize, their_logits
+from helpers.hybrid_configs import HYBRIDS
 from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
+from hal.device.group import Group
+from hal.errors import CheckpointError, ConfigError
+from hal.nn import DeltaNetSizes, GatedDeltaNet
 from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
@@ -159,4 +165,79 @@ def test_batches_that_change(saved: Any, tmp_path_factory: Any, mode: str, famil
     schedule = toys.Schedule.drawn(seed, 61, count=5)
     runner = open_runner(folder, mode)
     assert toys.check(runner, schedule, alone(model, schedule), family, 1e-3) >= 40
+    assert runner.slots.num_free == toys.SLOTS
+
+
+def test_a_checkpoint_that_also_reads_images(tmp_path: Path) -> None:
+    """Its names have a prefix, experts are fused, and the parts that hal does not compute are skipped."""
+    model = build(tmp_path, "Qwen3_5MoeText", 0)
+    inner = {name.removeprefix("model."): each for name, each in model.state_dict().items()}
+    tensors = {(name if name.startswith("lm_head") else f"model.language_model.{name}"): inner[name] for name in inner}
+    tensors |= {"model.visual.blocks.0.norm.weight": torch.ones(4), "mtp.fc.weight": torch.ones(4, 4)}
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    save_file({name: each.clone() for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = open_runner(tmp_path)
+    tokens = list(range(40))
+    logits = runner.step(runner.batch([tokens], [[1, 2, 3]], slots=runner.slots.take(1)), ALL).logits
+    assert difference([logits], [their_logits(model, tokens)]) <= SLACK
+
+
+NEXT = HYBRIDS["Qwen3-Next-80B-A3B-Instruct"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "3 value heads are not a multiple of 2 key heads"),
+        ({"linear_conv_kernel_dim": 1}, "conv_width.*>= 2"),
+        ({"linear_conv_kernel_dim": 5}, "conv_width.*<= 4"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
+        ({"mamba_ssm_dtype": "float64"}, "unknown value 'float64'"),
+        ({"hidden_act": "gelu"}, "unknown value 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_hal_cannot_do_is_refused(changes: dict[str, Any], message: str, cpu: hal.Backend) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        hal.load_model(hal.RandomCheckpoint.of("hybrid", {**NEXT, **changes}), cpu)
+
+
+def test_a_checkpoint_without_the_convolution_is_refused(tmp_path: Path, cpu: hal.Backend) -> None:
+    folder = published_configs.write(tmp_path / "model", "Qwen3-Next-80B-A3B-Instruct")
+    path = folder / "model.safetensors"
+    save_file({name: each for name, each in load_file(path).items() if "conv1d" not in name}, path)
+    with pytest.raises(CheckpointError, match=r"conv1d\.weight"):
+        hal.load_model(folder, cpu)
+
+
+def test_prefixes_are_not_reused() -> None:
+    backend = hal.open({"backend": "cpu", "cache": {"reuse_prefixes": True}})
+    model = hal.load_model(hal.RandomCheckpoint.of("hybrid", NEXT), backend)
+    with pytest.raises(ConfigError, match=r"reuse_prefixes is set, but Qwen3NextForCausalLM keeps matrix per sequence"):
+        hal.Runner(model, backend)
+
+
+def test_ranks_that_do_not_divide_the_key_heads_are_refused() -> None:
+    layer = GatedDeltaNet(
+        32, DeltaNetSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4), eps=1e-6, qkvz=(), ba=()
+    )
+    with pytest.raises(ConfigError, match="4 ranks cannot share the 2 key heads of a recurrent layer equally"):
+        layer.split(Group("test", size=4, planned=True))
+
+
+def test_300_steps_leave_no_state_behind(tmp_path: Path) -> None:
+    """Each sequence gets the tokens that it gets alone, in graphs and in eager steps, in slots that others had."""
+    folder = published_configs.write(tmp_path / "model", "Qwen3.5-0.8B")
+    schedule = toys.Schedule.drawn(5, 96, count=40)
+    alone = toys.alone(open_runner(folder), schedule, "")
+    runner = open_runner(folder, "graph")
+    steps = len(schedule.steps)
+    assert steps > 100, "seed 5"
+    assert toys.check(runner, schedule, alone, "", 1e-3) > 2 * steps
     assert runner.slots.num_free == toys.SLOTS

@@ -11,7 +11,7 @@ from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 
 
-@thorough(EXHAUSTIVE, r"\[(Olmo|Phi)")
+@thorough(EXHAUSTIVE, r"\[(Olmo|Phi|Qwen3.5)")
 @thorough(FAMILY, r"\[(?!gpt-oss)")
 @pytest.mark.parametrize(
     "name",
@@ -23,6 +23,8 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "MiniMax-M2",
         "gemma-4-E2B-it",
         "gemma-4-26B-A4B-it",
+        "Qwen3-Next-80B-A3B-Instruct",
+        "Qwen3.5-0.8B",
     ],
 )
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
