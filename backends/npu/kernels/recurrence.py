@@ -140,7 +140,7 @@ def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tu
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :func:`hal.ops.gated_rms_norm`. It rounds the norm and the gate once more, within the tolerance."""
-    normed = torch_npu.npu_rms_norm(x, weight, eps)[0]
+    normed: Tensor = torch_npu.npu_rms_norm(x, weight, eps)[0]
     return functional.silu(gate) * normed
 
 
