@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError, HalError
+from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError, HalError, ModelError
 
 INVALID, FAILED = "invalid_request_error", "server_error"
 
@@ -40,7 +40,7 @@ def refused(error: HalError) -> ApiError:
     """Return the error for what a check of the request raised."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, BatchError | CheckpointError | ConfigError):
+    if isinstance(error, BatchError | CheckpointError | ConfigError | ModelError):
         return ApiError(400, error.problem, error.remedy)
     return failed(error)
 

@@ -10,10 +10,10 @@ from hal.serve.api_error import ApiError
 
 
 def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose content is text, and whose calls of tools have arguments as objects.
+    """Return messages whose content is text or parts, and whose calls of tools have arguments as objects.
 
     Raises:
-        ApiError: a message has content that is no text, such as a picture, or arguments that are no JSON object.
+        ApiError: a message has content that is neither text nor an image, or arguments that are no JSON object.
     """
     return [_message(index, each) for index, each in enumerate(messages)]
 
@@ -25,21 +25,32 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _content(index: int, content: Any) -> str:
+def _content(index: int, content: Any) -> str | list[Any]:
+    """Return a text, or parts if there is an image among them. Files of this machine are not read for a request."""
     if content is None:  # of an assistant that calls tools
         return ""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     for each in parts:
-        if not (isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str)):
+        if not (_is_text(each) or _is_image(each)):
             raise ApiError(
                 400,
-                f"the content of message {index} has {each!r:.70}, and hal serve takes text only",
-                'give a text, or parts {"type": "text", "text": ...}',
+                f"the content of message {index} has {each!r:.70}; hal serve takes text, and images as data URLs",
+                'give {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": "data:..."}}',
                 param="messages",
             )
-    return "".join(each["text"] for each in parts)
+    return "".join(each["text"] for each in parts) if all(map(_is_text, parts)) else parts
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_image(part: Any) -> bool:
+    address = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+    url = address.get("url") if isinstance(address, dict) else None
+    return isinstance(url, str) and url.startswith("data:")
 
 
 def _call(index: int, call: Any) -> Any:

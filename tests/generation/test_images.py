@@ -206,6 +206,47 @@ def test_a_checkpoint_without_processor_and_a_model_of_text(
         prompt_with(text, open_processor(llm.checkpoint), [1, 2], [picture()])
 
 
+def test_an_image_in_the_api_of_openai(checkpoint: tuple[Any, Path], llm: hal.LLM) -> None:
+    pytest.importorskip("starlette", reason="hal serve needs the extra serve")
+    from helpers.api_server import ask, served
+
+    image = picture(18, 26, 7)
+    url = "data:image/jpeg;base64," + base64.b64encode(encoded(image, "JPEG")).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this"}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "max_tokens": 5, "temperature": 0}
+    (expected,) = llm.chat([{"role": "user", "content": parts}], max_new_tokens=5, temperature=0.0)
+    with served(llm) as address:
+        headers = {"Content_Type": "application/json"}
+        status, answer, _ = ask(address, "POST", "/v1/chat/completions", json.dumps(body).encode(), **headers)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.LLM, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from hal.cli import main
+
+    (tmp_path / "cat.png").write_bytes(encoded(picture(23, 17, 8)))
+    lines = f"/image {tmp_path / 'none.png'}\nwhat\n/image {tmp_path / 'cat.png'}\nwhat is this\n/exit\n"
+    options = [
+        "chat",
+        str(checkpoint[1]),
+        "--backend",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--greedy",
+        "--max-new-tokens",
+        "4",
+    ]
+    result = CliRunner().invoke(main, options, input=lines)
+    assert result.exit_code == 0, result.stderr
+    assert "is no file" in result.stderr
+    (expected,) = llm.chat(asking(tmp_path / "cat.png"), max_new_tokens=4, temperature=0.0)
+    assert result.stdout == f"{expected.text}\n"
+
+
 @thorough(PROCESSES)
 def test_generate_with_an_image_on_the_command_line(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
     image = picture(23, 17, 6)

@@ -36,6 +36,11 @@ def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     return ask(url, "POST", path, data, **headers)[:2]
 
 
+def said(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the messages of a request with one part."""
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "problem"),
     [
@@ -62,7 +67,10 @@ def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
         (COMPLETE, {"model": "gpt-4"}, "model", "there is no model 'gpt-4'"),
         (CHAT, {"messages": "hi"}, "messages", "expected a list"),
         (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, None, "has no chat template"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "takes text only"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "images as data URLs"),
+        (CHAT, said({"type": "image", "image": "/etc/hosts"}), "messages", "images as data URLs"),
+        (CHAT, said({"type": "image_url", "image_url": {"url": "/etc/hosts"}}), "messages", "images as data URLs"),
+        (CHAT, said({"type": "image_url", "image_url": {"url": "data:,x"}}), None, "reads text alone"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "hal serve has auto and none"),
         (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls", "hal serve does not support it"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),

@@ -19,13 +19,14 @@ from hal.cli.emulation import EMULATE, emulated
 from hal.cli.sampling_options import REVISION, sampling_options
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.template_options import SWITCH, switches_of
-from hal.errors import BatchError, ConfigError
+from hal.errors import BatchError, ConfigError, ModelError
 
 if TYPE_CHECKING:
     from hal.generation.llm.language_model import LLM
 
 PROMPT = "> "
 HELP = """\
+/image FILE   show an image with the next message
 /system TEXT  begin a new conversation, with instructions to the model
 /reset        begin a new conversation
 /exit         end; so does Ctrl-D. Ctrl-C stops an answer
@@ -95,6 +96,7 @@ class Conversation:
         system: instructions to the model.
         switches: variables of the chat template.
         messages: the messages so far.
+        images: the files of the images to show with the next message.
     """
 
     llm: LLM
@@ -102,7 +104,8 @@ class Conversation:
     max_new_tokens: int | None
     system: str | None
     switches: dict[str, Any] = attrs.field(factory=dict)
-    messages: list[dict[str, str]] = attrs.field(factory=list)
+    messages: list[dict[str, Any]] = attrs.field(factory=list)
+    images: list[str] = attrs.field(factory=list)
     _interrupted: bool = False
 
     def run(self) -> None:
@@ -119,6 +122,8 @@ class Conversation:
                     self.reset(self.system)
                 elif word == "/system":
                     self.reset(rest.strip() or None)
+                elif word == "/image" and rest.strip():
+                    self.images.append(rest.strip())
                 elif word.startswith("/"):
                     click.echo(HELP, err=True, nl=False)
                 elif line:
@@ -128,10 +133,13 @@ class Conversation:
         """Begin a new conversation."""
         self.system = system
         self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.images.clear()
 
     def answer(self, text: str) -> None:
         """Answer a message, and write the answer as it is generated."""
-        self.messages.append({"role": "user", "content": text})
+        shown = [{"type": "image", "image": each} for each in self.images]
+        self.images.clear()
+        self.messages.append({"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text})
         try:
             prompt = self.llm.chat_prompt(self.messages, **self.switches)
             room = self.llm.max_length - len(prompt)
@@ -150,7 +158,7 @@ class Conversation:
                 if self._interrupted:
                     pieces.close()  # type: ignore[attr-defined]
                     break
-        except (BatchError, ConfigError) as error:
+        except (BatchError, ConfigError, ModelError) as error:
             self.messages.pop()
             click.echo(str(error), err=True)
             return

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.errors import ModelError
 from hal.generation.llm.chat_template import ChatTemplate, Message
 from hal.generation.llm.images import without_images
 from hal.generation.llm.processor import Preparation, open_processor, prompt_with
@@ -37,9 +38,13 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
+        written, images = without_images(messages)
+        if images and self._model().encoder is None:
+            raise ModelError(
+                f"{type(self._model()).__name__} reads text alone", "leave the images out, or use another model"
+            )
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
-        written, images = without_images(messages)
         text = self._template.render(written, tools=tools, **switches)
         tokens = list(self._tokenizer().encode(text, add_special_tokens=False).ids)
         if not images:
