@@ -225,10 +225,10 @@ class WindowTower(Tower):
         output: Tensor = self.merger(hidden)
         return output
 
-    def split(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
+    def per_item(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
         """Return the embeddings of each item in the order of its rows and columns."""
         found = []
-        for each, own in zip(items, super().split(items, embeddings), strict=True):
+        for each, own in zip(items, super().per_item(items, embeddings), strict=True):
             order, _ = windows(merged(each, self.merge), self.config.window)
             found.append(own.index_select(0, order.argsort().to(own.device)))
         return found

@@ -78,7 +78,7 @@ class Encoding:
                 f"{type(self._encoder).__name__}.forward returned {list(embeddings.shape)}, not [{wanted}, width]",
                 "return a row for every `row_tokens` tokens",
             )
-        return [each.clone() for each in self._encoder.split(items, embeddings)]
+        return [each.clone() for each in self._encoder.per_item(items, embeddings)]
 
     def _make(self) -> Callable[[EncoderBatch], Outputs]:
         compilation = self._backend.config.compilation

@@ -93,7 +93,7 @@ class Encoder(nn.Module):
         """Return the number of an item's embeddings."""
         return item.values.shape[0] // self.row_tokens
 
-    def split(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
+    def per_item(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
         """Return the embeddings of each item, ``[rows, width]``, in the order of its tokens.
 
         Args:

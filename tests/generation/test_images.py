@@ -248,14 +248,20 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
 
 
 @thorough(PROCESSES)
-def test_generate_with_an_image_on_the_command_line(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generate_with_an_image_on_the_command_line(ranks: int, checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
     image = picture(23, 17, 6)
     (tmp_path / "cat.png").write_bytes(encoded(image))
     command = [sys.executable, "-m", "hal", "generate", str(checkpoint[1]), "--image", str(tmp_path / "cat.png")]
     command += ["--prompt", "what is this", "--greedy", "--max-new-tokens", "5", "--json", "--backend", "cpu"]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     found = subprocess.run(
-        [*command, "--dtype", "float32"], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [*command, "--dtype", "float32", *(["--tensor-parallel", "2"] if ranks == 2 else [])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
     )
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["token_ids"] == their_answer(checkpoint, [image], ["what", "is", "this"])

@@ -220,6 +220,21 @@ def test_mistakes_would_be_noticed(tmp_path: Path) -> None:
         assert difference(our_logits(wrong, [told]), theirs) > TOLERANCE
 
 
+def test_experts_as_published_checkpoints_have_them(tmp_path: Path) -> None:
+    """Their last dimensions are swapped: inputs before outputs."""
+    from safetensors.torch import load_file, save_file
+
+    model, draw = build("Qwen3VLMoe", 1, tmp_path), random.Random(15)
+    stories = [story(draw, model, ["image"])]
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert experts
+    tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with open_runner(tmp_path) as runner:
+        check(runner, model, stories)
+
+
 @thorough(LONG)
 def test_the_text_model_of_a_quantized_checkpoint(seeing: tuple[Any, Path], tmp_path: Path) -> None:
     """With activation scales from a calibration text. The tower stays in floating point, and its files are kept."""

@@ -37,6 +37,7 @@ from hal.nn import (
     Weight,
     Whole,
 )
+from hal.nn.weights.assembly import MergedTransposed
 from hal.nn.weights.weight import source_name
 from hal.quantization.format_registry import formats
 from hal.quantization.scheme_registry import schemes
@@ -91,6 +92,11 @@ CASES: dict[str, tuple[Weight, Tensor, str | None]] = {
     "transposed, by columns": (declared("a", "rows columns", "columns", Transposed()), A.t(), "columns"),
     "a stacked one, transposed": (
         declared("stack", "experts rows columns", "rows", Transposed()),
+        PARTS["layer.stack"].transpose(1, 2),
+        "rows",
+    ),
+    "a stacked one, transposed and merged already": (
+        declared("stack", "experts rows columns", "rows", MergedTransposed("rows", (2, 2))),
         PARTS["layer.stack"].transpose(1, 2),
         "rows",
     ),
