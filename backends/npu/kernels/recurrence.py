@@ -96,6 +96,7 @@ class DeltaRule:
         few = queries is not None and queries <= FUSED_QUERIES and query.shape[0] <= state.shape[0]
         if self._fuses and write_slots is None and state.dtype is torch.bfloat16 and sizes and few:
             assert queries is not None
+            lengths = query_start_loc.diff()
             return torch_npu.npu_recurrent_gated_delta_rule(  # type: ignore[no-any-return]
                 query.contiguous(),
                 key.contiguous(),
@@ -103,9 +104,9 @@ class DeltaRule:
                 state,
                 beta=beta.contiguous(),
                 scale=scale,
-                actual_seq_lengths=query_start_loc.diff(),
+                actual_seq_lengths=lengths,
                 ssm_state_indices=read_slots if queries == 1 else read_slots.repeat_interleave(queries),
-                num_accepted_tokens=torch.ones_like(read_slots),
+                num_accepted_tokens=lengths if queries == 1 else torch.ones_like(lengths),  # 1
                 g=decay,
             )
         if queries is None or queries > composed_recurrence.FEW:

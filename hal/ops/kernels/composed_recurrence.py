@@ -34,17 +34,19 @@ def causal_conv1d(
     silu: bool,
 ) -> Tensor:
     """See :func:`hal.ops.causal_conv1d`. The windows and rows of all sequences become one tensor."""
-    write_slots = read_slots.unsqueeze(-1) if write_slots is None else write_slots
-    width, (sequences, saves) = weight.shape[0], write_slots.shape
+    read = read_slots.long()
+    written = read.unsqueeze(-1) if write_slots is None else write_slots.long()
+    width, (sequences, saves) = weight.shape[0], written.shape
     starts: list[int] = query_start_loc_host.tolist()
-    before = window[read_slots.long()]
+    before = window[read]
     queries = queries_each(x.shape[0], starts)
     if queries is not None:
         rows = torch.cat((before, x.unflatten(0, (sequences, queries))), 1)
-        taken = [rows[:, lag : lag + queries] for lag in range(width)]
         ends = [width - 1 + queries - back for back in range(min(saves, queries) - 1, -1, -1)]
-        saved = torch.stack([rows[:, end - width + 1 : end] for end in ends], 1)
-        window[write_slots[:, -len(ends) :].long()] = saved
+        saved = [rows[:, end - width + 1 : end] for end in ends]
+        window[written[:, -len(ends) :]] = saved[0].unsqueeze(1) if len(saved) == 1 else torch.stack(saved, 1)
+        wide = rows.float().unfold(1, width, 1) if queries > 1 else rows.float().transpose(1, 2).unsqueeze(1)
+        total = (wide * weight.float().t()).sum(-1)
     else:
         # Rows of x, each sequence after its window; the first rows are the windows'.
         own, places, ends, slots = list[int](), list[int](), list[int](), list[int]()
@@ -57,11 +59,12 @@ def causal_conv1d(
             slots += range((row + 1) * saves - kept, (row + 1) * saves)
         rows = torch.cat((before.flatten(0, 1), x))[_index(own, x)]
         places += [0] * (x.shape[0] - len(places))  # of tokens past the last sequence
-        taken = [functional.pad(rows, (0, 0, width - 1 - lag, 0))[_index(places, x)] for lag in range(width)]
+        at = _index(places, x)
+        total = rows[at].float() * weight[-1].float()
+        for lag in range(width - 1):
+            total = total + rows[(at - width + 1 + lag).clamp(min=0)].float() * weight[lag].float()
         last = _index(ends, x)[:, None] + torch.arange(1 - width, 0, device=x.device)
-        window[write_slots.flatten()[_index(slots, x)].long()] = rows[last]
-    total = sum(each.float() * weight[lag].float() for lag, each in enumerate(taken))
-    assert isinstance(total, Tensor)
+        window[written.flatten()[_index(slots, x)]] = rows[last]
     if bias is not None:
         total = total + bias.float()
     return (functional.silu(total) if silu else total).to(x.dtype).reshape(x.shape)
@@ -81,16 +84,17 @@ def gated_delta_rule(
     scale: float,
 ) -> Tensor:
     """See :func:`hal.ops.gated_delta_rule`."""
-    write_slots = read_slots.unsqueeze(-1) if write_slots is None else write_slots
-    sequences, saves = write_slots.shape
+    read = read_slots.long()
+    written = read.unsqueeze(-1) if write_slots is None else write_slots.long()
+    sequences, saves = written.shape
     starts: list[int] = query_start_loc_host.tolist()
     tensors = (query, key, value, decay, beta)
     queries = queries_each(query.shape[0], starts)
     if queries is not None and queries <= FEW:
         by_sequence = [each.unflatten(0, (sequences, queries)) for each in tensors]
-        before = state[read_slots.long()].float()
+        before = state[read].float()
         found, states = _by_token(by_sequence, before, scale, min(saves, queries))
-        state[write_slots[:, -states.shape[1] :].long()] = states.to(state.dtype)
+        state[written[:, -states.shape[1] :]] = states.to(state.dtype)
         return found.flatten(0, 1).to(query.dtype)
 
     output = torch.zeros_like(value, memory_format=torch.contiguous_format)
@@ -101,8 +105,8 @@ def gated_delta_rule(
             tokens = _index([token for row in rows for token in range(starts[row], starts[row + 1])], query)
             own = [each[tokens].unflatten(0, (len(rows), count)) for each in tensors]
             at = _index(rows, query)
-            found, states = _by_token(own, state[read_slots[at].long()].float(), scale, min(saves, count))
-            state[write_slots[at, -states.shape[1] :].long()] = states.to(state.dtype)
+            found, states = _by_token(own, state[read[at]].float(), scale, min(saves, count))
+            state[written[at, -states.shape[1] :]] = states.to(state.dtype)
             output[tokens] = found.flatten(0, 1).to(query.dtype)
     rows = [row for row, each in enumerate(counts) if each > max(FEW, saves)]
     if not rows:
@@ -110,7 +114,7 @@ def gated_delta_rule(
     # The states after the last tokens, but for the first of these, are not at the end of a chunk.
     at, tail = _index(rows, query), saves - 1
     spans = [(starts[row], starts[row + 1] - tail) for row in rows]
-    found, index, last = _by_chunk(tensors, state[read_slots[at].long()].float(), spans)
+    found, index, last = _by_chunk(tensors, state[read[at]].float(), spans)
     # A padding token has the index of the row after the last, which is cut off.
     whole = functional.pad(output, (0, 0, 0, 0, 0, 1))
     whole[index] = (found * scale).to(query.dtype)
@@ -121,7 +125,7 @@ def gated_delta_rule(
         found, further = _by_token(own, last, scale, tail)
         output[tokens] = found.flatten(0, 1).to(query.dtype)
         states = torch.cat((states, further), 1)
-    state[write_slots[at].long()] = states.to(state.dtype)
+    state[written[at]] = states.to(state.dtype)
     return output
 
 
@@ -152,7 +156,7 @@ def _by_token(inputs: Sequence[Tensor], state: Tensor, scale: float, saves: int)
     sequences, tokens, key_heads, key_dim = key.shape
     shape, found, states = state.shape, [], []
     # The value heads of a key head become rows of one product.
-    query, key = ((each.float() * factor).unsqueeze(-1) for each, factor in ((query, scale), (key, 1.0)))
+    query, key = (query.float() * scale).unsqueeze(-1), key.float().unsqueeze(-1)
     factor, rate, value = decay.exp().unsqueeze(-1), beta.float().unsqueeze(-1), value.float()
     for token in range(tokens):
         state = (state * factor[:, token].unsqueeze(-1)).view(sequences, key_heads, -1, key_dim)
@@ -162,7 +166,12 @@ def _by_token(inputs: Sequence[Tensor], state: Tensor, scale: float, saves: int)
         found.append((state @ query[:, token]).view(sequences, -1, shape[2]))
         state = state.view(shape)
         states.append(state)
-    return torch.stack(found, 1), torch.stack(states[-saves:], 1)
+    return _stacked(found), _stacked(states[-saves:])
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack along dimension 1, without a copy of a single tensor."""
+    return tensors[0].unsqueeze(1) if len(tensors) == 1 else torch.stack(list(tensors), 1)
 
 
 def _by_chunk(

@@ -326,6 +326,7 @@ class TestLaunches:
             ("paged_attention", 3, {"FusedInferAttentionScoreV3": 1}),
             ("paged_attention", 6, {"FusedInferAttentionScoreV3": 1, "Subs": 1, "LtTensor": 1}),  # a window of 64
             ("greedy_sample", 1, {"ArgMax": 1}),
+            ("gated_rms_norm", 1, {"RmsNorm": 1, "Silu": 1, "Mul": 1}),
             ("split_qkv_rmsnorm_rope", 1, {"RmsNorm": 2, "ApplyRotaryPosEmbV2": 1}),
             ("split_qkv_rmsnorm_rope", 2, {"RmsNorm": 2, "RotaryPositionEmbeddingV2": 2}),  # a window of 32
             (
@@ -345,6 +346,20 @@ class TestLaunches:
             getattr(backend.ops, name)(*sample)
         assert trace.counts() == expected
         assert not trace.ran("copy")
+
+    def test_recurrent_layers(self, npu: Opened) -> None:
+        """A decode copies nothing to the device; the delta rule is fused if the state is in bfloat16."""
+        backend = npu()
+        cases = (("causal_conv1d", 6, 10), ("gated_delta_rule", 0, 18), ("gated_delta_rule", 7, 2), ("l2_norm", 0, 1))
+        backend.ops.l2_norm(torch.ones(1, 64, dtype=torch.bfloat16, device="npu"), 1e-6)  # makes its weight
+        for name, number, most in cases:
+            sample = list(draw_on("npu", ops.operation(name), torch.bfloat16, 0))[number]
+            torch.npu.synchronize()
+            with emulator.trace() as trace:
+                getattr(backend.ops, name)(*sample)
+            assert sum(trace.counts().values()) <= most
+            assert not trace.ran("copy")
+            assert trace.counts()["RecurrentGatedDeltaRule"] == (number == 7)
 
     @pytest.mark.parametrize("option", ["fused", "atb"])
     def test_attention(self, npu: Opened, option: str) -> None:
