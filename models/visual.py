@@ -82,7 +82,7 @@ class VisualDecoder(Decoder):
         width = embeddings.shape[1]
         levels = batch.embeddings.shape[1] // width
         added = [(batch.embeddings[:, level * width : (level + 1) * width],) for level in range(1, levels)]
-        return [*added, *[()] * (len(self.layers) - len(added))]
+        return [*added, *[()] * len(self.layers)][: len(self.layers)]
 
 
 class Tower(Encoder):
@@ -126,11 +126,9 @@ class VisualLM(DecoderLM):
             ConfigError: config.json names no placeholders.
             ValueError: the tower does not fit the text model.
         """
-        width, layers = self.model.embed_tokens.weight.shape[1], len(self.model.layers)
+        width = self.model.embed_tokens.weight.shape[1]
         if part != width:
             raise ValueError(f"the tower's out_hidden_size is {part}, not the text model's hidden_size, {width}")
-        if tower.width // width - 1 > layers:
-            raise ValueError(f"deepstack_visual_indexes has {tower.width // width - 1} entries for {layers} layers")
         self.visual, self.config = tower, VisualConfig.from_config(config)
         self.batch_type = embedding_batch(AxesBatch, tower.width, torch.float32)
         return self

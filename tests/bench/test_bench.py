@@ -867,3 +867,11 @@ class TestExtensions:
             assert [each["contender"] for each in measured] == ["hal eager", "transformers eager"]
             assert all(each["peak_bytes"] > 0 for each in measured)
             assert "peak / weights" in result.stdout
+
+
+def test_the_layers_of_a_text_model_in_a_table() -> None:
+    from hal.bench.figures.launches import config_of_layers
+
+    text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
+    cut = config_of_layers({"vision_config": {"depth": 3}, "text_config": text}, 2)
+    assert cut == {"vision_config": {"depth": 3}, "text_config": {"num_hidden_layers": 2, "layer_types": ["a", "b"]}}

@@ -88,7 +88,9 @@ def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
 
 
 def config_of_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Return a config.json for the first layers of a model."""
+    """Return a config.json for the first layers of a model, or of its text model."""
+    if isinstance(text := config.get("text_config"), Mapping):
+        return {**config, "text_config": config_of_layers(text, layers)}
     cut: dict[str, Any] = {**config, "num_hidden_layers": layers}
     if types := cut.get("layer_types"):
         cut["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
