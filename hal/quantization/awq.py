@@ -32,6 +32,8 @@ from hal.quantization.representation import Representation, StoredLayer, Tensors
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of eight outputs in an int32."""
 BITS = 4
+UNPACKED = 1 << 20
+"""The numbers that are unpacked at once."""
 
 
 class AwqTensors(Representation):
@@ -83,4 +85,7 @@ class Awq(CheckpointFormat):
 
 
 def _weight(qweight: Tensor) -> Tensor:
-    return packed_weight(unsigned(qweight, BITS, ORDER).transpose(-1, -2), BITS)
+    """Return a weight, some outputs after the others, because their numbers take eight times the memory."""
+    step = max(1, UNPACKED // (INT4S * max(1, qweight.shape[0])))
+    parts = qweight.split(step, 1)
+    return torch.cat([packed_weight(unsigned(each, BITS, ORDER).t(), BITS) for each in parts])

@@ -40,7 +40,7 @@ def unsigned(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) ->
 
 
 def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Return a weight as :func:`hal.ops.weight_only_linear` takes it.
+    """Return a weight as :func:`hal.ops.weight_only_linear` takes it, in the memory of the packed one.
 
     Args:
         packed: int32 ``[..., out_features, ceil(width * bits / 32)]``, contiguous: unsigned numbers, among which the
@@ -48,7 +48,7 @@ def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
         bits: those of a number, 4 or 8.
         width: the numbers of a row.
     """
-    signed = packed ^ _SIGNS[bits]
+    signed = packed.bitwise_xor_(_SIGNS[bits])
     return signed if bits == 4 else signed.view(torch.int8)[..., :width].contiguous()
 
 

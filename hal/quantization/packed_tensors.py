@@ -110,7 +110,7 @@ class PackedTensors(Representation):
 
     def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
         bits, width = self.description.weights["num_bits"], int(tensors["weight_shape"][1])
-        weight = signed_weight(tensors["weight_packed"], bits, width)
+        weight = signed_weight(tensors["weight_packed"].clone(), bits, width)
         return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or width)
 
     def _check_shapes(self, stored: StoredLayer) -> None:
