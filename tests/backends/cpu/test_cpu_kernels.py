@@ -19,6 +19,7 @@ from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native.kernels import FEW, NATIVE
+from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
 from helpers.reference import prompts
 from helpers.thorough import DRAW, MODE, PROCESSES, thorough
@@ -320,6 +321,9 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     calls["sample"] = [(*columns[:at], columns[at].double(), *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(*columns[:at], columns[at][:0], *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(columns[0][:, :0], *columns[1:]), (columns[0][0], *columns[1:])]
+    for name in RECURRENT_KERNELS:
+        first, *others = next(iter(ops.operation(name).samples(Draw())))
+        calls[name] = [(first.double(), *others)]
     assert set(calls) == set(NATIVE) - TORCHS
     for name, each in calls.items():
         for arguments in each:

@@ -70,8 +70,8 @@ def check_replay(cpu: hal.Backend, operation: Operation, arguments: list[Any], w
     found, written = [output.clone() for output in outputs], [tensor.clone() for tensor in floating]
     for tensor, value in zip(floating, before, strict=True):
         tensor.copy_(value)
-    torch.testing.assert_close(found, function(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
-    torch.testing.assert_close(written, floating, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(found, function(), rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(written, floating, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
     assert [output.data_ptr() for output in graph.outputs] == addresses
 
 
