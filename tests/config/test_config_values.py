@@ -64,6 +64,8 @@ REGISTERED = [
 ]
 ARCHITECTURES = sorted(each for each in REGISTERED if each.endswith("ForCausalLM"))
 """Without those that read the keys of another one in a table of config.json."""
+CONFIGS = {"Qwen3NextForCausalLM": "HybridMoeConfig", "Qwen35ForCausalLM": "HybridConfig"}
+"""Classes of configs that several families share."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The keys of the number of experts, of which a few suffice."""
 LLAMA = "LlamaForCausalLM"
@@ -81,7 +83,7 @@ ROPE = {
 def declared(architecture: str) -> set[str]:
     """Return the keys that the model's configuration and its base classes declare."""
     found = find_model(architecture)
-    name = re.sub(r"For\w+$", "Config", found.__name__)
+    name = CONFIGS.get(found.__name__) or re.sub(r"For\w+$", "Config", found.__name__)
     return {field.name for field in attrs.fields(getattr(sys.modules[found.__module__], name))}
 
 
@@ -89,7 +91,8 @@ def config_of(architecture: str) -> dict[str, Any]:
     sizes = {"vocab_size": trained_tokenizer().get_vocab_size(), "tie_word_embeddings": False}
     config = {**CONFIG, **sizes, "architectures": [architecture]}
     del config["rope_parameters"]
-    return config | {key: 8 for key in EXPERTS if key in declared(architecture)}
+    experts = {key: 8 for key in EXPERTS if key in declared(architecture)}
+    return config | experts | ({"num_experts_per_tok": 2} if experts else {})
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -113,7 +116,8 @@ def computes(folder: Path, backend: hal.Backend) -> None:
     opened = Checkpoint.open(folder)
     assert all(type(each) is int for each in opened.stop_token_ids)
     runner = hal.Runner(hal.load_model(opened, backend), backend)
-    logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]]), ALL).logits.float()
+    fields = {"slots": torch.tensor(runner.slots.take(1), dtype=torch.int32)} if runner.slots.needed else {}
+    logits = runner.step(runner.batch([[5, 6, 7, 8, 9]], [[1]], **fields), ALL).logits.float()
     assert logits.isfinite().all()
     assert (logits.std(-1) > 1e-3).all(), "all tokens have the same logit"
     assert len(set(logits[:, 0].tolist())) == 5, "all positions are alike"
