@@ -65,6 +65,7 @@ def test_launches_of_the_tower(seeing: dict[str, tuple[Path, list[Story]]]) -> N
     backend = hal.open({"backend": "npu", "dtype": "bfloat16"})
     with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
         depth = runner.model.encoder.config.depth  # type: ignore[union-attr]
+        backend.device.synchronize()
         with trace() as tracing:
             runner.encode([item for each in stories for item in each.items])
             backend.device.synchronize()
