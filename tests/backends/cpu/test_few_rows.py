@@ -88,7 +88,7 @@ def test_tiles_multiply_packed_weights(tiles: LinearKernels) -> None:
 
 
 @needs_packing
-@thorough(EXHAUSTIVE, r"\[(sse4|avx512)\]")
+@thorough(EXHAUSTIVE, r"\[(sse4|avx512|avx512_bf16)\]")
 @thorough(MODE)
 @pytest.mark.parametrize("highest", LOWER)
 def test_every_lower_instruction_set(highest: Any) -> None:
