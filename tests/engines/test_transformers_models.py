@@ -265,7 +265,7 @@ def test_new_weights_replace_the_old(saved: Any) -> None:
 
 
 @thorough(FAMILY, r"\[(?!mixtral)")
-@pytest.mark.parametrize("family", ["mixtral", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "aria_text"])  # the last has one tensor for all experts
 def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
     folder, _, _ = saved(family)
     found = in_ranks("family_difference", 2, folder=str(folder), family=family, compiler="graph", tensor=2)

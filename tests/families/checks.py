@@ -79,6 +79,7 @@ def on_cpu(kind: str, compilers: tuple[str, ...], tell: Tell) -> None:
 
 def on_two_ranks(kind: str, tell: Tell) -> None:
     """Compare logits of two ranks with transformers'."""
+    torch.set_num_threads(1)  # The other rank is a fork, which threads do not survive.
     with checkpoint(kind) as (folder, model, rows):
         wanted = own_logits(model, rows)
         with socket.socket() as free:
