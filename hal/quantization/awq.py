@@ -32,7 +32,7 @@ from hal.quantization.representation import Representation, StoredLayer, Tensors
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of eight outputs in an int32."""
 BITS = 4
-UNPACKED = 1 << 20
+UNPACKED = 1 << 18
 """The numbers that are unpacked at once."""
 
 
