@@ -28,7 +28,7 @@ def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
     """Return the kernels by operation."""
     return {
         "causal_conv1d": CausalConv(),
-        "delta_rule_gates": delta_rule_gates,
+        "delta_rule_gates": composed_recurrence.delta_rule_gates,
         "gated_delta_rule": DeltaRule(fuses=generation.delta_rule),
         "gated_rms_norm": gated_rms_norm,
         "l2_norm": L2Norm(device),
@@ -132,11 +132,6 @@ def _refuse_in_capture() -> None:
             "the chunks of recurrent layers are arranged on the host, and a replay would not arrange them anew",
             "capture decode steps only, or split steps at causal_conv1d and gated_delta_rule, as piecewise does",
         )
-
-
-def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.delta_rule_gates`."""
-    return functional.softplus(a.float() + dt_bias) * -a_log.exp(), torch.sigmoid(b)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ computed at once, then states pass from chunk to chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -262,5 +263,29 @@ def _inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
-KERNELS: dict[str, Kernel] = {"causal_conv1d": causal_conv1d, "gated_delta_rule": gated_delta_rule}
+def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.delta_rule_gates`. torch's sigmoid computes in float32, and rounds once."""
+    return functional.softplus(a.float() + dt_bias) * -a_log.exp(), torch.sigmoid(b)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See :func:`hal.ops.gated_rms_norm`. torch's norm computes in float32."""
+    normed = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * functional.silu(gate.float())).to(x.dtype)
+
+
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """See :func:`hal.ops.l2_norm`. It is torch's norm by the mean of squares, of which there are ``width``."""
+    width = x.shape[-1]
+    normed = functional.rms_norm(x.float(), (width,), None, eps / width)
+    return (normed / math.sqrt(width)).to(x.dtype)
+
+
+KERNELS: dict[str, Kernel] = {
+    "causal_conv1d": causal_conv1d,
+    "delta_rule_gates": delta_rule_gates,
+    "gated_delta_rule": gated_delta_rule,
+    "gated_rms_norm": gated_rms_norm,
+    "l2_norm": l2_norm,
+}
 """Kernels by operation, for the canonical layout of states."""
