@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,9 +48,11 @@ def need(module: str, extra: str, option: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ImportError as error:
+        install = f"pip install {library} (or '{DISTRIBUTION}[{extra}]')"
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            install = f"mend or remove the package that fails, which {library} imports (`hal doctor`)"
         raise ConfigError(
-            f"{option} needs {library}, which cannot be imported: {error}",
-            f"pip install {library} (or '{DISTRIBUTION}[{extra}]'), or omit {option}",
+            f"{option} needs {library}, which cannot be imported: {error}", f"{install}, or omit {option}"
         ) from error
     check_version(library, option)
     return found

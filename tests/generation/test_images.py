@@ -247,21 +247,38 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
     assert result.stdout == f"{expected.text}\n"
 
 
-@thorough(PROCESSES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_generate_with_an_image_on_the_command_line(ranks: int, checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
-    image = picture(23, 17, 6)
-    (tmp_path / "cat.png").write_bytes(encoded(image))
-    command = [sys.executable, "-m", "hal", "generate", str(checkpoint[1]), "--image", str(tmp_path / "cat.png")]
+def ask(checkpoint: Path, image: Any, folder: Path, hidden: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `hal generate` with an image, in processes that cannot import the package ``hidden``."""
+    (folder / "cat.png").write_bytes(encoded(image))
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules['{hidden}'] = None\n")
+    command = [sys.executable, "-m", "hal", "generate", str(checkpoint), "--image", str(folder / "cat.png")]
     command += ["--prompt", "what is this", "--greedy", "--max-new-tokens", "5", "--json", "--backend", "cpu"]
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    found = subprocess.run(
-        [*command, "--dtype", "float32", *(["--tensor-parallel", "2"] if ranks == 2 else [])],
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [*command, "--dtype", "float32", *options],
         capture_output=True,
         text=True,
         timeout=120,
         env=environment,
         check=False,
     )
+
+
+@thorough(PROCESSES)
+@pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2")], ids=["one", "two ranks"])
+def test_generate_with_an_image_on_the_command_line(
+    options: tuple[str, ...], checkpoint: tuple[Any, Path], tmp_path: Path
+) -> None:
+    image = picture(23, 17, 6)
+    # transformers imports torch_npu if it is installed, and without CANN the import fails.
+    found = ask(checkpoint[1], image, tmp_path, "torch_npu", *options)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["token_ids"] == their_answer(checkpoint, [image], ["what", "is", "this"])
+
+
+@thorough(PROCESSES)
+def test_without_transformers_the_extra_is_named(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    found = ask(checkpoint[1], picture(23, 17, 6), tmp_path, "transformers")
+    assert found.returncode == 2
+    assert "an image needs transformers, which cannot be imported" in found.stderr
+    assert "pip install transformers (or 'torch-hal[vision]'), or omit an image" in found.stderr

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import checkpoints, published_configs
 from helpers.other_published_configs import OTHERS, OURS
 from helpers.published_configs import CONFIGS
 
@@ -83,14 +81,3 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
 def test_what_hal_cannot_do_is_refused(name: str, changes: dict[str, Any], message: str, cpu: hal.Backend) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         hal.load_model(hal.RandomCheckpoint.of(name, {**CONFIGS[name], **changes}), cpu)
-
-
-@pytest.mark.parametrize(("name", "method"), [("gpt-oss-20b-BF16", "mxfp4"), ("MiniMax-M2", "fp8")])
-def test_weights_in_a_format_that_hal_does_not_have_are_refused(
-    name: str, method: str, tmp_path: Path, cpu: hal.Backend
-) -> None:
-    folder = published_configs.write(tmp_path / name, name)
-    config = {**CONFIGS[name], "quantization_config": {"quant_method": method}}
-    checkpoints.write_json(folder / "config.json", config)
-    with pytest.raises(ConfigError, match=f"(?s){method}.*hal supports"):
-        hal.load_model(folder, cpu)
