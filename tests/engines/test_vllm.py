@@ -497,6 +497,24 @@ def test_a_name_of_the_hub_is_refused(trained: Path) -> None:
 
 
 @needs_vllm
+def test_images_are_refused(trained: Path) -> None:
+    program = (
+        "from vllm import EngineArgs\n"
+        "from vllm.config.multimodal import MultiModalConfig\n"
+        "from hal.engines.vllm.vllm_config import check_config\n"
+        f"config = EngineArgs(model={str(trained)!r}, max_model_len=64).create_engine_config()\n"
+        "config.model_config.multimodal_config = MultiModalConfig(language_model_only=True)\n"
+        "check_config(config)\n"
+        "print('text alone is taken')\n"
+        "config.model_config.multimodal_config = MultiModalConfig()\n"
+        "check_config(config)\n"
+    )
+    result = run(program)
+    assert "text alone is taken" in result.stdout, result.stderr
+    assert "reads images, which hal does not take from vLLM" in result.stderr
+
+
+@needs_vllm
 def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
     result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
     assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr

@@ -95,6 +95,7 @@ CONFIG_BY_HAL = {
         "logprobs_mode",
         "logits_processors",
         "hf_config",
+        "multimodal_config",
     },
     "cache_config": {
         "block_size",
@@ -154,7 +155,6 @@ CONFIG_BY_VLLM = {
         # no effect in vLLM itself, and what vLLM derives
         "disable_cascade_attn",
         "hf_text_config",
-        "multimodal_config",
         "is_submodel_config",
         "word_embeddings_untied_by_checkpoint",
     },

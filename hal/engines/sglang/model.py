@@ -139,6 +139,10 @@ def _unread(what: str) -> BatchError:
 
 
 def _check_states(model: hal.nn.CausalLM) -> None:
+    if not model.causal:
+        raise ModelError(
+            f"{type(model).__name__} attends to later tokens, so it generates no text", "use hal.LLM.embed"
+        )
     for index, states in enumerate(model.states):
         first, *others = states.values()
         if first.per is not hal.step.TOKEN or len(first.shape) != 2 or others != [first]:

@@ -130,6 +130,12 @@ def check_config(vllm_config: Any) -> None:
         )
     if model.runner_type != "generate":
         raise ConfigError(f"hal does not support vLLM's runner = {model.runner_type}", "generate text")
+    others = getattr(model, "multimodal_config", None)
+    if others is not None and not others.language_model_only:
+        raise ConfigError(
+            f"{model.model} reads images, which hal does not take from vLLM",
+            "pass --language-model-only for its text model, or serve it with `hal serve`",
+        )
     if model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None:
         raise ConfigError(
             f"hal does not support vLLM's quantization = {model.quantization} of a checkpoint that is not quantized",

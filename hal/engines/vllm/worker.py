@@ -52,6 +52,10 @@ class HalWorker(WorkerBase):
         dummy = load_dummy_weights or self.load_config.load_format == "dummy"
         opened = (hal.RandomCheckpoint if dummy else hal.Checkpoint).open(self.model_config.model)
         self.model = hal.load_model(opened, self.backend)
+        if not self.model.causal:
+            raise ModelError(
+                f"{type(self.model).__name__} attends to later tokens, so it generates no text", "use hal.LLM.embed"
+            )
 
     def reload_weights(
         self,
