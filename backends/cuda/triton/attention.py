@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hal.ops import AttentionOptions
 
-from ..attention import composed
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
 
@@ -29,6 +28,15 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys in a split, for a sequence that fills its blocks."""
+
+
+@triton.jit
+def _slope(head, num_heads: tl.constexpr, whole: tl.constexpr):
+    """Return the slope of ALiBi of a head; see :func:`hal.ops.attention.alibi_slopes`."""
+    power = head + 1
+    if whole != num_heads:
+        power = tl.where(head < whole // 2, 2 * head + 2, 2 * head + 1 - whole)
+    return tl.exp2(power * (-8.0 / whole))
 
 
 @triton.jit
@@ -70,11 +78,14 @@ def _attend(
     scale,
     softcap,
     window,
+    chunk,
+    alibi,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_size: tl.constexpr,
     causal: tl.constexpr,
+    slopes: tl.constexpr,
     queries: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
@@ -110,6 +121,8 @@ def _attend(
         low = tl.maximum(first + (length - end) - window + 1, 0)
         if not causal:
             high = tl.minimum(length, tl.minimum(first + queries, end) + (length - end) + window - 1)
+    if chunk is not None:
+        low = tl.maximum(low, (first + (length - end)) // chunk * chunk)
     if sums is not None:
         share = (tl.maximum(high - low, 0) + splits * keys - 1) // (splits * keys) * keys
         low += split * share
@@ -121,6 +134,8 @@ def _attend(
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
         best = tl.where(split == 0, sink, best)
         total = tl.where(split == 0, 1.0, total)
+    if alibi is not None:
+        slope = _slope(head, num_heads, slopes) * alibi
     summed = tl.zeros([rows, width], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_sequence
     inner = kv_head * head_dim + column
@@ -135,7 +150,11 @@ def _attend(
         scores = dot(q, tl.trans(k)) * scale
         if softcap is not None:  # softcap * tanh(scores / softcap), in units of log2(e)
             scores = (softcap - 2 * softcap / (tl.exp(2 / softcap * scores) + 1)) * LOG2_E
+        if alibi is not None:
+            scores += slope[:, None] * (slot[None, :] - position[:, None])
         seen = real[:, None] & filled[None, :]
+        if chunk is not None:
+            seen = seen & (slot[None, :] // chunk == position[:, None] // chunk)
         if causal:
             seen = seen & (slot[None, :] <= position[:, None])
         if window is not None:
@@ -263,22 +282,7 @@ def paged_attention(
     sinks: Tensor | None,
     options: AttentionOptions,
 ) -> Tensor:
-    """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host.
-
-    Chunks and position biases are composed of torch's operations.
-    """
-    if options.chunk is not None or options.alibi is not None:
-        return composed(
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc_host,
-            kv_lens,
-            kv_lens_host,
-            sinks,
-            options,
-        )
+    """See :func:`hal.ops.paged_attention`. It reads lengths on the device and ignores those on the host."""
     tokens, num_heads, _ = query.shape
     sequences, max_blocks = block_table.shape
     capacity = max_blocks * key_cache.shape[1]
@@ -286,7 +290,8 @@ def paged_attention(
         tokens, sequences, num_heads // key_cache.shape[2], triton.next_power_of_2(query.shape[2]), query.itemsize
     )
     programs = blocks(tokens, sequences, chosen.queries) * key_cache.shape[2]
-    visible = capacity if options.window is None else min(capacity, options.window + chosen.queries)
+    seen = [each + chosen.queries for each in (options.window, options.chunk) if each is not None]
+    visible = min([capacity, *seen])
     parts = splits(programs, visible, _processors(query.device))
     return attend(
         query,
@@ -353,11 +358,14 @@ def attend(
         options.scale * (LOG2_E.value if options.softcap is None else 1.0),
         options.softcap,
         options.window,
+        options.chunk,
+        None if options.alibi is None else options.alibi * LOG2_E.value,
         num_heads,
         num_kv_heads,
         head_dim,
         key_cache.shape[1],
         options.causal,
+        triton.next_power_of_2(num_heads),
         chosen.queries,
         chosen.rows,
         chosen.keys,
