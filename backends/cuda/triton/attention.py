@@ -290,8 +290,7 @@ def paged_attention(
         tokens, sequences, num_heads // key_cache.shape[2], triton.next_power_of_2(query.shape[2]), query.itemsize
     )
     programs = blocks(tokens, sequences, chosen.queries) * key_cache.shape[2]
-    seen = [each + chosen.queries for each in (options.window, options.chunk) if each is not None]
-    visible = min([capacity, *seen])
+    visible = min(capacity, min(options.window or capacity, options.chunk or capacity) + chosen.queries)
     parts = splits(programs, visible, _processors(query.device))
     return attend(
         query,
