@@ -20,6 +20,7 @@ import hal
 from hal import ops
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, Draw, Operation, Sample
+from hal.ops.declaration.fakes import fake_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
@@ -86,6 +87,20 @@ OPEN = (
     "expert_dispatch",
 )
 """Operations whose declaration leaves a size of the results open: that of what all ranks hold, or send."""
+
+
+def test_a_trace_runs_no_reference_of_what_is_declared() -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the reference ran")
+
+    norm, gather = ops.operation("add_rms_norm"), ops.operation("all_gather")
+    x, weight = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    found = fake_of(norm.constraints, norm.host, refuse)(x, x, weight, 1e-6)
+    assert [(tuple(each.shape), each.dtype) for each in found] == [((3, 8), torch.bfloat16)] * 2
+    with pytest.raises(AssertionError, match="the reference ran"):  # a size is open
+        fake_of(gather.constraints, gather.host, refuse)(x, "ranks")
+    with pytest.raises(AssertionError, match="the reference ran"):  # it says what is wrong
+        fake_of(norm.constraints, norm.host, refuse)(x, x, weight[:4], 1e-6)
 
 
 def test_grad_is_refused() -> None:
