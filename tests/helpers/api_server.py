@@ -6,8 +6,7 @@ import json
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -20,6 +19,7 @@ from hal.serve.application import application
 from hal.serve.http_server import bound_socket
 from hal.serve.server_state import ServerOptions
 from helpers.engine_server import Server, running
+from helpers.waiting import until
 
 COMMAND = [sys.executable, "-P", "-c", "from hal_command import main; main()", "serve"]
 
@@ -47,14 +47,6 @@ def command(checkpoint: Path, log: Path, *arguments: str, **environment: str) ->
     environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment}
     with running(Server, [*COMMAND, str(checkpoint), *arguments], environment, log) as server:
         yield server
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition does not hold"
-        time.sleep(0.005)
 
 
 def ask(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any, dict[str, str]]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.api_server import ask, metric, served, until
+from helpers.api_server import ask, metric, served
 from helpers.checkpoints import with_template
 from helpers.reference import TEXTS
+from helpers.waiting import until
 from openai import AsyncOpenAI, OpenAI
 from tokenizers import Tokenizer, decoders, models
 

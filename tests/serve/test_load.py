@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.api_server import ask, command, metric, until
+from helpers.api_server import ask, command, metric
 from helpers.reference import TEXTS
 from helpers.thorough import LONG, PROCESSES, thorough
+from helpers.waiting import until
 from openai import APIConnectionError, APIError, AsyncOpenAI, OpenAI
 
 import hal

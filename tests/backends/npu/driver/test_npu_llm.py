@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.reference import TEXTS
+from helpers.waiting import until
 
 import hal
 
@@ -48,8 +49,8 @@ def test_requests_of_two_threads_give_what_each_gives_alone(llm: hal.LLM) -> Non
         )
         for number in range(16)
     ]
-    expected = [llm.generate(text, **sampling)[0].text for text, sampling in jobs]
     free = llm._runner.blocks.num_free
+    expected = [llm.generate(text, **sampling)[0].text for text, sampling in jobs]
     found: dict[int, str] = {}
     cancelled: list[int] = []
 
@@ -69,7 +70,7 @@ def test_requests_of_two_threads_give_what_each_gives_alone(llm: hal.LLM) -> Non
         each.start()
     for each in threads:
         each.join()
-    llm.generate("x", max_new_tokens=2)
+    until(lambda: not llm.occupancy.running)  # The step that ran ahead of a text's end has been read.
     assert sorted(cancelled) == [4, 9, 14]
     assert found == {number: text for number, text in enumerate(expected) if number not in cancelled}
     assert llm._runner.blocks.num_free == free
