@@ -26,6 +26,7 @@ from helpers.catalogue import forgetting_operations  # noqa: E402
 from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
+from hal.config.compile_cache import CACHE_DIR, cache_folder  # noqa: E402
 from hal.device.group import forget_group, register_group  # noqa: E402
 from hal.parallel import Group  # noqa: E402
 
@@ -34,6 +35,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Kernels are compiled once, for tests and processes with another home folder, too.
+os.environ.setdefault(CACHE_DIR, str(cache_folder("any").parent))
 
 # Tracing creates millions of long-lived objects. Garbage collection every 700 objects, the default, takes a tenth of
 # the suite's time.

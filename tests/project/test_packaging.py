@@ -81,7 +81,11 @@ class Environment:
 
     def run(self, program: str, *arguments: str) -> str:
         """Run a program of the environment from its folder; return its output."""
-        environ = {name: text for name, text in os.environ.items() if not name.startswith(("HAL_", "PYTHON"))}
+        environ = {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith(("HAL_", "PYTHON")) or name == "HAL_CACHE_DIR"
+        }
         environ |= {"XDG_CACHE_HOME": str(self.home / "cache"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         return checked([str(self.home / "bin" / program), *arguments], self.home, environ)
 
