@@ -26,7 +26,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
-from helpers.thorough import DTYPE, FAMILY, MODE, PROCESSES, thorough
+from helpers.thorough import DTYPE, FAMILY, LONG, MODE, PROCESSES, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -200,6 +200,7 @@ class TestCheckpoints:
         save_file(weights, file, metadata={"format": "pt"})
         return folder
 
+    @thorough(LONG)
     def test_the_cache_is_computed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A random cache made contenders that are right differ by 0.85 of the logits' norm."""
         pytest.importorskip("transformers", reason="transformers is the other contender")
@@ -293,6 +294,7 @@ class TestPrefill:
         assert not [each for each in caplog.messages if "runs uncaptured" in each]
         assert any(each.endswith("pieces: 1200 tokens") for each in caplog.messages), "the only size"
 
+    @thorough(MODE)
     def test_of_a_checkpoint_by_hal_alone(self, tmp_path: Path) -> None:
         folder = random_checkpoint(tmp_path / "qwen3")
         result = succeeds(
@@ -325,6 +327,7 @@ class TestTurns:
         )
         return events, seconds
 
+    @thorough(LONG)
     def test_each_round_has_everyone_and_every_other_goes_backwards(self) -> None:
         events, seconds = self.recorded(warm=False)
         order = [event[-1] for event in events if event.startswith("step")]
@@ -561,6 +564,7 @@ class TestRefusals:
         assert old.read_text() == "figures"
         assert not new.exists()
 
+    @thorough(PROCESSES)
     def test_what_the_environment_says_of_compiling_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HAL_COMPILATION__DEBUG", "true")
         result = succeeds("decode", "--shapes", "tiny", "--context", 8, "--compiler", "eager", "--repeats", 3)
@@ -634,6 +638,7 @@ class TestMemory:
 
 
 class TestProgress:
+    @thorough(PROCESSES)
     def test_a_run_says_what_runs_and_how_long_it_will_take(self) -> None:
         said: list[str] = []
         plan_ = tiny(batch_sizes=(1, 2), compilers=("eager", "graph"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint, with_template, write_json
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import AGAIN, PROCESSES, thorough
 
 import hal
 from hal.cli import main
@@ -132,6 +132,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(talker: Path) -> None
         assert screen.status() == 0
 
 
+@thorough(AGAIN)
 def test_switches_and_tools_reach_the_template(talker: Path, tmp_path: Path) -> None:
     options = ("generate", talker, "--backend", "cpu", "--chat", "--prompt", "one", "--max-new-tokens", "6")
     with hal.LLM(talker, backend="cpu") as llm:
@@ -170,6 +171,7 @@ def test_generate_takes_messages(talker: Path) -> None:
     assert result.stdout == answers(talker, [("user", "one")], max_new_tokens=6)[0] + "\n"
 
 
+@thorough(AGAIN)
 @pytest.mark.shows("stop texts", "the command")
 def test_generate_stops_at_a_text(trained: Path) -> None:
     options = ("generate", trained, "--backend", "cpu", "--prompt", "import os\n", "--max-new-tokens", "20", "--json")
@@ -183,6 +185,7 @@ def test_generate_stops_at_a_text(trained: Path) -> None:
     assert [each["finished"] for each in pieces] == [None] * (len(pieces) - 1) + ["stop"]
 
 
+@thorough(AGAIN)
 @pytest.mark.shows("sampling as the checkpoint recommends", "the command")
 def test_generate_samples_as_the_checkpoint_recommends(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "qwen3")

@@ -197,6 +197,7 @@ class TestGenerate:
         assert (found["finished"], found["token_ids"]) == ("stop", whole["token_ids"][:length])
         assert whole["text"].startswith(found["text"])
 
+    @thorough(MODE, r"\[(?!\])")
     @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
     def test_prompts_from_a_file_follow_the_others(self, checkpoint: Path, tmp_path: Path, ending: str) -> None:
         lines = ["the mat", r'"a\n" is not unescaped', "日本\x0c\u2028 is one line"]
@@ -235,6 +236,7 @@ class TestGenerate:
         assert "warning: --top-k, --seed: no effect, because temperature 0" in result.stderr
         assert "warning" not in generate(checkpoint, "--top-k", "5", "--seed", "3", "--temperature", "1").stderr
 
+    @thorough(MODE, r"\[(frequency|presence)")
     @pytest.mark.parametrize(
         ("name", "value"), [("repetition_penalty", 3.0), ("frequency_penalty", 2.0), ("presence_penalty", -2.0)]
     )
@@ -306,6 +308,7 @@ class TestSettings:
         monkeypatch.setenv("HAL_COMPILATION", '{"compiler": "graph", "capture_sizes": [2]}')
         assert self.captured(checkpoint) == [2]
 
+    @thorough(MODE, r"\[compilation.json")
     @thorough(EXHAUSTIVE, r"\[compilation.toml")
     @thorough(MODE, r"\[compilation\.toml")
     @pytest.mark.parametrize(
@@ -537,6 +540,7 @@ class TestProcess:
             pytest.fail(process.communicate()[1].decode())
         return process
 
+    @thorough(PROCESSES)
     @pytest.mark.shows("streams", "the command")
     def test_an_interrupt_ends_a_process_that_streams(self, endless: list[str]) -> None:
         process = self.started(endless)

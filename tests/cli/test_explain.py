@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.thorough import MODE, thorough
 
 import hal
 from hal import ops
@@ -110,6 +111,7 @@ class TestExplain:
         assert lines[1:] == ["", prefill, "", said, "", f"no graph to write to {folder}"]
         assert not folder.exists()
 
+    @thorough(MODE)
     def test_inductor(self, trained: Path, tmp_path: Path) -> None:
         """Inductor's trace consists of smaller operations, and has no rewrites."""
         lines = self.run(str(trained), "--backend", "cpu", "--compiler", "inductor", "--dump", str(tmp_path))

@@ -161,6 +161,7 @@ def test_installed_the_doctor_finds_nothing_wrong(installed: Installed) -> None:
     assert installed.hal("doctor", "--backend", NAME).splitlines()[-1] == "everything that is available works"
 
 
+@thorough(PROCESSES)
 def test_installed_the_short_form_is_offered_and_is_short(installed: Installed, written: Path) -> None:
     whole = installed.run("-m", "pytest", "--collect-only", "-p", "no:cacheprovider")
     (offered,) = [line for line in whole.splitlines() if line.startswith("conformance: ")]

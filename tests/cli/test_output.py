@@ -152,6 +152,7 @@ class TestNoise:
         assert "it is loud" in result.stdout
         assert "noise of C in probe" in result.stdout
 
+    @thorough(PROCESSES)
     def test_without_a_stderr(self, run: Any) -> None:
         result = run("backends", preexec_fn=lambda: os.close(2))
         assert result.returncode == 0
@@ -173,6 +174,7 @@ class TestNoise:
         print("afterwards")  # noqa: T201 - stdout is as it was
         assert capfd.readouterr().out == "afterwards\n"
 
+    @thorough(PROCESSES)
     def test_a_contributed_command_has_its_stdout(self, run: Any) -> None:
         result = run("loud")
         assert sorted(result.stdout.split()) == ["C", "Python", "descriptor"]
@@ -246,6 +248,7 @@ class TestClosed:
         said = "error: the result cannot be written: stdout is closed\nremedy: start hal with an open stdout\n"
         assert said in result.stderr
 
+    @thorough(PROCESSES, r"\[arguments1")
     @pytest.mark.parametrize("arguments", [["backends"], ["ops", "--help"]])
     def test_a_reader_that_has_left(self, run: Any, arguments: Sequence[str]) -> None:
         reader, writer = os.pipe()

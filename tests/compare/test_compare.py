@@ -402,6 +402,7 @@ class TestProgress:
         ]
         assert " s] " not in result.stdout
 
+    @thorough(MODE)
     def test_compilers(self, small: Path) -> None:
         arguments = ("--backend", "cpu", *named("--compiler", "graph,piecewise"), *PROMPTS)
         assert self.said(hal_compare(small, *arguments, status=0).stderr) == [

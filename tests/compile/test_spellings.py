@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.rewriting import trace
+from helpers.thorough import LONG, thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -187,6 +188,7 @@ def _powers() -> list[list[Step]]:
     ]
 
 
+@thorough(LONG)
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.sampled_from(FLOATING))
 def test_any_spelling_of_any_arithmetic(data: st.DataObject, dtype: torch.dtype) -> None:
@@ -217,6 +219,7 @@ KINDS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
+@thorough(LONG)
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(FLOATING), st.data())
 def test_other_numbers_are_reported_with_both(kind: str, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -359,6 +362,7 @@ def test_zeros_of_two_signs_are_two_subexpressions() -> None:
     traced.check()
 
 
+@thorough(LONG)
 def test_every_reading_gives_the_same_bits() -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (4_000,), generator=torch.Generator().manual_seed(5))
     floats = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([0.0, -0.0, 1e-40, 3e38])])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thorough import LONG, thorough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -215,6 +216,7 @@ def check(program: Callable[..., Any], at: Sequence[str], seed: int) -> SplitSte
     return cut
 
 
+@thorough(LONG)
 def test_random_programs_cut_at_random_operations() -> None:
     cuts = pieces = 0
     for seed in SEEDS:

@@ -16,6 +16,7 @@ from hal.backends.npu.emulator.activation import MEMORY, Options
 from hal.backends.npu.emulator.command import Bytes
 from helpers.checkpoints import random_checkpoint
 from helpers.limited import limited
+from helpers.thorough import MODE, thorough
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -139,6 +140,7 @@ def test_every_command_with_numbers_is_tried() -> None:
     assert len(OPTIONS) > 30
 
 
+@thorough(MODE, r"generate---(repetition|presence|frequency|seed|top|max)")
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize(
     ("path", "name"), OPTIONS, ids=lambda each: " ".join(each) if isinstance(each, tuple) else each

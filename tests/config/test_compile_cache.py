@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.thorough import PROCESSES, thorough
 
 from hal.config import CompileCache, compiler_key, content_key
 from hal.errors import ConfigError
@@ -178,6 +179,7 @@ def test_a_build_that_fails_leaves_nothing(cache: CompileCache) -> None:
     assert text_of(cache.get_or_put(KEY, write())) == "compiled"
 
 
+@thorough(PROCESSES)
 def test_processes_that_build_at_once_build_once(cache: CompileCache, tmp_path: Path) -> None:
     program = """
 import sys, time

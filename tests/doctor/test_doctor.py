@@ -292,6 +292,7 @@ class TestTogether:
         assert (cpu["status"], cpu["reason"]) == ("unavailable", f"not examined: {over}")
         assert "--total-timeout" in cpu["hint"]
 
+    @thorough(PROCESSES)
     def test_an_interrupt_leaves_no_process(self, doctor: Doctor) -> None:
         named = f"hangs_{os.getpid()}"
         doctor.install({named: "broken_hangs:Driver"}, broken_hangs=BROKEN["hangs"])
@@ -451,6 +452,7 @@ class TestOneDriver:
         assert row == ["a-package-that-is-not-there", "-", "acme", "==1.0", "not", "installed"]
         assert result.stderr.splitlines() == ["examining torch ...", "examining the driver acme ..."]
 
+    @thorough(PROCESSES)
     def test_unavailable_is_not_what_was_asked_for(self, doctor: Doctor) -> None:
         doctor.install({"absent": "acme_driver:Absent"})
         result = doctor.run("--backend", "absent", code=1)

@@ -111,6 +111,7 @@ for value in (1, 2):
 """
 
 
+@thorough(PROCESSES)
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_the_process_groups_of_a_backend_end_with_it_and_with_python() -> None:
     """A thread of gloo that frees a tensor while Python ends would end the process with SIGABRT."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import jedi
 import pytest
 import torch
-from helpers.thorough import AGAIN, thorough
+from helpers.thorough import AGAIN, LONG, thorough
 
 import hal
 from hal import nn, ops
@@ -49,6 +49,7 @@ def test_editors_complete_the_public_names(script: Script) -> None:
     assert set(hal.__all__) - {"__version__"} <= {each.name for each in script("import hal\nhal.").complete()}
 
 
+@thorough(LONG)
 def test_editors_have_each_operations_signature_and_docstring(script: Script) -> None:
     for name, operation in OPERATIONS.items():
         (found,) = script(f"import hal\nhal.ops.{name}(").get_signatures()

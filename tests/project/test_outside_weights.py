@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import toys
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
-from helpers.thorough import EXHAUSTIVE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -130,6 +130,7 @@ def layers(model: CausalLM) -> dict[str, QuantizedLinear]:
     return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
 
 
+@thorough(MODE, r"\[toy_awq-(dense|biased)")
 @thorough(EXHAUSTIVE, r"\[(compressed-tensors-(biased|dense)|toy_awq-experts)")
 @pytest.mark.parametrize("overrides", [{}, EXPERTS, {"attention_bias": True}], ids=["dense", "experts", "biased"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -244,6 +245,7 @@ def fp8_pair(folder: Path, **overrides: Any) -> tuple[Path, Path]:
     return quantized, plain
 
 
+@thorough(MODE, r"\[(ragged|experts)")
 @pytest.mark.parametrize("overrides", [{}, EXPERTS, {"hidden_size": 40}], ids=["dense", "experts", "ragged"])
 def test_blocks(overrides: dict[str, Any], tmp_path: Path) -> None:
     """In the ragged model, the last block of some rows and of some columns has 8 elements."""

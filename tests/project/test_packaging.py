@@ -123,6 +123,7 @@ def test_every_file_is_in_the_wheel_and_nothing_else_on_top(wheel: Path, reposit
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@thorough(PROCESSES)
 def test_the_version_is_the_same_everywhere(sdist: Path, wheel: Path, installed: Environment, repository: Path) -> None:
     assert str(Version(hal.__version__)) == hal.__version__
     assert sdist.name == f"torch_hal-{hal.__version__}.tar.gz"
@@ -133,6 +134,7 @@ def test_the_version_is_the_same_everywhere(sdist: Path, wheel: Path, installed:
     assert newest == Version(hal.__version__).base_version
 
 
+@thorough(PROCESSES)
 def test_the_installed_package_is_the_wheels_alone(installed: Environment) -> None:
     program = (
         "import importlib.util, json, hal, hal.backends, hal.models\n"
@@ -149,6 +151,7 @@ def test_the_installed_package_is_the_wheels_alone(installed: Environment) -> No
     assert {"cpu", "cuda", "npu"} <= set(drivers)
 
 
+@thorough(PROCESSES)
 def test_the_installed_data_files_serve(installed: Environment, repository: Path, tmp_path: Path) -> None:
     for path in shipped(repository):
         if path.endswith(DATA):

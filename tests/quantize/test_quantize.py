@@ -29,6 +29,7 @@ from helpers.quantized import (
     load,
     logits,
 )
+from helpers.thorough import DTYPE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -53,6 +54,7 @@ def make(source: Path, target: Path, format: Format, scheme: Scheme, **options: 
     return quantize_checkpoint(source, target, scheme, format=format, calibration=calibration, **options).path
 
 
+@thorough(MODE, r"\[modelslim")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path) -> None:
@@ -88,6 +90,7 @@ def test_both_formats_say_the_same(plain: Path, tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@thorough(DTYPE, r"\[b?float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_modelslim_scales_are_of_its_dtypes(dtype: str, tmp_path: Path) -> None:
     source = random_checkpoint(tmp_path / "plain", dtype=dtype)

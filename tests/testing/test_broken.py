@@ -9,7 +9,7 @@ import attrs
 import pytest
 from helpers import broken
 from helpers.broken import Twin
-from helpers.thorough import AGAIN, thorough
+from helpers.thorough import AGAIN, MODE, thorough
 
 import hal
 from hal.errors import CaptureError
@@ -199,6 +199,7 @@ def twin(limits: hal.vendor.Limits | None) -> Conformance:
     return Conformance(backend="twin", open=partial(Twin, limits=limits))
 
 
+@thorough(MODE, r"\[(a limit of streams|lengths not)")
 @thorough(AGAIN, r"kept when it is closed")
 @pytest.mark.parametrize("flaw", FLAWS, ids=lambda flaw: flaw.name)
 def test_it_is_caught(flaw: Flaw) -> None:

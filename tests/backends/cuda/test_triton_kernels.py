@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import TESTS
-from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, thorough
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, PROCESSES, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -70,6 +70,7 @@ def test_compiled_for_gpus(file: str) -> None:
     passes(file, interpret=False)
 
 
+@thorough(PROCESSES)
 def test_fences_hold() -> None:
     """An out-of-bounds read of an argument in the interpreter kills the process."""
     code = (
