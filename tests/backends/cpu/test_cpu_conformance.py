@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, OPERATION, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, OPERATION, PROCESSES, thorough
 
 from hal.testing import Conformance
 from hal.testing.suite import *  # noqa: F403
 
 pytestmark = [
     thorough(DTYPE, r"/(bfloat16|float16)(/|\])"),
-    thorough(MODE, r"\[closing/runner/(piecewise\w*|inductor)\]"),
+    thorough(MODE, r"\[closing/runner/(graph|piecewise\w*|inductor)\]"),
     thorough(MODE, r"\[closing/(others|while-running/(eager|piecewise\w*))\]"),
     thorough(MODE, r"\[runners/(inductor|piecewise_eager)/(?!mixed)"),
     thorough(OPERATION, r"\[rewrites/(?!add_rms_norm/)\w+/.*another-reader"),
-    thorough(LONG, r"\[ranks/skipped-collective"),
+    thorough(LONG, r"\[rewrites/expert_mlp/proof"),
+    thorough(PROCESSES, r"\[ranks/"),
     thorough(FAMILY, r"\[models/(?!qwen3/)\w+/(graph|piecewise|inductor)/"),
     thorough(EXHAUSTIVE, r"\[models/qwen3/(graph|piecewise\w*)/float16"),
     thorough(EXHAUSTIVE, r"\[models/llama/((graph|piecewise_eager)/bfloat16|(eager|piecewise)/float16)"),
