@@ -100,6 +100,20 @@ class OptimizedStep:
         fixed = self.traced.fixed
         return lower(self.traced.graph.graph, dict(zip(inputs[len(inputs) - len(fixed) :], fixed, strict=True)))
 
+    def for_any_size(self, module: object, backend: Backend) -> Callable[..., Outputs]:
+        """Return :meth:`lowered` with prepared arguments, for steps of any size.
+
+        Args:
+            module: the traced model or encoder, for errors.
+            backend: runs the steps.
+
+        Raises:
+            CompileError: the trace holds for some sizes only.
+        """
+        self.traced.check_any_size(module)
+        self.hoist(backend)
+        return self.lowered()
+
 
 def kept_whole(backend: Backend) -> frozenset[str]:
     """Return the operations that a trace keeps as nodes: a fused operation only if the backend has a kernel for it."""

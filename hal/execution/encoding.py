@@ -88,10 +88,7 @@ class Encoding:
         config = compilation.of("prefill")
         trace = partial(trace_encoder, self._encoder, whole=kept_whole(self._backend), decompose=False)
         try:
-            step = optimize(trace, self._backend, config.passes)
-            step.traced.check_any_size(self._encoder)
-            step.hoist(self._backend)
-            lowered = step.lowered()
+            lowered = optimize(trace, self._backend, config.passes).for_any_size(self._encoder, self._backend)
         except CompileError as error:
             if config.on_capture_error == "raise":
                 raise

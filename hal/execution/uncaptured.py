@@ -68,17 +68,12 @@ class Uncaptured:
     def _optimized_step(self, passes: Mapping[str, bool]) -> Callable[[Batch], Outputs]:
         sizes = StepSizes(None, tokens=self.backend.config.max_prefill_tokens)
         step = optimize_model(self.model, self.states, sizes, self.backend, passes)
-        step.traced.check_any_size(self.model)
-        step.hoist(self.backend)
-        lowered = step.lowered()
+        lowered = step.for_any_size(self.model, self.backend)
         return lambda batch: lowered(*batch.tensors())
 
     def _optimized_logits(self, hidden: Tensor, passes: Mapping[str, bool]) -> Callable[..., Outputs]:
         trace = partial(trace_logits, self.model, hidden, whole=kept_whole(self.backend), decompose=False)
-        step = optimize(trace, self.backend, passes)
-        step.traced.check_any_size(self.model)
-        step.hoist(self.backend)
-        return step.lowered()
+        return optimize(trace, self.backend, passes).for_any_size(self.model, self.backend)
 
     def _made(self, make: Callable[[], Any]) -> Any:
         try:

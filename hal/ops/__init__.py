@@ -3,7 +3,7 @@
 Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on the active backend.
 """
 
-from hal.ops.activation import clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
+from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
 from hal.ops.attention import AttentionOptions, paged_attention
 from hal.ops.cache import store_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
@@ -51,6 +51,7 @@ __all__ = [
     "FLOATING",
     "AttentionOptions",
     "Draw",
+    "GatedActivation",
     "Operation",
     "Sample",
     "activate",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.errors import OperationError
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
@@ -122,3 +124,44 @@ def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: boo
     gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
+
+
+@attrs.frozen
+class GatedActivation:
+    """The choice of a gated activation, which an operation and its kernels pass on as one object.
+
+    It is :func:`silu_and_mul`, unless the attributes choose another one.
+
+    Attributes:
+        approximate: chooses :func:`gelu_and_mul`, of which it is the argument.
+        alpha: with ``limit``, chooses :func:`clipped_silu_and_mul`, of which both are arguments.
+        limit: see ``alpha``.
+        interleaved: as in :func:`clipped_silu_and_mul`; False without ``alpha``.
+
+    Raises:
+        OperationError: the attributes choose no activation, or more than one.
+    """
+
+    approximate: str | None = None
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        clipped = self.alpha is not None
+        if clipped != (self.limit is not None) or (self.approximate is not None if clipped else self.interleaved):
+            raise OperationError(
+                f"{self} is not an activation", "set approximate, or alpha and limit with or without interleaved"
+            )
+
+    def apply(
+        self,
+        merged: Tensor,
+        silu_and_mul: Callable[[Tensor], Tensor],
+        gelu_and_mul: Callable[[Tensor, str], Tensor],
+        clipped_silu_and_mul: Callable[[Tensor, float, float, bool], Tensor],
+    ) -> Tensor:
+        """Return the activations of ``[..., 2 * width]`` that the chosen one of three functions computes."""
+        if self.alpha is not None and self.limit is not None:
+            return clipped_silu_and_mul(merged, self.alpha, self.limit, self.interleaved)
+        return silu_and_mul(merged) if self.approximate is None else gelu_and_mul(merged, self.approximate)

@@ -19,15 +19,14 @@ from torch import Tensor
 from hal.errors import BatchError, nearest
 from hal.step.batch_inputs import Bounds, check_not_empty, check_size, check_slots, integers_of, length_of, tensor_of
 from hal.step.dummies import dummy_slots, equal_starts
-from hal.step.fields import field, fields_of, host_twin
-from hal.step.host_copies import to_device
+from hal.step.fields import BatchBase, field, fields_of, host_twin
 from hal.step.new_tokens import NewTokens
 from hal.step.shape import StepShape
 from hal.step.tensor_checks import check_values, checked_fields
 
 
 @attrs.frozen(eq=False)
-class Batch:
+class Batch(BatchBase):
     """The tensors that a model reads in one step. ``tokens`` counts the new tokens of all sequences, in sequence order.
 
     Attributes:
@@ -84,15 +83,6 @@ class Batch:
                     f"{self.num_sequences} sequences of {self.num_tokens} tokens",
                     f"give it the shape {fields_of(type(self))[name]} that {type(self).__name__} declares",
                 )
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors in the order of the fields, contiguous and with the declared dtypes."""
-        return [getattr(self, name).to(each.dtype).contiguous() for name, each in fields_of(type(self)).items()]
-
-    def to(self, device: torch.device) -> Self:
-        """Return this batch of the host on a device; see :func:`hal.step.to_device`. Host twins stay on the CPU."""
-        fields = {name: each for name, each in fields_of(type(self)).items() if each.twin_of is None}
-        return attrs.evolve(self, **{name: to_device(getattr(self, name), device) for name in fields})
 
     def split(self, max_tokens: int) -> list[Self]:
         """Split the batch into steps of at most ``max_tokens`` tokens, to run in order.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import attrs
 import torch
 from torch import Tensor
 
-from hal.step.fields import Padding, field, fields_of, host_twin
-from hal.step.host_copies import to_device
+from hal.step.fields import BatchBase, Padding, field, host_twin
 
 
 def padding_last(padding: Padding) -> Tensor:
@@ -18,7 +15,7 @@ def padding_last(padding: Padding) -> Tensor:
 
 
 @attrs.frozen(eq=False)
-class EncoderBatch:
+class EncoderBatch(BatchBase):
     """The tensors that an encoder reads in one step. An encoder declares a subclass with further fields.
 
     ``tokens`` counts what the encoder's layers map, such as patches, and ``sequences`` the parts within which they
@@ -31,12 +28,3 @@ class EncoderBatch:
 
     query_start_loc: Tensor = field("sequences+1", torch.int32, pad=padding_last)
     query_start_loc_host: Tensor = host_twin("query_start_loc")
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors in the order of the fields, contiguous and with the declared dtypes."""
-        return [getattr(self, name).to(each.dtype).contiguous() for name, each in fields_of(type(self)).items()]
-
-    def to(self, device: torch.device) -> Self:
-        """Return this batch of the host on a device; see :func:`hal.step.to_device`. Host twins stay on the CPU."""
-        fields = {name: each for name, each in fields_of(type(self)).items() if each.twin_of is None}
-        return attrs.evolve(self, **{name: to_device(getattr(self, name), device) for name in fields})

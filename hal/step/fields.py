@@ -13,7 +13,7 @@ declarations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError, nearest
+from hal.step.host_copies import to_device
 
 AXES = ("tokens", "sequences", "blocks")
 """The axes of a batch whose sizes vary between steps."""
@@ -114,6 +115,20 @@ class Field:
 
     def __str__(self) -> str:
         return f"[{', '.join(map(_format_axis, self.axes))}]"
+
+
+@attrs.frozen(eq=False)
+class BatchBase:
+    """Base of batches, whose attributes are declared with :func:`field` and :func:`host_twin`."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in the order of the fields, contiguous and with the declared dtypes."""
+        return [getattr(self, name).to(each.dtype).contiguous() for name, each in fields_of(type(self)).items()]
+
+    def to(self, device: torch.device) -> Self:
+        """Return this batch of the host on a device; see :func:`hal.step.to_device`. Host twins stay on the CPU."""
+        fields = {name: each for name, each in fields_of(type(self)).items() if each.twin_of is None}
+        return attrs.evolve(self, **{name: to_device(getattr(self, name), device) for name in fields})
 
 
 def field(

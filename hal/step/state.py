@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hal.errors import ModelError
-from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 
 
 class Per(enum.Enum):
@@ -205,19 +204,3 @@ def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:
                 for layer in spec.layers
             ),
         )
-
-
-__all__ = [
-    "DUMMY_BLOCK",
-    "DUMMY_SLOT",
-    "KEY_VALUE",
-    "SEQUENCE",
-    "TOKEN",
-    "LayerStates",
-    "Per",
-    "State",
-    "StateMemory",
-    "StateSpec",
-    "canonical_states",
-    "key_value_states",
-]

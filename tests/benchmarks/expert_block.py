@@ -79,7 +79,7 @@ def measure(module: Any, tokens: int, device: hal.vendor.Device, clock: Callable
 
     def ours(x: Tensor) -> Tensor:
         weights, experts = ops.topk_route(functional.linear(x, router), None, TOP_K, False, True, 1.0, 1, 1, 1)
-        return ops.expert_mlp(x, gate_up, down, weights, experts)
+        return ops.expert_mlp(x, gate_up, down, weights, experts, None, None, ops.GatedActivation())
 
     def theirs(name: str) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Tests of a family draw configurations and share the rest: weights, files in ever
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -177,7 +178,9 @@ def our_outputs(
     """Return our logits and hidden states of every sequence, batched: prefill, from ``cuts`` on if given, then decode.
 
     Each sequence starts to decode one step after the previous one, so that batches of all sizes occur and rows move.
+    Every second step asks for its rows of logits in a random order, and for one of them twice.
     """
+    orders, steps = torch.Generator().manual_seed(7), itertools.count()
     count = len(case.sequences)
     ends = [len(sequence) - STEPS for sequence in case.sequences]
     logits: list[list[Tensor]] = [[] for _ in range(count)]
@@ -187,8 +190,16 @@ def our_outputs(
         rows = [row for row in range(count) if starts[row] < stops[row]]
         new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
         batch = runner.batch(new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows])
-        output = runner.step(batch, ALL)
-        for parts, tensor in ((logits, output.logits), (hidden, output.hidden_states)):
+        if next(steps) % 2:
+            output = runner.step(batch, ALL)
+            found = output.logits
+        else:
+            order = torch.randperm(batch.num_tokens, generator=orders)
+            output = runner.step(batch, torch.cat((order, order[:1])))
+            assert output.logits.shape[0] == batch.num_tokens + 1
+            found = output.logits[order.argsort()]
+            assert torch.equal(output.logits[-1], output.logits[0])
+        for parts, tensor in ((logits, found), (hidden, output.hidden_states)):
             # A copy: those of a replay are valid until the next one.
             for row, part in zip(rows, tensor.clone().split([len(tokens) for tokens in new]), strict=True):
                 parts[row].append(part)

@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from helpers.catalogue import forgetting_operations
+from helpers.rewriting import trace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,8 +18,10 @@ import hal
 from hal import ops
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.lower import lower, source_of
+from hal.compile.rewrite.proof import check_rewrite
+from hal.compile.rewrite.rewrite import of_operation
 from hal.errors import MissingKernel, OperationError
-from hal.ops import FLOATING, AttentionOptions, Draw, Sample
+from hal.ops import FLOATING, AttentionOptions, Draw, GatedActivation, Sample
 from hal.vendor import PartialKernel
 
 ATTENTION = ops.operation("paged_attention")
@@ -189,13 +192,6 @@ class TestDeclarations:
         with pytest.raises(OperationError, match=r"options: Scaling, before its argument 'more'"):
             ops.op(**DECLARED)(body)
 
-    def test_no_fused_operation_takes_options(self) -> None:
-        def body(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
-            return ops.silu_and_mul(x)
-
-        with pytest.raises(OperationError, match=r"and is a fused operation\n.*take numbers"):
-            ops.fused_op(**DECLARED)(body)
-
 
 class TestPartialKernels:
     """A kernel runs the calls whose options it supports; others run another kernel or the body."""
@@ -259,6 +255,42 @@ class TestPartialKernels:
             names = list(ATTENTION.node_form.signature.parameters)
             seen |= set(partial.unsupported(dict(zip(names, (*sample[:-1], *options), strict=True))))
         assert seen == set(partial.lacks)
+
+
+def test_a_rewrite_finds_a_fused_operation_with_options(declared: ops.Operation, cpu: hal.Backend) -> None:
+    """The pattern has the options' values as numbers, which differ between matches."""
+
+    def fused(x: Tensor, more: Tensor | None, options: Scaling) -> Tensor:
+        """Scale and activate."""
+        return ops.silu_and_mul(declared_function(x, more, options))
+
+    def drawn(draw: Draw) -> Iterator[Sample]:
+        yield draw.normal(2, 4), None, Scaling(2.0)
+        yield draw.normal(3, 6), draw.normal(6), Scaling(0.5, 1.0, 1)
+
+    declared_function = declared.function
+    declaration = {"axes": {**DECLARED["axes"], "return": "rows width//2"}, "samples": drawn}
+    with forgetting_operations():
+        operation = ops.operation(ops.fused_op(**DECLARED | declaration)(fused))
+        rewrite = of_operation(operation)
+        check_rewrite(rewrite)
+        x = torch.randn(3, 6)
+        traced = trace(lambda x: fused(fused(x, None, Scaling(3.0)).repeat(1, 2), x[0], Scaling(5.0, 0.5, 2)), x)
+        traced.apply(rewrite)
+        assert traced.calls()["scaled"] == 0
+        calls = [node.args[1:] for node in traced.graph.graph.nodes if node.target is operation.overload]
+        assert [given[1:] for given in calls] == [(3.0, 0.0, None), (5.0, 0.5, 2)]
+        traced.check()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"alpha": 1.0}, {"limit": 7.0}, {"interleaved": True}, {"approximate": "tanh", "alpha": 1.0, "limit": 7.0}],
+    ids=lambda given: " ".join(given),
+)
+def test_contradicting_choices_of_an_activation_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(OperationError, match=r"is not an activation\n.*set approximate, or alpha and"):
+        GatedActivation(**given)
 
 
 def test_options_are_equal_by_value() -> None:

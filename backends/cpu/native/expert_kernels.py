@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+from hal.ops import GatedActivation
 
 from ..grouped import wrong_counts
 from .arguments import DTYPES, Bindings, empty, integers, require
@@ -176,12 +177,9 @@ class ExpertKernels(Bindings):
         down: Tensor,
         weights: Tensor,
         experts: Tensor,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        approximate: str | None = None,
-        alpha: float | None = None,
-        limit: float | None = None,
-        interleaved: bool = False,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: GatedActivation,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -195,14 +193,15 @@ class ExpertKernels(Bindings):
         fits = fits and weights.shape == experts.shape and experts.dim() == 2 and experts.shape[0] == tokens
         fits = fits and x.dtype is gate_up.dtype is down.dtype is weights.dtype
         fits = fits and _fits(gate_up_bias, x, (num_experts, 2 * width)) and _fits(down_bias, x, (num_experts, hidden))
-        require(fits and approximate in ACTIVATIONS, "expert_mlp", x, gate_up, down, weights, indices=(experts,))
+        require(
+            fits and activation.approximate in ACTIVATIONS, "expert_mlp", x, gate_up, down, weights, indices=(experts,)
+        )
         x, weights = x.contiguous(), weights.contiguous()
         gate_up, down = gate_up.contiguous(), down.contiguous()
         biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
         wide = any(bias is not None and bias.dtype is torch.float32 for bias in biases)
         if wide:  # Both have one dtype in C++.
             biases = [None if bias is None else bias.float() for bias in biases]
-        clipped = alpha is not None and limit is not None
         y = empty(x.shape, x) if out is None else out
         wrong = self._mlp(
             x.data_ptr(),
@@ -214,10 +213,10 @@ class ExpertKernels(Bindings):
             y.data_ptr(),
             DTYPES[x.dtype],
             wide,
-            len(ACTIVATIONS) if clipped else ACTIVATIONS.index(approximate),
-            alpha if clipped else 0.0,
-            limit if clipped else 0.0,
-            clipped and interleaved,
+            ACTIVATIONS.index(activation.approximate) if activation.alpha is None else len(ACTIVATIONS),
+            activation.alpha or 0.0,
+            activation.limit or 0.0,
+            activation.interleaved,
             tokens,
             hidden,
             width,

@@ -14,7 +14,7 @@ from torch import Tensor
 from hal.ops.declaration.operation import operation
 from hal.ops.kernels.kernel_table import Kernel
 
-from .kernels import clipped_silu_and_mul, gelu_and_mul, in_fractal_nz, silu_and_mul
+from .kernels import in_fractal_nz
 
 MAX_EXPERTS = 2048
 """The most experts that npu_moe_gating_top_k supports."""
@@ -31,7 +31,6 @@ BY_TOKEN = 2
 def kernels() -> dict[str, Kernel]:
     """Return the floating-point kernels, by operation."""
     return {
-        "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
         "grouped_linear": grouped_linear,
@@ -137,33 +136,6 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     return torch_npu.npu_moe_finalize_routing(  # type: ignore[no-any-return]
         rows, None, None, None, weights, positions, None, drop_pad_mode=BY_TOKEN
     )
-
-
-def expert_mlp(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    approximate: str | None = None,
-    alpha: float | None = None,
-    limit: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """See :func:`hal.ops.expert_mlp`. Five launches."""
-    if not x.shape[0]:
-        return torch.empty_like(x)
-    rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
-    merged = grouped_linear(rows, gate_up, counts, gate_up_bias)
-    if alpha is not None and limit is not None:
-        activated = clipped_silu_and_mul(merged, alpha, limit, interleaved)
-    elif approximate is not None:
-        activated = gelu_and_mul(merged, approximate)
-    else:
-        activated = silu_and_mul(merged)
-    return expert_unpermute(grouped_linear(activated, down, counts, down_bias), positions, weights)
 
 
 def prepared_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:

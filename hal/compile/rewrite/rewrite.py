@@ -225,11 +225,12 @@ def of_operation(operation: Operation) -> Rewrite:
     def smaller(inner: Operation) -> Callable[..., Any]:
         return inner.rebound(smaller) if inner.fused else inner.node
 
+    form = operation.node_form
     return Rewrite(
         operation.name,
-        operation.rebound(smaller),
+        form.of_node(operation.rebound(smaller)),
         operation.overload,
-        operation.samples,
+        lambda draw: map(form.unpack, operation.samples(draw)),
         axes=operation.axes,
         dtypes=operation.dtypes,
     )

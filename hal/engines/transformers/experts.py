@@ -42,27 +42,3 @@ def _gates(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(alpha, float) and isinstance(limit, float):
         for interleaved in (True, False):
             yield "clipped_silu_and_mul", {"alpha": alpha, "limit": limit, "interleaved": interleaved}
-
-
-def why_not(module: Any) -> str | None:
-    """Return why :func:`compute_experts` cannot compute the experts of a transformers model, or None."""
-    for name, wanted in (("has_gate", True), ("has_bias", False), ("is_transposed", False)):
-        if getattr(module, name, wanted) is not wanted:
-            return f"{name} is {not wanted}"
-    if getattr(module, "has_post_expert_norm", False):
-        return "there is a norm behind each expert"
-    return None if gate_of(module) is ops.silu_and_mul else "the gate is not SiLU of the first half"
-
-
-def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts of a layer with :func:`hal.ops.expert_mlp`; the function for ``ExpertsInterface``.
-
-    Args:
-        module: holds ``gate_up_proj`` ``[num_experts, 2 * width, hidden]`` and ``down_proj``; see :func:`why_not`.
-        hidden_states: ``[tokens, hidden]``.
-        top_k_index: ``[tokens, top_k]``, int64.
-        top_k_weights: ``[tokens, top_k]``, floating.
-    """
-    return ops.expert_mlp(
-        hidden_states, module.gate_up_proj, module.down_proj, top_k_weights.to(hidden_states.dtype), top_k_index.int()
-    )

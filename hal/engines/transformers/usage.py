@@ -123,6 +123,6 @@ def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             f"{type(module).__name__} has the activation {module.act_fn}, and hal computes SiLU",
             "use(model, experts=False) leaves experts to transformers",
         )
-    return ops.expert_mlp(
-        hidden_states, module.gate_up_proj, module.down_proj, top_k_weights.to(hidden_states.dtype), top_k_index.int()
-    )
+    weights = top_k_weights.to(hidden_states.dtype)
+    projections = module.gate_up_proj, module.down_proj
+    return ops.expert_mlp(hidden_states, *projections, weights, top_k_index.int(), None, None, ops.GatedActivation())

@@ -36,7 +36,6 @@ def check_declaration(
     tolerance: Mapping[Any, Any],
     off_by_one: Mapping[Any, Any],
     collective: bool,
-    fused: bool,
 ) -> None:
     """Raise OperationError for a declaration that torch.library, compilers or tests would reject later, or ignore."""
     name, signature = body.__name__, inspect.signature(body)
@@ -47,7 +46,7 @@ def check_declaration(
                 "declare arguments that calls can pass by position and by name, without `*` and `/`",
             )
     _check_annotations(name, body, signature)
-    _check_options(name, get_type_hints(body), list(signature.parameters), fused)
+    _check_options(name, get_type_hints(body), list(signature.parameters))
     listed = {"mutates": mutates, "host": host, "state": state, "buffers": buffers, "weights": weights}
     for what, arguments in listed.items():
         if isinstance(arguments, str):
@@ -177,17 +176,16 @@ def _check_annotations(name: str, body: Callable[..., Any], signature: inspect.S
         raise OperationError(f"{name} returns {_shown(kinds['return'])}", f"return {RETURNS}")
 
 
-def _check_options(name: str, kinds: Mapping[str, Any], arguments: list[str], fused: bool) -> None:
+def _check_options(name: str, kinds: Mapping[str, Any], arguments: list[str]) -> None:
     """Raise OperationError unless a graph node can take the fields of options in their place."""
     for argument in arguments:
         kind = kinds[argument]
         if not is_options(kind):
             continue
-        if fused or argument != arguments[-1]:
+        if argument != arguments[-1]:
             raise OperationError(
-                f"{name} takes options, {argument}: {_shown(kind)}, "
-                + ("and is a fused operation" if fused else f"before its argument {arguments[-1]!r}"),
-                "take numbers" if fused else "make the options its last argument",
+                f"{name} takes options, {argument}: {_shown(kind)}, before its argument {arguments[-1]!r}",
+                "make the options its last argument",
             )
         if kind.__hash__ is None:
             raise OperationError(

@@ -91,6 +91,22 @@ class NodeForm:
         symbolic = any(isinstance(each, _SYMBOLIC) for each in fields)  # as in a trace; such numbers have no hash
         return (*args[: self._before], options(*fields) if symbolic else _packed(options, *fields))
 
+    def unpack(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of the node for a call of the operation with all arguments."""
+        return args if self.options is None else (*args[:-1], *attrs.astuple(args[-1], recurse=False))
+
+    def of_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the node's arguments that calls ``function`` with the operation's."""
+        if self.options is None:
+            return function
+
+        def from_node(*args: Any) -> Any:
+            return function(*self.pack(args, {}))
+
+        from_node.__signature__ = self.signature  # type: ignore[attr-defined]
+        from_node.__annotations__ = {each.name: each.annotation for each in self.signature.parameters.values()}
+        return from_node
+
     def has_variable_options(self, args: Sequence[Any]) -> bool:
         """Return whether an option of a call in a graph is another node's result."""
         return self.options is not None and any(isinstance(each, fx.Node) for each in args[self._before :])

@@ -104,7 +104,6 @@ class Operation:
             tolerance=tolerance,
             off_by_one=off_by_one,
             collective=over_shards is not None,
-            fused=fused,
         )
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
@@ -254,11 +253,10 @@ def op(
 
     Raises:
         OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
-            missing or unsupported; options are not last or not frozen, or the operation is fused; axes or dtypes of a
-            tensor are missing or malformed; ``rowwise`` is missing, or not an axis of an argument and all results;
-            ``state``, ``mutates``, ``buffers``, ``host`` or ``weights`` contains a name that is not an argument; a
-            mutated argument is neither state nor a buffer; a collective has no argument ``group``; or ``tolerance`` or
-            ``off_by_one`` is invalid.
+            missing or unsupported; options are not last or not frozen; axes or dtypes of a tensor are missing or
+            malformed; ``rowwise`` is missing, or not an axis of an argument and all results; ``state``, ``mutates``,
+            ``buffers``, ``host`` or ``weights`` contains a name that is not an argument; a mutated argument is neither
+            state nor a buffer; a collective has no argument ``group``; or ``tolerance`` or ``off_by_one`` is invalid.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.activation import clipped_silu_and_mul, gelu_and_mul, silu_and_mul
+from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu_and_mul, silu_and_mul
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
 from hal.ops.declaration.samples import Draw, Sample
@@ -91,10 +91,10 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
             routing(draw, tokens, num_experts, top_k),
         )
         biases = draw.normal(num_experts, 2 * width), draw.normal(num_experts, hidden)
-        yield *given, None, None, None, None, None, False
-        yield *given, None, None, "tanh", None, None, False
-        yield *given, *biases, None, 1.702, 1.5, True
-        yield *given, *biases, None, 1.0, 7.0, False
+        yield *given, None, None, GatedActivation()
+        yield *given, None, None, GatedActivation("tanh")
+        yield *given, *biases, GatedActivation(alpha=1.702, limit=1.5, interleaved=True)
+        yield *given, *biases, GatedActivation(alpha=1.0, limit=7.0)
 
 
 @fused_op(
@@ -128,17 +128,13 @@ def expert_mlp(
     down: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    approximate: str | None = None,
-    alpha: float | None = None,
-    limit: float | None = None,
-    interleaved: bool = False,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
 ) -> Tensor:
     """Return the weighted sum of the gated MLPs of each token's experts.
 
-    Each product, and the activation between them, is rounded to x's dtype; a kernel may keep more bits. The activation
-    is :func:`silu_and_mul`, unless the last arguments choose another one.
+    Each product, and the activation between them, is rounded to x's dtype; a kernel may keep more bits.
 
     Args:
         x: ``[tokens, hidden]``, floating.
@@ -148,20 +144,12 @@ def expert_mlp(
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
         gate_up_bias: ``[num_experts, 2 * width]``, as in :func:`grouped_linear`, or None.
         down_bias: ``[num_experts, hidden]``, as in :func:`grouped_linear`, or None.
-        approximate: selects :func:`gelu_and_mul`, of which it is the argument; or None.
-        alpha: with ``limit``, selects :func:`clipped_silu_and_mul`, of which both are arguments; or None.
-        limit: see ``alpha``.
-        interleaved: as in :func:`clipped_silu_and_mul`.
+        activation: the activation between the products.
 
     Returns:
         ``[tokens, hidden]``, of x's dtype.
     """
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
     merged = grouped_linear(rows, gate_up, counts, gate_up_bias)
-    if alpha is not None and limit is not None:
-        activated = clipped_silu_and_mul(merged, alpha, limit, interleaved)
-    elif approximate is not None:
-        activated = gelu_and_mul(merged, approximate)
-    else:
-        activated = silu_and_mul(merged)
+    activated = activation.apply(merged, silu_and_mul, gelu_and_mul, clipped_silu_and_mul)
     return expert_unpermute(grouped_linear(activated, down, counts, down_bias), positions, weights)

@@ -81,7 +81,8 @@ def _compare(target: Target, operation: Operation, dtype: torch.dtype, reader: i
     call = Call(operation, dtype, largest_sample(operation), "rewrite")
     given, wanted = call.arguments(backend.device.torch), call.arguments("cpu")
     shown = describe(operation, wanted)
-    (plain, _), (changed, mode) = (trace_alone(of_operation(operation), given) for _ in range(2))
+    alone = of_operation(operation), operation.node_form.unpack(tuple(given))
+    (plain, _), (changed, mode) = (trace_alone(*alone) for _ in range(2))
     where = "alone"
     if reader is not None:
         places = _intermediates(plain.graph)

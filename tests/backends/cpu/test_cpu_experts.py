@@ -20,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(hidden, width) for hidden in (16, 33, 64, 130) for width in (1, 24, 40)]
 """Sizes around the vectors and tiles of the kernel."""
 MLP, ROUTE = ops.operation("expert_mlp"), ops.operation("topk_route")
+PLAIN = (None, None, ops.GatedActivation())
 
 
 def open_cpu(native: bool) -> hal.Backend:
@@ -39,7 +40,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def routed(draw: Draw, experts: Tensor, num_experts: int, hidden: int, width: int) -> list[Tensor]:
+def routed(draw: Draw, experts: Tensor, num_experts: int, hidden: int, width: int) -> list[Any]:
     """Return the arguments of expert_mlp."""
     return [
         draw.normal(experts.shape[0], hidden),
@@ -47,6 +48,7 @@ def routed(draw: Draw, experts: Tensor, num_experts: int, hidden: int, width: in
         draw.normal(num_experts, hidden, width, scale=width**-0.5),
         draw.normal(*experts.shape).abs(),
         experts.int(),
+        *PLAIN,
     ]
 
 
@@ -80,24 +82,24 @@ def test_an_expert_twice_for_a_token(native: hal.Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_does_not_depend_on_its_batch(dtype: torch.dtype, native: hal.Backend) -> None:
     draw = Draw(dtype)
-    x, gate_up, down, weights, experts = routed(draw, chosen(draw, 90, 4, 2), 4, 130, 40)
+    x, gate_up, down, weights, experts, *_ = routed(draw, chosen(draw, 90, 4, 2), 4, 130, 40)
     kernel = native.kernels["expert_mlp"]
-    together = kernel(x, gate_up, down, weights, experts)
+    together = kernel(x, gate_up, down, weights, experts, *PLAIN)
     for rows in (slice(3, 4), slice(10, 13), slice(20, 61)):
-        assert torch.equal(kernel(x[rows], gate_up, down, weights[rows], experts[rows]), together[rows])
+        assert torch.equal(kernel(x[rows], gate_up, down, weights[rows], experts[rows], *PLAIN), together[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_only_the_chosen_experts_are_read(dtype: torch.dtype, native: hal.Backend) -> None:
     """The weights of the others are NaN, as are a token's neighbours."""
     draw = Draw(dtype)
-    x, gate_up, down, weights, experts = routed(draw, torch.tensor([[1, 4], [4, 5], [4, 1]]), 7, 48, 20)
-    expected = MLP.reference(x, gate_up, down, weights, experts)
+    x, gate_up, down, weights, experts, *_ = routed(draw, torch.tensor([[1, 4], [4, 5], [4, 1]]), 7, 48, 20)
+    expected = MLP.reference(x, gate_up, down, weights, experts, *PLAIN)
     for each in (gate_up, down):
         each[[0, 2, 3, 6]] = float("nan")
-    assert_agree(MLP, dtype, native.kernels["expert_mlp"](x, gate_up, down, weights, experts), expected)
+    assert_agree(MLP, dtype, native.kernels["expert_mlp"](x, gate_up, down, weights, experts, *PLAIN), expected)
     x[1] = float("nan")
-    found = native.kernels["expert_mlp"](x, gate_up, down, weights, experts)
+    found = native.kernels["expert_mlp"](x, gate_up, down, weights, experts, *PLAIN)
     assert found[1].isnan().all()
     assert_agree(MLP, dtype, found[[0, 2]], expected[[0, 2]])
 
@@ -195,11 +197,11 @@ def test_a_tape_replays_other_routings(native: bool, threads: int) -> None:
         rows, counts, positions = ops.expert_permute(x, experts, 8)
         parts = ops.silu_and_mul(ops.grouped_linear(rows, gate_up, counts))
         unfused = ops.expert_unpermute(ops.grouped_linear(parts, down, counts), positions, weights)
-        return ops.expert_mlp(x, gate_up, down, weights, experts), unfused
+        return ops.expert_mlp(x, gate_up, down, weights, experts, *PLAIN), unfused
 
     def expected() -> Tensor:
         weights, experts = ROUTE.reference(logits, None, 2, False, True, 1.0, 1, 1, 1)
-        result: Tensor = MLP.reference(x, gate_up, down, weights, experts)
+        result: Tensor = MLP.reference(x, gate_up, down, weights, experts, *PLAIN)
         return result
 
     graph = backend.graph()

@@ -28,7 +28,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.errors import DriverUnavailable, GraphError, OperationError
-from hal.ops import AttentionOptions, Draw
+from hal.ops import AttentionOptions, Draw, GatedActivation
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -265,6 +265,7 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     table, starts, lens = ones(3, 1).int(), torch.arange(4).int(), ones(3).int()
     attention = (row, cache, cache, table, starts, lens)
     x, gate_up, down, pairs = ones(3, 8), ones(4, 10, 8), ones(4, 8, 5), torch.zeros(3, 2, dtype=torch.int32)
+    plain = None, None, GatedActivation()
     calls = {
         "topk_route": [
             (ones(3, 4), None, 5, False, True, 1.0, 1, 1, 1),
@@ -280,11 +281,11 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
             (x, gate_up.half(), torch.tensor([3, 0, 0, 0])),
         ],
         "expert_mlp": [
-            (x, gate_up[:3], down, ones(3, 2), pairs),
-            (x, gate_up, down[:, :, :4], ones(3, 2), pairs),
-            (x, gate_up, down, ones(3, 1), pairs),
-            (x, gate_up, down, ones(2, 2), pairs[:2]),
-            (x, gate_up, down.half(), ones(3, 2), pairs),
+            (x, gate_up[:3], down, ones(3, 2), pairs, *plain),
+            (x, gate_up, down[:, :, :4], ones(3, 2), pairs, *plain),
+            (x, gate_up, down, ones(3, 1), pairs, *plain),
+            (x, gate_up, down, ones(2, 2), pairs[:2], *plain),
+            (x, gate_up, down.half(), ones(3, 2), pairs, *plain),
         ],
         "rms_norm": [(ones(2, 8).double(), ones(8).double(), 1e-6), (ones(2, 8, device="meta"), ones(8), 1e-6)],
         "gelu_and_mul": [(ones(2, 7), "tanh"), (ones(2, 8, device="meta"), "none"), (ones(2, 8), "erf")],

@@ -15,6 +15,7 @@ from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
 from torch import Tensor
 
 from hal.bench.contenders.shapes import SHAPES
+from hal.ops import GatedActivation
 
 pytest_plugins = ("helpers.triton_compiling",)
 
@@ -23,6 +24,7 @@ HIDDEN, WIDTH = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"]
 NUM_EXPERTS, TOP_K = CONFIG["num_experts"], CONFIG["num_experts_per_tok"]
 TOKENS = (8, 512, 4096)
 """A decode, and prefills of few tokens and of many."""
+PLAIN = (None, None, GatedActivation())
 
 
 def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,7 @@ def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
 
 
 def float_mlp(tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return empty(tokens, HIDDEN, dtype=dtype), *weights(dtype), *routed(tokens, dtype)
+    return empty(tokens, HIDDEN, dtype=dtype), *weights(dtype), *routed(tokens, dtype), *PLAIN
 
 
 def check_products(kernels: list[Compiled], spilled: int) -> None:
@@ -128,7 +130,7 @@ def test_one_compilation_serves_all_decodes(driver: Compiling) -> None:
         compiled(driver, "topk_route", empty(tokens, 64), None, 4, False, True, 1.0, 1, 1, 1)
         x, gate_up, down = empty(tokens, 512), empty(64, 256, 512), empty(64, 512, 128)
         route = empty(tokens, 4), torch.zeros(tokens, 4, dtype=torch.int32)
-        compiled(driver, "expert_mlp", x, gate_up, down, *route)
+        compiled(driver, "expert_mlp", x, gate_up, down, *route, *PLAIN)
     names = sorted(kernel.name for kernel in driver.compiled[before:])
     assert names == ["_gather", "_project", "_project", "_rank", "_route"]
 

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import OperationError
-from hal.ops import Draw
+from hal.ops import Draw, GatedActivation
 from hal.ops.experts.routing import routing
 
 further = pytest.mark.thorough(DRAW)
 agree = partial(check, sides=("after",))
 """In one run, between fences at the tensors' ends."""
+PLAIN = (None, None, GatedActivation())
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -219,7 +220,7 @@ class TestProducts:
         assert found[4].isnan().all()
         assert found[[row for row in range(21) if row != 4]].isfinite().all()
         experts = torch.tensor([[1, 3]] * 21, dtype=torch.int32)
-        sample = (x, draw.normal(4, 32, 40), draw.normal(4, 40, 16), draw.normal(21, 2), experts)
+        sample = (x, draw.normal(4, 32, 40), draw.normal(4, 40, 16), draw.normal(21, 2), experts, *PLAIN)
         for weights in sample[1:3]:
             weights[[0, 2]] = float("nan")
         found = KERNELS["expert_mlp"](*moved(sample)).cpu()
@@ -237,7 +238,7 @@ class TestProducts:
         down = draw.normal(num_experts, hidden, width, scale=width**-0.5)
         for experts in (routing(draw, tokens, num_experts, top_k), routing(draw, 1, num_experts, top_k)):
             chosen = experts.expand(tokens, -1)  # each token's own, then the same for all
-            agree("expert_mlp", dtype, (x, gate_up, down, weights, chosen))
+            agree("expert_mlp", dtype, (x, gate_up, down, weights, chosen, *PLAIN))
 
     def test_the_grid_covers_all_counts(self) -> None:
         draw = Draw(seed=9)
@@ -280,9 +281,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ("quant_grouped_linear_static", (rows8, weight8, scale, scale, counts, torch.float32)),
         ("quant_grouped_linear_dynamic", (rows8, one, weight8, scale, counts, torch.float32)),
         ("quant_grouped_linear_dynamic", (rows8, torch.ones(6), weight8, scale, counts, torch.int8)),
-        ("expert_mlp", (x, weight, down[:, :, :7], weights, experts)),
-        ("expert_mlp", (x, weight, down, weights[:, :1], experts)),
-        ("expert_mlp", (x, weight, down.half(), weights, experts)),
+        ("expert_mlp", (x, weight, down[:, :, :7], weights, experts, *PLAIN)),
+        ("expert_mlp", (x, weight, down, weights[:, :1], experts, *PLAIN)),
+        ("expert_mlp", (x, weight, down.half(), weights, experts, *PLAIN)),
         ("quant_expert_mlp_dynamic", (x, weight8, scale, down8, scale, weights, experts)),
         (
             "quant_expert_mlp_static",

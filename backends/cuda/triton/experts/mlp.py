@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..activation import clipped_silu_and_mul, gelu_and_mul
+from hal.ops import GatedActivation
+
+from ..activation import clipped_silu_and_mul, gelu_and_mul, silu_and_mul
 from ..arguments import require
 from .grouped import project, require_bias
 from .permutation import expert_unpermute, order, require_routing
@@ -16,12 +18,9 @@ def expert_mlp(
     down: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    approximate: str | None = None,
-    alpha: float | None = None,
-    limit: float | None = None,
-    interleaved: bool = False,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
 ) -> Tensor:
     """See :func:`hal.ops.expert_mlp`. The first product reads the tokens' rows in place, and applies a SiLU."""
     require_mlp("expert_mlp", x, gate_up, down, weights, experts)
@@ -29,14 +28,11 @@ def expert_mlp(
     require_bias("expert_mlp", x, gate_up, gate_up_bias)
     require_bias("expert_mlp", x, down, down_bias)
     found = order(experts, gate_up.shape[0], tokens=True)
-    clipped = alpha is not None and limit is not None
-    silu = approximate is None and not clipped
-    merged = project(x, gate_up, found.counts, x.dtype, tokens=found.tokens, bias=gate_up_bias, gated=silu)
-    if alpha is not None and limit is not None:
-        merged = clipped_silu_and_mul(merged, alpha, limit, interleaved)
-    elif approximate is not None:
-        merged = gelu_and_mul(merged, approximate)
-    output = project(merged, down, found.counts, x.dtype, bias=down_bias)
+    silu = activation == GatedActivation()
+    rows = project(x, gate_up, found.counts, x.dtype, tokens=found.tokens, bias=gate_up_bias, gated=silu)
+    if not silu:
+        rows = activation.apply(rows, silu_and_mul, gelu_and_mul, clipped_silu_and_mul)
+    output = project(rows, down, found.counts, x.dtype, bias=down_bias)
     return expert_unpermute(output, found.positions, weights)
 
 
