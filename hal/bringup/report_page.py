@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
 
+from hal.bench.plot import launches, times
 from hal.bringup.parts import Outcome, Request
 
 STYLE = """
@@ -13,9 +13,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-top: 1px solid #ddd; padding-top: 1rem }
 table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top }
 .passed { color: #17743a } .failed, .late { color: #b3261e; font-weight: 600 }
-pre { background: #f5f5f5; padding: .6rem; overflow-x: auto; font-size: 12px } svg text { font-size: 12px }
+pre { background: #f5f5f5; padding: .6rem; overflow-x: auto; font-size: 12px } svg { display: block; margin: 1rem 0 }
 """
-WIDTH, BAR, LABELS = 640, 20, 230
 
 
 def page(request: Request, outcomes: Sequence[Outcome]) -> str:
@@ -47,34 +46,7 @@ def _section(outcome: Outcome) -> str:
 
 def _plots(outcome: Outcome) -> Iterator[str]:
     """Yield the plots of figures of ``hal bench``."""
-    if outcome.name not in ("decode", "prefill") or not outcome.data or not isinstance(outcome.data[0], dict):
-        return
-    document: dict[str, Any] = outcome.data[0]
-    times = [
-        (f"{each['contender']}, batch {each['batch_size']}", each["median_seconds"] * 1e3)
-        for each in document.get("measurements", ())
-    ]
-    times += [(f"floor, batch {each['batch_size']}", each["seconds"] * 1e3) for each in document.get("floors", ())]
-    if times:
-        yield _bars("Time of a step, ms (median)", times)
-    launches = [
-        (f"{each['contender']}, batch {each['batch_size']}", float(each["per_layer"]))
-        for each in document.get("launches", ())
-    ]
-    launches += [(name, float(number)) for name, number in document.get("launches_per_layer_of_peers", {}).items()]
-    if launches:
-        yield _bars("Kernel launches per layer", launches)
-
-
-def _bars(title: str, values: Sequence[tuple[str, float]]) -> str:
-    most = max(value for _, value in values) or 1.0
-    height = (len(values) + 1) * BAR + 8
-    parts = [f'<text x="0" y="14" font-weight="600">{escape(title)}</text>']
-    for index, (name, value) in enumerate(values, 1):
-        top, length = index * BAR + 4, max(1.0, (WIDTH - LABELS - 70) * value / most)
-        parts.append(
-            f'<text x="0" y="{top + 13}">{escape(name[:36])}</text>'
-            f'<rect x="{LABELS}" y="{top + 2}" width="{length:.0f}" height="{BAR - 6}" fill="#3b6fb6"/>'
-            f'<text x="{LABELS + length + 6:.0f}" y="{top + 13}">{value:.4g}</text>'
-        )
-    return f'<svg width="{WIDTH}" height="{height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    document = outcome.data[0] if outcome.name in ("decode", "prefill") and outcome.data else None
+    if isinstance(document, dict) and document.get("measurements"):
+        yield times(document)
+        yield launches(document)

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers import ROOT
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
 from helpers.thorough import DTYPE, FAMILY, LONG, MODE, PROCESSES, thorough
@@ -32,7 +34,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench import bench_report, measurement, plan
+from hal.bench import bench_report, measurement, plan, plot
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders import transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
@@ -585,9 +587,7 @@ class TestRefusals:
         with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batch sizes"):
             plan.prepare(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
-    @pytest.mark.parametrize(
-        ("library", "options"), [("transformers", ["--against", "transformers"]), ("matplotlib", ["--plot", "x.png"])]
-    )
+    @pytest.mark.parametrize(("library", "options"), [("transformers", ["--against", "transformers"])])
     def test_a_library_that_is_missing(self, library: str, options: list[str]) -> None:
         program = f"import sys; sys.modules[{library!r}] = None; from hal.cli import main; main()"
         command = [sys.executable, "-c", program, "bench", "decode", "--shapes", "tiny", *options]
@@ -699,11 +699,36 @@ class TestReport:
         )
 
 
-def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    options = ("--context", 20, "--batch-size", 1, "--batch-size", 2, "--compiler", "eager", "--repeats", 3)
-    succeeds("decode", "--shapes", "tiny", *options, "--plot", tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+class TestPlot:
+    PAGES = ROOT / "docs" / "reference" / "figures"
+    SHAPES = "{http://www.w3.org/2000/svg}"
+
+    def test_the_bars_are_the_medians(self) -> None:
+        result = TestReport.result(**{"<a>": [2.0, 2.1, 2.2], "b": [4.0, 4.0, 4.0]})
+        root = ElementTree.fromstring(plot.times(bench_report.as_json(result)))
+        texts = [each.text for each in root.iter(f"{self.SHAPES}text")]
+        assert texts[0] == "decode: tiny, float32, 20 tokens: ms, median and quartiles"
+        assert texts[1:6] == ["batch 1 (dashed: floor, 1000 ms)", "hal <a>", "2100", "hal b", "4000"]
+        first, second = (float(each.attrib["width"]) for each in [*root.iter(f"{self.SHAPES}rect")][1:])
+        assert first / second == pytest.approx(2.1 / 4, abs=0.01)
+        assert plot.launches(bench_report.as_json(result)) == ""
+
+    def test_the_command(self, tmp_path: Path) -> None:
+        file = tmp_path / "figures.json"
+        file.write_text(json.dumps(bench_report.as_json(TestReport.result(eager=[2.0, 2.0, 2.0]))))
+        once, twice = (succeeds("plot", *[file] * count).stdout for count in (1, 2))
+        assert twice.count("hal eager") == 2 * once.count("hal eager") == 2
+        for content in ("{", "[]", '{"format": 0}'):
+            file.write_text(content)
+            result = bench("plot", file)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert "remedy: name a file that --figures wrote" in result.stderr
+
+    @pytest.mark.parametrize("name", sorted(each.stem for each in PAGES.glob("*.svg")))
+    def test_those_of_the_pages_are_those_of_their_figures(self, name: str) -> None:
+        """`hal bench plot docs/reference/figures/NAME*.json > docs/reference/figures/NAME.svg` makes one."""
+        files = sorted(self.PAGES.glob(f"{name}*.json"), key=lambda each: (len(each.name), each.name))
+        assert (self.PAGES / f"{name}.svg").read_text() == plot.times(*map(plot.read_figures, files))
 
 
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

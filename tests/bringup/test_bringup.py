@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 from click.testing import CliRunner, Result
+from helpers import ROOT
 from helpers.distributions import install
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
@@ -90,11 +91,9 @@ def test_output_is_one_document_or_lines(tmp_path: Path) -> None:
 
 
 def test_the_page_escapes_what_commands_print() -> None:
-    figures = {
-        "measurements": [{"contender": "hal <graph>", "batch_size": 1, "median_seconds": 0.002}],
-        "floors": [{"batch_size": 1, "seconds": 0.001}],
-        "launches": [{"contender": "hal graph", "batch_size": 1, "per_layer": 9}],
-    }
+    figures = json.loads((ROOT / "docs" / "reference" / "figures" / "h100-prefill.json").read_text())
+    figures["measurements"][0]["contender"] = "hal <b>"
+    figures["launches"] = [{"contender": "hal graph", "batch_size": 1, "per_layer": 9}]
     outcomes = [
         Outcome(name="doctor", title="t", command="hal", status="late", seconds=1, lines=["<script>"], log=["a <b>"]),
         Outcome(name="decode", title="t", command="hal", status="passed", seconds=1, lines=[], data=[figures]),
@@ -104,6 +103,7 @@ def test_the_page_escapes_what_commands_print() -> None:
     assert "<b>" not in content
     assert "a&amp;b" in content
     assert content.count("<svg") == 2
+    assert "hal &lt;b&gt;" in content
     assert 'class="late">late' in content
     page(REQUEST, [attrs.evolve(outcomes[1], data=["no figures"]), attrs.evolve(outcomes[1], data=[{}])])
 

@@ -356,7 +356,7 @@ def test_versions(everything: dict[str, Any]) -> None:
     for extra, package in (
         ("transformers", "transformers"),
         ("vllm", "vllm"),
-        ("bench", "matplotlib"),
+        ("serve", "starlette"),
         ("cuda", "triton"),
     ):
         row = rows[f"torch-hal[{extra}]", package]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ HELP = {
     "trace": "Also count kernel launches per layer, on devices that support it.",
     "memory": "Also measure each contender's peak memory, in a separate process.",
     "figures_file": "Write all figures to this file, as JSON.",
-    "plot_file": "Write a plot to this file; needs matplotlib.",
 }
 OPTIONS = (
     click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
@@ -57,7 +56,6 @@ OPTIONS = (
     click.option("--trace", is_flag=True, help=HELP["trace"]),
     click.option("--memory", is_flag=True, help=HELP["memory"]),
     click.option("--figures", "figures_file", type=FILE, metavar="FILE.json", help=HELP["figures_file"]),
-    click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help=HELP["plot_file"]),
 )
 
 
@@ -67,7 +65,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("bench")
 def command() -> None:
-    """Measure decode steps or prefills.
+    """Measure decode steps or prefills, and plot the figures.
 
     Contenders run in turns, round after round, and are compared by the medians of their times. First the command checks
     that they compute the same logits.
@@ -90,6 +88,15 @@ def prefill(**options: Any) -> None:
     _bench("prefill", **options)
 
 
+@command.command(cls=ResultCommand)
+@click.argument("figures", type=FILE, nargs=-1, required=True, metavar="FIGURES.json...")
+def plot(figures: Sequence[Path]) -> None:
+    """Print a plot of figures, as SVG. Several files, of runs on one machine, have a common scale."""
+    from hal.bench.plot import read_figures, times
+
+    echo(times(*map(read_figures, figures)), nl=False)
+
+
 def _warn_of_unread_compilation() -> None:
     from hal.drivers.registry import read_config
 
@@ -101,8 +108,8 @@ def _warn_of_unread_compilation() -> None:
         )
 
 
-def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None, **options: Any) -> None:
-    from hal.bench import bench_report, plot
+def _bench(workload: Workload, figures_file: Path | None, **options: Any) -> None:
+    from hal.bench import bench_report
     from hal.bench.measurement import run
     from hal.bench.plan import Plan, checkpoint_of
     from hal.config import CompilationConfig, ParallelConfig, read
@@ -114,11 +121,8 @@ def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None
     plan = Plan(workload=workload, compilation=compilation, **options)
     _warn_of_unread_compilation()
     first = rank() == 0
-    for file in (figures_file, plot_file):
-        if file is not None and first:
-            check_file(file)
-    if plot_file is not None:
-        plot.require()
+    if figures_file is not None and first:
+        check_file(figures_file)
     ranks = plan.tensor_parallel or 1
     if ranks > 1 and start_ranks(ParallelConfig(ranks), checkpoint_of(plan)):
         return
@@ -137,6 +141,3 @@ def _bench(workload: Workload, figures_file: Path | None, plot_file: Path | None
     if figures_file is not None:
         with writing(figures_file):
             figures_file.write_text(json.dumps(bench_report.as_json(result), indent=1) + "\n", encoding="utf-8")
-    if plot_file is not None:
-        with writing(plot_file):
-            plot.plot(result, plot_file)
