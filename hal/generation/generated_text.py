@@ -29,22 +29,25 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Add a token, and return the text that it completes, which may be empty."""
         self._held.append(token_id)
-        text = self._held_text()
+        before, text = self._held_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):  # The last character is incomplete.
             return ""
-        self._context, self._held = self._held, []
+        # A context that begins inside a character would spoil the next one.
+        whole = not before.endswith("\N{REPLACEMENT CHARACTER}")
+        self._context, self._held = self._held if whole else self._context + self._held, []
         return text
 
     def flush(self) -> str:
         """Return the text still held back. Incomplete characters read as U+FFFD."""
-        text, self._held = self._held_text(), []
+        (_, text), self._held = self._held_text(), []
         return text
 
-    def _held_text(self) -> str:
+    def _held_text(self) -> tuple[str, str]:
+        """Return the text of the context, and what the held tokens add."""
         before: str = self._tokenizer.decode(self._context)
         together: str = self._tokenizer.decode(self._context + self._held)
         # A context that ends inside a character reads as U+FFFD there; the new tokens may complete the character.
-        return together[len(commonprefix((before, together))) :]  # noqa: RUF071 - a prefix of characters, not of paths
+        return before, together[len(commonprefix((before, together))) :]  # noqa: RUF071 - of characters, not of paths
 
 
 class StopText:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
+
 import pytest
 from helpers.checkpoints import trained_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from hal.generation.generated_text import TextStream
 from hal.generation.request import Token
@@ -18,14 +20,39 @@ TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20) 
 PARAMS = [SamplingParams(stop_token_ids={0})] * 3
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
 def byte_fallback() -> Tokenizer:
     """A tokenizer like SentencePiece, whose decoder changes earlier text when later bytes are invalid."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "a", "é", "▁日"]
+    pieces = ["<unk>", *BYTES, "▁the", "▁", "a", "é", "▁日"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return tokenizer
+
+
+WORDS = ["\u2581", "\u2581a", "a", "\u2581the", "\u2581\u65e5", "\u00e9", "\u0301"]
+
+
+def unigram() -> Tokenizer:
+    """A tokenizer like that of SentencePiece's unigram model, whose decoder drops the first space."""
+    pieces = [("<unk>", 0.0), *((each, -20.0) for each in BYTES), *((each, -1.0 - len(each)) for each in WORDS)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def word_pieces(cleanup: bool) -> Tokenizer:
+    """A tokenizer like BERT's, whose decoder puts spaces between words."""
+    words = ["[UNK]", *"a\u00e9\u65e5\U0001f600.!'t", "the", "don", "##a", "##\u0301", "##the", "##\u200d", "n't"]
+    tokenizer = Tokenizer(models.WordPiece({each: index for index, each in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece("##", cleanup)
     return tokenizer
 
 
@@ -79,6 +106,29 @@ def test_emoji_cut_anywhere_join_to_the_text_with_byte_fallback(text: str, data:
     cut = tokens[: data.draw(st.integers(0, len(tokens)))]
     found = "".join(streamed(tokenizer, [257], cut)).rstrip("\N{REPLACEMENT CHARACTER}")
     assert text.startswith(found)
+
+
+KINDS = {
+    "byte-level": BYTE_LEVEL,
+    "byte fallback": byte_fallback(),
+    "unigram": unigram(),
+    "words": word_pieces(False),
+    "words without spaces before points": word_pieces(True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.text("at\u00e9 .'\u65e5\U0001f600\u0301\u200d\U0001f1e9\U0001f1ea", max_size=12), st.data())
+def test_pieces_of_every_kind_of_tokenizer_join_to_the_text(kind: str, text: str, data: st.DataObject) -> None:
+    """Wherever the prompt ends, in a character of several tokens, too."""
+    tokenizer = KINDS[kind]
+    tokens = tokenizer.encode(text).ids
+    whole = tokenizer.decode(tokens)
+    cut = data.draw(st.integers(0, len(tokens)))
+    parts = streamed(tokenizer, tokens[:cut], tokens[cut:])
+    known = commonprefix((tokenizer.decode(tokens[:cut]), whole))  # noqa: RUF071 - of characters, not of paths
+    assert known + "".join(parts) == whole
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [([], ["the", " the"]), ([257], [" the", " the"])])
