@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import attrs
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -29,7 +29,7 @@ from hal.config.untrusted_files import is_there, regular_file
 from hal.errors import CheckpointError, ConfigError, listed
 
 SECONDS = 5.0
-"""The longest time that a template may take."""
+"""The longest time that a template may take, of a processor."""
 MOST = 1 << 24
 """The most characters or elements that one multiplication may make."""
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -124,6 +124,14 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> tuple[Template, frozenset[str]]:
+    """Return a template, and the names that it reads."""
+    environment = _environment()
+    names = meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), frozenset(names)
+
+
 def _environment() -> Environment:
     made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _to_json
@@ -204,15 +212,13 @@ class ChatTemplate:
         """
         _check(messages, tools)
         name, source = self._chosen(bool(tools))
-        environment = _environment()
         try:
-            tree = environment.parse(source)
-            if unknown := sorted(switches.keys() - (known := meta.find_undeclared_variables(tree))):
+            template, known = _compiled(source)
+            if unknown := sorted(switches.keys() - known):
                 raise ConfigError(
                     f"the chat template of {self.folder} has no switch {unknown[0]!r}",
                     f"leave it out; {listed(known - _OWN - set(TOKENS))}",
                 )
-            template = environment.from_string(source)
             variables = {**self.tokens, "documents": None, **switches}
             variables |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
             return _in_time(lambda: template.render(variables))
@@ -246,11 +252,11 @@ class ChatTemplate:
 
 def _in_time(render: Callable[[], str]) -> str:
     """Run a template's code, and interrupt it after :data:`SECONDS`."""
-    end = time.monotonic() + SECONDS
+    end = time.thread_time() + SECONDS
     before = sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             raise _TooLong
         return trace
 
