@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,7 +159,17 @@ def test_a_path_that_climbs_out(hub: Hub, files: dict[str, bytes], tmp_path: Pat
     assert hub.downloads() == []
 
 
-def test_a_file_that_is_listed_and_missing(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_file_that_the_hub_lists_and_does_not_have(hub: Hub, tmp_path: Path) -> None:
+    hub.absent = frozenset({"model.safetensors"})
+    with pytest.raises(CheckpointError, match=r"answered 404 for acme/tiny|cannot be downloaded from"):
+        fetch(hub, tmp_path)
+    hub.absent = frozenset()
+    assert hal.Checkpoint.open(fetch(hub, tmp_path)).architecture == "Qwen3ForCausalLM"
+
+
+def test_a_file_that_the_index_names_and_the_hub_does_not_list(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
     """Such as a shard of the index."""
     index = json.dumps({"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}).encode()
     hub.revisions = {"main": {**files, "model.safetensors.index.json": index}}
@@ -172,17 +183,23 @@ def test_a_path_has_no_revision(tmp_path: Path, trained: Path) -> None:
 
 
 def test_the_command_takes_a_name(hub: Hub, tmp_path: Path) -> None:
-    """The variables of huggingface_hub are read when it is imported, so in a process of its own."""
+    """The variables of huggingface_hub are read when it is imported, so in processes of their own."""
     environ = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}
-    command = [console_script("hal"), "generate", NAME, "--prompt", "def", "--max-new-tokens", "3", "--backend", "cpu"]
+    options = ["--prompt", "def", "--max-new-tokens", "3", "--backend", "cpu"]
+    command = [console_script("hal"), "generate", NAME, *options]
     once = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert once.returncode == 0, once.stderr
     hub.requests.clear()
+    program = f"""
+from click.testing import CliRunner
+from hal.cli import main
+again, other = (CliRunner().invoke(main, ["generate", name, *{options}]) for name in ("{NAME}", "acme/other"))
+print(again.stdout, end="")
+assert (again.exit_code, other.exit_code) == (0, 2), (again.output, other.output)
+assert "HF_HUB_OFFLINE forbids to download it" in other.stderr, other.stderr
+"""
     offline = {**environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
     again = subprocess.run(command, env=offline, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stdout) == (0, once.stdout), again.stderr
     assert hub.requests == []
-    other = [*command[:2], "acme/other", *command[3:]]
-    refused = subprocess.run(other, env=offline, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "HF_HUB_OFFLINE forbids to download it" in refused.stderr

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import random
-import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,10 @@ import attrs
 import pytest
 import torch
 from helpers.checkpoints import write_json
+from helpers.random_requests import check_together
 from helpers.reference import TEXTS
-from helpers.thorough import EXHAUSTIVE, LONG, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
+from helpers.waiting import until
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -56,60 +57,16 @@ def reference(trained: Path) -> Any:
 
 @pytest.mark.shows("texts", "hal.LLM")
 @pytest.mark.shows("requests that join running ones", "hal.LLM")
-@pytest.mark.parametrize(
-    ("count", "num_threads"), [(60, 4), pytest.param(200, 8, marks=thorough(LONG))], ids=["few", "many"]
-)
+@thorough(EXHAUSTIVE, "many")
+@pytest.mark.parametrize(("count", "num_threads"), [(40, 4), (200, 8)], ids=["few", "many"])
 def test_random_requests_of_threads_give_what_each_gives_alone(count: int, num_threads: int, trained: Path) -> None:
     seed = random.randrange(1 << 30)
     logging.getLogger("tests").info("seed %d", seed)
-    draw = random.Random(seed)
-    jobs = [
-        (
-            draw.choice(TEXTS),
-            {
-                "max_new_tokens": draw.randrange(1, 24),
-                "temperature": draw.choice([0.0, 0.8]),
-                "seed": number,
-                "repetition_penalty": draw.choice([1.0, 1.3]),
-                "logit_bias": draw.choice([{}, {5: 2.0}]),
-                "stop": draw.choice([(), ("\n\n",), ("self",)]),
-                "logprobs": draw.choice([None, 2]),
-            },
-            draw.choice(["generate", "stream", "cancel"]),
-        )
-        for number in range(count)
-    ]
-    found: dict[int, str] = {}
-    problems: list[BaseException] = []
     with opened(trained) as llm:
-        expected = [llm.generate(text, **sampling)[0].text for text, sampling, _ in jobs]
+        llm.generate("x", max_new_tokens=1)
         before = idle_blocks(llm)
-
-        def work(share: range) -> None:
-            try:
-                for number in share:
-                    text, sampling, how = jobs[number]
-                    if how == "generate":
-                        found[number] = llm.generate(text, **sampling)[0].text
-                        continue
-                    pieces = llm.stream(text, **sampling)
-                    if how == "stream":
-                        found[number] = "".join(pieces)
-                    else:
-                        assert expected[number].startswith(next(pieces, ""))
-                        pieces.close()  # type: ignore[attr-defined]
-            except BaseException as error:
-                problems.append(error)
-
-        shares = [range(first, count, num_threads) for first in range(num_threads)]
-        threads = [threading.Thread(target=work, args=(each,)) for each in shares]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        llm.generate("x", max_new_tokens=1)  # After it, the cancelled ones have been dropped.
-        assert not problems
-        assert found == {number: expected[number] for number, (*_, how) in enumerate(jobs) if how != "cancel"}
+        check_together(llm, random.Random(seed), count, num_threads)
+        until(lambda: not (llm.occupancy.running or llm.occupancy.waiting))
         assert idle_blocks(llm) == before
         assert not llm._loop._deliver
 
@@ -290,8 +247,8 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
         opened(folder, "eager")
 
 
-@thorough(EXHAUSTIVE, r"\[800")
-@pytest.mark.parametrize("rounds", [60, pytest.param(800, marks=thorough(LONG))])
+@thorough(EXHAUSTIVE, r"\[1000")
+@pytest.mark.parametrize("rounds", [30, 1000])
 def test_requests_leave_nothing_behind(rounds: int, trained: Path) -> None:
     config = {**CONFIG, "cache": {**CONFIG["cache"], "reuse_prefixes": False}}
     with hal.LLM(trained, backend="cpu", dtype="float32", compiler="eager", config=config) as llm:

@@ -25,6 +25,7 @@ class Hub:
     Attributes:
         revisions: the files of each revision, by path, and those of ``main``.
         status: the HTTP status of every answer, other than 200, and the reason in the hub's header.
+        absent: the paths of files that are listed, and that do not arrive.
         truncated: the paths of files of which only a half arrives.
         changed: the paths of files of which another byte arrives than was listed.
         requests: the requests so far, as method and path.
@@ -34,6 +35,7 @@ class Hub:
     revisions: dict[str, dict[str, bytes]]
     address: str = ""
     status: tuple[int, str] | None = None
+    absent: frozenset[str] = frozenset()
     truncated: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
     requests: list[tuple[str, str]] = attrs.field(factory=list)
@@ -104,7 +106,7 @@ def serve(hub: Hub) -> Iterator[Hub]:
         def file(self, revision: str, path: str) -> None:
             commit = hub.commit(revision)
             content = hub.files(commit).get(path) if commit else None
-            if commit is None or content is None:
+            if commit is None or content is None or path in hub.absent:
                 return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             entry = listed(path, content)
             etag = entry.get("lfs", entry)["oid"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 
 def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> int:
@@ -53,14 +55,18 @@ def write(folder: Path, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -
                 f"{each}.up_proj.weight": (inner, hidden),
                 f"{each}.down_proj.weight": (hidden, inner),
             }
-    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     tensors = {
-        name: torch.ones(shape, dtype=dtype)
-        if len(shape) == 1
-        else (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        name: torch.ones(shape, dtype=dtype) if len(shape) == 1 else _repeated(noise, shape)
         for name, shape in shapes.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _repeated(noise: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return values of one deviation. To draw each anew takes longer than the tests that load them."""
+    count = math.prod(shape)
+    return noise.repeat(-(-count // len(noise)))[:count].view(shape) * shape[-1] ** -0.5

@@ -7,6 +7,8 @@ import json
 import logging
 import random
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from helpers.api_server import ask, command, metric
 from helpers.reference import TEXTS
 from helpers.thorough import LONG, PROCESSES, thorough
 from helpers.waiting import until
-from openai import APIConnectionError, APIError, AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, OpenAI
 
 import hal
 from hal.errors import ConfigError
@@ -51,29 +53,51 @@ def drawn_jobs(draw: random.Random, count: int) -> list[Job]:
 
 
 def expected_texts(checkpoint: Path, jobs: list[Job]) -> list[str]:
-    with hal.LLM(checkpoint, backend="cpu", dtype="float32", compiler="graph", config=CONFIG) as llm:
-        renamed = [(text, {**sampling, "max_new_tokens": sampling["max_tokens"]}) for text, sampling, _ in jobs]
-        for _, sampling in renamed:
-            del sampling["max_tokens"]
-        return [llm.generate(text, **sampling)[0].text for text, sampling in renamed]
+    """Return the text of each request, beside some others. Tests of hal.LLM show that it is what it gives alone."""
+
+    def text(job: Job) -> str:
+        sampling = {**job[1], "max_new_tokens": job[1]["max_tokens"]}
+        del sampling["max_tokens"]
+        return llm.generate(job[0], **sampling)[0].text
+
+    with (
+        hal.LLM(checkpoint, backend="cpu", dtype="float32", compiler="graph", config=CONFIG) as llm,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        return list(pool.map(text, jobs))
 
 
-async def load(url: str, jobs: list[Job], seed: int) -> dict[int, tuple[str, bool]]:
-    """Send all requests at once, with bad bodies between them. Return each text, and whether it is whole."""
+async def load(
+    url: str, jobs: list[Job], seed: int, stop: Callable[[], None] | None = None
+) -> dict[int, tuple[str, bool]]:
+    """Send all requests at once, with bad bodies between them. Return each text, and whether it is whole.
+
+    Args:
+        url: the server's address.
+        jobs: the requests.
+        seed: decides when clients go away.
+        stop: ends the server when half of the requests have an answer. The others get an error.
+    """
     found: dict[int, tuple[str, bool]] = {}
     draw = random.Random(seed)
 
     async def one(client: AsyncOpenAI, number: int) -> None:
         text, sampling, gone = jobs[number]
-        made, most = "", draw.randrange(0, 5)
-        events = await client.completions.create(model="tiny", prompt=text, stream=True, **sampling)
-        async for event in events:
-            made += event.choices[0].text
-            if gone and (most := most - 1) < 0:
-                await events.close()
-                found[number] = made, False
-                return
-        found[number] = made, True
+        made, whole, most = "", False, draw.randrange(0, 5)
+        try:
+            events = await client.completions.create(model="tiny", prompt=text, stream=True, **sampling)
+            async for event in events:
+                made += event.choices[0].text
+                whole = event.choices[0].finish_reason is not None
+                if gone and (most := most - 1) < 0:
+                    await events.close()
+                    break
+        except Exception:  # Where a stream breaks, it is one of the HTTP library.
+            if stop is None:
+                raise
+        found[number] = made, whole
+        if stop is not None and len(found) == len(jobs) // 2:
+            stop()
 
     async def bad() -> None:
         body = draw.choice(BAD)
@@ -83,8 +107,15 @@ async def load(url: str, jobs: list[Job], seed: int) -> dict[int, tuple[str, boo
         assert status == 400
 
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-        await asyncio.gather(*(one(client, number) for number in range(len(jobs))), *(bad() for _ in range(40)))
+        others = [] if stop is not None else [bad() for _ in range(40)]
+        await asyncio.gather(*(one(client, number) for number in range(len(jobs))), *others)
     return found
+
+
+def check_texts(found: dict[int, tuple[str, bool]], jobs: list[Job], expected: list[str]) -> None:
+    assert len(found) == len(jobs)
+    for number, (text, whole) in found.items():
+        assert text == expected[number] if whole else expected[number].startswith(text), jobs[number]
 
 
 @pytest.mark.parametrize("count", [pytest.param(256, marks=thorough(LONG))])
@@ -93,27 +124,19 @@ def test_many_clients(count: int, trained: Path, tmp_path: Path) -> None:
     logging.getLogger("tests").info("seed %d", seed)
     jobs = drawn_jobs(random.Random(seed), count)
     expected = expected_texts(trained, jobs)
-    for attempt in range(2):  # The second one after the first was killed.
-        with command(trained, tmp_path / f"{attempt}.log", *ARGUMENTS, **ENVIRONMENT) as server:
-            found = asyncio.run(load(server.url, jobs, seed + attempt))
-            assert len(found) == count
-            for number, (text, whole) in found.items():
-                assert text == expected[number] if whole else expected[number].startswith(text), jobs[number]
-            assert sum(not whole for _, whole in found.values()) > count // 8
-            until(
-                lambda: all(
-                    metric(server.url, f"hal_{name}") == 0
-                    for name in ("texts_running", "texts_waiting", "cache_blocks")
-                )
+    with command(trained, tmp_path / "killed.log", *ARGUMENTS, **ENVIRONMENT) as server:
+        found = asyncio.run(load(server.url, jobs, seed, stop=server.process.kill))
+        check_texts(found, jobs, expected)
+        assert sum(not whole for _, whole in found.values()) > count // 4
+    with command(trained, tmp_path / "log", *ARGUMENTS, **ENVIRONMENT) as server:
+        found = asyncio.run(load(server.url, jobs, seed + 1))
+        check_texts(found, jobs, expected)
+        assert count // 8 < sum(not whole for _, whole in found.values()) < count // 2
+        until(
+            lambda: all(
+                metric(server.url, f"hal_{name}") == 0 for name in ("texts_running", "texts_waiting", "cache_blocks")
             )
-            if attempt == 0:
-                events = OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(
-                    model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-                )
-                next(iter(events))
-                server.process.kill()
-                with pytest.raises((APIError, APIConnectionError, Exception)):
-                    list(events)
+        )
         assert "Traceback" not in server.written()
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from helpers.random_requests import check_together
 from helpers.reference import TEXTS
+from helpers.thorough import EXHAUSTIVE, thorough
 from helpers.waiting import until
 
 import hal
@@ -30,49 +30,16 @@ def llm(request: pytest.FixtureRequest, trained: Path) -> Iterator[hal.LLM]:
     hal.open("cpu")
 
 
-def test_requests_of_two_threads_give_what_each_gives_alone(llm: hal.LLM) -> None:
+@thorough(EXHAUSTIVE, "200")
+@pytest.mark.parametrize(("count", "num_threads", "most_tokens"), [(16, 2, 12), (200, 8, 24)])
+def test_random_requests_of_threads_give_what_each_gives_alone(
+    count: int, num_threads: int, most_tokens: int, llm: hal.LLM
+) -> None:
     seed = random.randrange(1 << 30)
     logging.getLogger("tests").info("seed %d", seed)
-    draw = random.Random(seed)
-    jobs = [
-        (
-            draw.choice(TEXTS),
-            {
-                "max_new_tokens": draw.randrange(1, 12),
-                "temperature": draw.choice([0.0, 0.8]),
-                "seed": number,
-                "frequency_penalty": draw.choice([0.0, 0.5]),
-                "logit_bias": draw.choice([{}, {5: 2.0}]),
-                "stop": draw.choice([(), ("self",)]),
-                "logprobs": draw.choice([None, 2]),
-            },
-        )
-        for number in range(16)
-    ]
     free = llm._runner.blocks.num_free
-    expected = [llm.generate(text, **sampling)[0].text for text, sampling in jobs]
-    found: dict[int, str] = {}
-    cancelled: list[int] = []
-
-    def work(numbers: range) -> None:
-        for number in numbers:
-            text, sampling = jobs[number]
-            pieces: Any = llm.stream(text, **sampling)
-            if number % 5 == 4:
-                assert expected[number].startswith(next(pieces, ""))
-                pieces.close()
-                cancelled.append(number)
-            else:
-                found[number] = "".join(pieces)
-
-    threads = [threading.Thread(target=work, args=(range(first, 16, 2),)) for first in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    check_together(llm, random.Random(seed), count, num_threads, most_tokens)
     until(lambda: not llm.occupancy.running)  # The step that ran ahead of a text's end has been read.
-    assert sorted(cancelled) == [4, 9, 14]
-    assert found == {number: text for number, text in enumerate(expected) if number not in cancelled}
     assert llm._runner.blocks.num_free == free
 
 
