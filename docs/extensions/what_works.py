@@ -44,8 +44,23 @@ else:
         "head dimensions": ", ".join(map(str, backend.limits.head_dims)) or "any",
         "block sizes of the cache": ", ".join(map(str, backend.limits.block_sizes)) or "any",
         "several devices": backend.distributed or "no",
+        **{
+            part: "kernels" if all(name in backend.kernels for name in names) else "composed"
+            for part, names in json.loads(sys.argv[3]).items()
+        },
     }))
 """
+PARTS = {
+    "attention with a paged cache": ["paged_attention", "store_kv_cache"],
+    "attention among the patches of images": ["packed_attention"],
+    "mixtures of experts": ["topk_route", "expert_mlp"],
+    "recurrent layers": ["causal_conv1d", "gated_delta_rule"],
+    "int8 weights": ["linear_int8"],
+    "int8 weights and activations": ["quant_linear_static", "quant_linear_dynamic"],
+    "weights of 4 and 8 bits in groups": ["weight_only_linear"],
+    "float8 weights": ["fp8_linear"],
+}
+"""By the part of a model, the operations that it consists of."""
 
 
 def shown(tests: Path = TESTS) -> dict[str, dict[str, list[str]]]:
@@ -72,7 +87,7 @@ def _marks(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[list[st
 def opened(name: str, config: dict[str, Any]) -> dict[str, str]:
     """Return what a backend declares; nothing where its driver cannot be opened."""
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", PROGRAM, name, json.dumps(config)]
+    command = [sys.executable, "-c", PROGRAM, name, json.dumps(config), json.dumps(PARTS)]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
     declared: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
     return declared

@@ -48,6 +48,7 @@ def check_person(text: str) -> None:
     assert type(found["alive"]) is bool
 
 
+@pytest.mark.shows("answers that follow a JSON schema", "hal.LLM")
 def test_texts_follow_their_grammars_beside_others(llm: hal.LLM) -> None:
     """Every text that ends does, whatever the other texts of its steps follow."""
     seed = random.randrange(1 << 30)

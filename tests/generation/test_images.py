@@ -95,6 +95,7 @@ def their_answer(checkpoint: tuple[Any, Path], images: list[Any], text: list[str
     return known[len(prompt) :]
 
 
+@pytest.mark.shows("images", "hal.LLM")
 def test_a_conversation_about_images(checkpoint: tuple[Any, Path], llm: hal.LLM, tmp_path: Path) -> None:
     first, second = picture(23, 17, 1), picture(40, 9, 2)
     (tmp_path / "first.png").write_bytes(encoded(first))
@@ -206,6 +207,7 @@ def test_a_checkpoint_without_processor_and_a_model_of_text(
         prompt_with(text, open_processor(llm.checkpoint), [1, 2], [picture()])
 
 
+@pytest.mark.shows("images", "hal serve")
 def test_an_image_in_the_api_of_openai(checkpoint: tuple[Any, Path], llm: hal.LLM) -> None:
     pytest.importorskip("starlette", reason="hal serve needs the extra serve")
     from helpers.api_server import ask, served
@@ -264,6 +266,7 @@ def ask(checkpoint: Path, image: Any, folder: Path, hidden: str, *options: str) 
     )
 
 
+@pytest.mark.shows("images", "the command")
 @thorough(PROCESSES)
 @pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2")], ids=["one", "two ranks"])
 def test_generate_with_an_image_on_the_command_line(
