@@ -109,6 +109,11 @@ class CacheConfig:
         num_sequences: concurrent sequences, for models that keep a state per sequence. Other models have no limit.
         reuse_prefixes: ``generate`` keeps finished prompts in the cache, and a new prompt skips the prefix it shares
             with one of them. The rounding of its logits then depends on earlier prompts, so it is off by default.
+        saved_states: the prefixes whose states ``reuse_prefixes`` saves, for models that keep a state per sequence.
+            Each takes the memory of a sequence's states. The least recently used one is dropped first.
+        saved_states_interval: the tokens between two places of a sequence where its states are saved, a multiple of
+            the block size. A prefix that is shared ends at such a place, and steps of prompts end there. None
+            (``null``) means the smallest multiple of 256 or more.
         num_embeddings: the embeddings of images and other inputs that are kept for prompts which repeat an input, for
             models with an encoder. The least recently used input is dropped first.
     """
@@ -117,6 +122,8 @@ class CacheConfig:
     block_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
     num_sequences: int = attrs.field(default=64, validator=at_most(SEQUENCES))
     reuse_prefixes: bool = False
+    saved_states: int | None = attrs.field(default=None, validator=at_most(SEQUENCES))
+    saved_states_interval: int | None = attrs.field(default=None, validator=at_most(TOKENS))
     num_embeddings: int = attrs.field(default=16384, validator=at_most(TOKENS))
 
 

@@ -26,7 +26,7 @@ from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
 from hal.execution.placement import check_placed
-from hal.execution.state_spec import check_fits, longest_sequence, spec_of
+from hal.execution.state_spec import allocated, check_fits, longest_sequence, saved_states, spec_of, windows_of
 from hal.execution.step_output import StepOutput
 from hal.execution.steps import Steps
 from hal.execution.uncaptured import Uncaptured
@@ -64,13 +64,15 @@ class Runner(Closable):
     Attributes:
         spec: the specification of the states.
         bounds: the ranges of the numbers in a batch.
-        blocks: allocates the blocks of per-token states, for :func:`hal.generate` and for engines.
+        blocks: allocates the blocks of per-token states, for :func:`hal.generate` and for engines. An engine that has
+            several cache groups allocates pages itself.
         prefixes: with ``reuse_prefixes``, allocates blocks in place of ``blocks``, and shares those of equal prefixes.
             It keeps used blocks, so an engine must allocate here too. Else None.
 
     Raises:
         ConfigError: the states do not fit the device's memory, the compiler is unknown or unsupported, the model was
-            loaded for another backend, takes shorter sequences, or has a state that prefixes cannot share.
+            loaded for another backend, or takes shorter sequences; or prefixes are to be reused, and the config leaves
+            no room for their states per sequence.
         CaptureError: a graph cannot be captured.
         CompileError: the step cannot be compiled.
         ClosedError: the backend is closed.
@@ -110,10 +112,14 @@ class Runner(Closable):
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
         with backend.translating_errors():
-            self._states = states = backend.allocate(self.spec)
-        self.blocks = BlockAllocator(self.spec.num_blocks)
-        self._slots = SlotAllocator(self.spec.num_slots, states.reset_slots)
-        self.prefixes = PrefixCache(self.blocks, self.spec.block_size) if backend.config.cache.reuse_prefixes else None
+            self._states = states = allocated(model, backend, self.spec)
+        engine_owns = bool(states.pages)
+        self.blocks = BlockAllocator(0 if engine_owns else self.spec.num_blocks)
+        self._slots = SlotAllocator(0 if engine_owns else self.spec.num_slots - self.spec.num_saved, states.reset_slots)
+        self.prefixes = None
+        if backend.config.cache.reuse_prefixes:
+            saved = saved_states(states, backend.config.cache)
+            self.prefixes = PrefixCache(self.blocks, self.spec.block_size, saved)
         self.bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
         longest = longest_sequence(model, max_length)
         frees_blocks = max_length is not None and self.spec.window is not None
@@ -254,7 +260,7 @@ class Runner(Closable):
             block_size=self.spec.block_size,
             device=self.backend.device,
             bounds=self.bounds,
-            window=self.spec.window,
+            windows=windows_of(self.model, self.spec),
         )
 
     def step(self, batch: Batch, rows: Wanted = LAST) -> StepOutput:

@@ -6,20 +6,26 @@ import gc
 import math
 from pathlib import Path
 
+import attrs
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import build_model
+from hal.config.settings import CacheConfig
 from hal.device.device import Device
 from hal.device.group import SOLO, Group
 from hal.device.host_capacity import host_memory
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.nn import CausalLM
-from hal.step import StateSpec
+from hal.step import StateMemory, StateSpec
 from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.page_layout import paged_states
+from hal.step.saved_states import SavedStates
 from hal.step.state import SEQUENCE
 
+SAVED_INTERVAL = 256
+"""Tokens between saved states, unless the config says otherwise. Shorter steps of prompts would be slow."""
 HOST_BYTES = 48
 """Bytes of the host that a block takes in the list of free blocks: its number, and the reference to it."""
 
@@ -78,19 +84,65 @@ def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) ->
             f"num_blocks is {num_blocks!r:.70}", f"pass an integer of {DUMMY_BLOCK + 2} or more: one is the dummy block"
         )
     in_slots = states_per_sequence(model)
+    saved = 0
     if in_slots and cache.reuse_prefixes:
-        raise ConfigError(
-            f"cache.reuse_prefixes is set, but {type(model).__name__} keeps {in_slots[0]} per sequence, which "
-            "sequences cannot share",
-            "leave cache.reuse_prefixes out for this model",
-        )
-    return StateSpec(
+        if cache.saved_states is None:
+            raise ConfigError(
+                f"cache.reuse_prefixes is set, but {type(model).__name__} keeps {in_slots[0]} per sequence, and "
+                "cache.saved_states gives no room for the states of prefixes",
+                "set cache.saved_states to the number of prefixes to keep, or leave cache.reuse_prefixes out",
+            )
+        saved = cache.saved_states
+    spec = StateSpec(
         tuple(model.states),
         dtype=next(model.parameters()).dtype,
         num_blocks=num_blocks or math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
         block_size=backend.block_size,
-        num_slots=cache.num_sequences + DUMMY_SLOT + 1 if in_slots else 0,
+        num_slots=cache.num_sequences + DUMMY_SLOT + 1 + saved if in_slots else 0,
+        num_saved=saved,
     )
+    groups = model.batch_type.groups
+    return spec if groups is None else groups.layout.spec(spec, groups.num_pages)
+
+
+def allocated(model: CausalLM, backend: Backend, spec: StateSpec) -> StateMemory:
+    """Return memory for a model's states: the backend's, or pages if the model's layers are in several cache groups."""
+    groups = model.batch_type.groups
+    if groups is None:
+        return backend.allocate(spec)
+    return paged_states(spec, groups.layout, groups.num_pages, groups.layers, backend.device.torch)
+
+
+def windows_of(model: CausalLM, spec: StateSpec) -> list[int | None]:
+    """Return the tokens that the layers of each cache group read, for groups with a block table; None for all."""
+    groups = model.batch_type.groups
+    if groups is None:
+        return [spec.window]
+    return [
+        attrs.evolve(spec, layers=[spec.layers[each] for each in layers]).window
+        for layers, per_token in zip(groups.layers, groups.per_token, strict=True)
+        if per_token
+    ]
+
+
+def saved_states(states: StateMemory, cache: CacheConfig) -> SavedStates | None:
+    """Return what saves the states per sequence of prefixes; None if there are no slots for them.
+
+    Raises:
+        ConfigError: the interval of the places is no multiple of the block size.
+    """
+    spec = states.spec
+    if not spec.num_saved:
+        return None
+    size, interval = spec.block_size, cache.saved_states_interval
+    if interval is None:
+        interval = math.ceil(SAVED_INTERVAL / size) * size
+    if interval % size:
+        raise ConfigError(
+            f"cache.saved_states_interval is {interval}, no multiple of the block size {size}",
+            f"set it to a multiple of {size}, or leave it out",
+        )
+    return SavedStates(range(spec.num_slots - spec.num_saved, spec.num_slots), interval, states.copy_slot)
 
 
 def longest_sequence(model: CausalLM, asked: int | None) -> int:

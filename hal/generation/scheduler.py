@@ -20,7 +20,7 @@ from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import choose
 from hal.generation.token_masks import all_tokens, allowed_tokens
-from hal.step import to_device
+from hal.step import NONE, to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
 from hal.step.sequence_fields import joined_fields
@@ -150,6 +150,8 @@ class Scheduler:
             first.blocks, first.cached = shared + own, cached
             first.slots = (runner.slots.take(1) or []) if runner.slots.needed else []
             slot = first.slots[0] if first.slots else None
+            if runner.prefixes is not None and cached and slot is not None:
+                runner.prefixes.load_states(first.identities[:cached], slot)
             first.row = self._inputs.add(first.tokens, first.blocks, cached=cached, slot=slot)
             admitted.append(self._waiting.popleft())
             self._running.append(first)
@@ -162,8 +164,10 @@ class Scheduler:
     def _step(self, sequences: list[Request]) -> list[tuple[Request, Token]]:
         """Start a step of sequences, in the order of their rows, and return tokens that became known."""
         runner, inputs = self._runner, self._inputs
-        counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
         with runner.uses, runner.backend.translating_errors():  # Open until the logits are read: they may be a graph's.
+            if not sequences[0].drawn:
+                self._run_to_places(sequences)
+            counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
             rows = [each.row for each in sequences]
             batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))
             logits = runner.step(batch).logits
@@ -171,6 +175,8 @@ class Scheduler:
             for each in sequences:
                 each.unread += 1
             found = self._read()  # During the step. Masks need these tokens.
+            for each in sequences:
+                self._save_states(each, len(each.tokens))
             entered = runner.backend.enter()  # Another may be active.
             try:
                 with torch.inference_mode():
@@ -186,6 +192,26 @@ class Scheduler:
                 return self._read()
             inputs.extend_pending([each.row for each in sequences], chosen)
         return found
+
+    def _run_to_places(self, sequences: list[Request]) -> None:
+        """Run new prompts up to the last place where their states are saved, in a step to each place."""
+        runner, inputs = self._runner, self._inputs
+        if runner.prefixes is None:
+            return
+        places = {each.row: runner.prefixes.places(each.cached, each.length - 1) for each in sequences}
+        while going := [each for each in sequences if places[each.row]]:
+            rows, counts = [each.row for each in going], [places[each.row][0] - each.cached for each in going]
+            runner.step(inputs.batch(counts, rows=rows, **self._fields(going, counts)), NONE)
+            inputs.advance(counts, rows=rows)
+            for each in going:
+                each.cached = places[each.row].pop(0)
+                self._save_states(each, each.cached)
+
+    def _save_states(self, sequence: Request, length: int) -> None:
+        """Save the states of a sequence after its first ``length`` tokens, the last that ran, at one of the places."""
+        prefixes = self._runner.prefixes
+        if prefixes is not None and sequence.slots and prefixes.places(length - 1, length):
+            prefixes.save_states(sequence.blocks, sequence.identities[:length], sequence.slots[0])
 
     def _fields(self, sequences: list[Request], counts: Sequence[int] | None) -> dict[str, Any]:
         """Return the fields of a step's batch that its prompts' inputs determine. Encodes the inputs of new prompts."""

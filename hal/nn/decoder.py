@@ -166,7 +166,9 @@ class Decoder(nn.Module):
         for index, (layer, places, further) in enumerate(
             zip(self.layers, self._places, self.further(batch, hidden), strict=True)
         ):
-            hidden = layer(hidden, angles[places[0]] if places else None, batch, states[self.stored(index)], *further)
+            stored = self.stored(index)
+            own = batch.for_layer(stored)
+            hidden = layer(hidden, angles[places[0]] if places else None, own, states[stored], *further)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -214,6 +216,7 @@ class DecoderLM(CausalLM):
     """
 
     decoder: type[Decoder] = Decoder
+    layers_have_groups = True
 
     def __init__(
         self,

@@ -33,6 +33,8 @@ class CausalLM(nn.Module):
         max_length: the maximum sequence length, in tokens.
         states: the states of each layer, by name; an empty mapping for a layer without state.
         batch_type: the class of its batches: :class:`hal.step.Batch`, or a subclass with more fields.
+        layers_have_groups: whether each layer reads ``batch.for_layer(index)``, so that an engine may give the layers
+            several block tables; see :func:`hal.step.grouped_batch`.
         output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         encoder: the encoder of inputs beside tokens, a module of the model; None for a model of text alone.
@@ -53,6 +55,7 @@ class CausalLM(nn.Module):
     states: Sequence[LayerStates]
     extra: tuple[str, ...] = ()
     batch_type: type[Batch] = Batch
+    layers_have_groups: bool = False
     output_projection: str = "lm_head"
     tied: Mapping[str, str] = MappingProxyType({})
     base_name: str = "model"

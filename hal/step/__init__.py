@@ -5,11 +5,14 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
+from hal.step.cache_groups import CacheGroups
 from hal.step.embedding_batch import AxesBatch, EmbeddingBatch, embedding_batch
 from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
+from hal.step.grouped_batch import grouped_batch
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
+from hal.step.page_layout import PageLayout
 from hal.step.rows import ALL, LAST, NONE, Rows, SplitBatch, Wanted, last_rows, split_batch
 from hal.step.shape import StepShape
 from hal.step.slot_batch import SlotBatch
@@ -25,10 +28,12 @@ __all__ = [
     "AxesBatch",
     "Batch",
     "Bounds",
+    "CacheGroups",
     "EmbeddingBatch",
     "EncoderBatch",
     "Field",
     "InputBatch",
+    "PageLayout",
     "Rows",
     "SlotBatch",
     "SplitBatch",
@@ -41,6 +46,7 @@ __all__ = [
     "embedding_batch",
     "field",
     "fields_of",
+    "grouped_batch",
     "host_twin",
     "last_rows",
     "split_batch",

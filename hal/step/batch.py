@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import attrs
 import numpy as np
@@ -23,6 +23,9 @@ from hal.step.fields import BatchBase, field, fields_of, host_twin
 from hal.step.new_tokens import NewTokens
 from hal.step.shape import StepShape
 from hal.step.tensor_checks import check_values, checked_fields
+
+if TYPE_CHECKING:
+    from hal.step.cache_groups import CacheGroups
 
 
 @attrs.frozen(eq=False)
@@ -40,6 +43,9 @@ class Batch(BatchBase):
         query_start_loc_host: a CPU copy of ``query_start_loc``.
         kv_lens_host: a CPU copy of ``kv_lens``.
     """
+
+    groups: ClassVar[CacheGroups | None] = None
+    """The cache groups of the model's layers; None if all share the block table and the slots."""
 
     token_ids: Tensor = field("tokens", torch.int64)
     positions: Tensor = field("tokens", torch.int64)
@@ -69,6 +75,10 @@ class Batch(BatchBase):
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes, by name."""
         return {"tokens": self.num_tokens, "sequences": self.num_sequences, "blocks": self.block_table.shape[1]}
+
+    def for_layer(self, layer: int) -> Batch:
+        """Return the batch that a layer reads: its block table and slots are those of the layer's cache group."""
+        return self
 
     def check(self) -> None:
         """Raise BatchError unless every tensor has the shape that its field declares.
@@ -213,7 +223,7 @@ class Batch(BatchBase):
         host = {name: each.numpy() for name, each in made.items()}
         host["token_ids"][:] = [token for tokens in token_ids for token in tokens]
         table = np.array([[*blocks, *[0] * (sizes["blocks"] - len(blocks))] for blocks in block_ids], np.int32)
-        new.write(host, table, block_size)
+        new.write(host, [table], block_size)
         check_slots(host["slot_mapping"].tolist(), block_size)
         twins = {name: made[each.twin_of] for name, each in fields_of(Batch).items() if each.twin_of is not None}
         base = Batch(**{name: each.to(device) for name, each in made.items()}, **twins)

@@ -165,6 +165,11 @@ def host_twin(name: str) -> Any:
     return attrs.field(metadata={_KEY: (None, None, 0, False, name, None)})
 
 
+def suffixed(name: str, group: int) -> str:
+    """Return the name of a field of a cache group. Groups after the first have their number in it."""
+    return f"{name}_{group}" if group else name
+
+
 def fields_of(batch: type[Any]) -> Mapping[str, Field]:
     """Return the field declarations of a batch class, by name, in the order of its attributes.
 

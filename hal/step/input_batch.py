@@ -17,7 +17,9 @@ from hal.device.device import Device
 from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of, rows_of
-from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.block_table import MORE, BlockTable
+from hal.step.dummies import DUMMY_SLOT
+from hal.step.fields import fields_of
 from hal.step.host_copies import to_device
 from hal.step.new_tokens import NewTokens
 from hal.step.slot_batch import SlotBatch
@@ -44,10 +46,12 @@ class InputBatch:
         block_size: tokens per block.
         device: the device of the batches and of pending tokens.
         bounds: the ranges of token ids and blocks.
-        window: the number of most recent tokens of a sequence that the model reads; None for all. An engine may use
-            blocks before the window for others, or again for the row, and pass the dummy block for them.
+        windows: for each cache group with a block table, the number of most recent tokens of a sequence that its layers
+            read; None for all. An engine may use blocks before the window for others, or again for the row, and pass
+            the dummy block for them.
 
     Attributes:
+        slotted: whether the model keeps states per sequence.
         sampled: ``[max_sequences]``, int64, on the device: the pending token of each row; see :meth:`extend_pending`.
     """
 
@@ -60,19 +64,21 @@ class InputBatch:
         block_size: int,
         device: Device,
         bounds: Bounds,
-        window: int | None = None,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         sizes = {"max_sequences": max_sequences, "max_length": max_length, "block_size": block_size}
-        for name, size in {**sizes, **({} if window is None else {"window": window})}.items():
+        for name, size in [*sizes.items(), *(("window", each) for each in windows if each is not None)]:
             check_size(name, size)
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
-        self._type, self._bounds, self._slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
-        self._staging = Staging(SlotBatch if self._slotted else Batch, device)
-        self._window = max_length if window is None else window
+        self._type, self._bounds, self.slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
+        self._staged = batch_type if batch_type.groups is not None else SlotBatch if self.slotted else Batch
+        self._staging = Staging(self._staged, device)
         self._columns = -(-max_length // block_size)
         self._tokens = np.zeros((max_sequences, max_length), dtype=np.int64)  # The system maps pages on first use.
-        self._table = np.zeros((max_sequences, self._columns), dtype=np.int32)  # Zero after a row's blocks.
-        self._lengths, self._cached, self._blocks, self._slots, self._pending = np.zeros((5, max_sequences), np.int64)
+        self._tables = [BlockTable(max_sequences, self._columns, block_size, bounds, each) for each in windows]
+        self._slot_fields = [name for name in fields_of(self._staged) if name.startswith("slots")]
+        self._slots = np.zeros((len(self._slot_fields), max_sequences), np.int64)
+        self._lengths, self._cached, self._pending = np.zeros((3, max_sequences), np.int64)
         self._size = 0
         self._numbers = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
@@ -98,9 +104,9 @@ class InputBatch:
         row = self._size
         if row == self.max_sequences:
             raise BatchError(f"all {row} rows are taken", "remove a sequence first, or raise max_sequences")
-        if (slot is not None) != self._slotted:
+        if (slot is not None) != self.slotted:
             raise BatchError(
-                f"slot is {slot}, and the model keeps {'states' if self._slotted else 'no state'} per sequence",
+                f"slot is {slot}, and the model keeps {'states' if self.slotted else 'no state'} per sequence",
                 "pass a slot of runner.slots if and only if runner.slots.needed",
             )
         if slot is not None:
@@ -114,40 +120,40 @@ class InputBatch:
         except BaseException:
             self._size -= 1
             raise
-        self._slots[row] = slot or 0
+        if slot is not None:
+            self._slots[:, row] = slot
         return row
 
-    def extend(self, row: int, token_ids: Sequence[int] = (), block_ids: Sequence[int] = ()) -> None:
+    def set_slots(self, row: int, slots: Sequence[int]) -> None:
+        """Set the slot of a sequence's states in each cache group that has slots.
+
+        Raises:
+            BatchError: there is no such row, or another number of slots.
+        """
+        self._check_row(row)
+        if len(slots) != len(self._slots):
+            raise BatchError(f"row {row} gets {len(slots)} slots, not {len(self._slots)}", "pass one for each group")
+        self._slots[:, row] = slots
+
+    def extend(self, row: int, token_ids: Sequence[int] = (), block_ids: Sequence[int] = (), *, group: int = 0) -> None:
         """Append tokens and blocks to a sequence.
+
+        The blocks are for the cache group with the number ``group`` among those with a block table.
 
         Raises:
             BatchError: there is no such row; a token or block is out of range; the row has the block already; or there
                 are more tokens or blocks than ``max_length`` allows, or a pending token. The row is unchanged then.
         """
         self._check_row(row)
-        start, first = self._lengths.item(row), self._blocks.item(row)
-        end, last = start + length_of("token_ids", token_ids), first + length_of("block_ids", block_ids)
-        if end > self.max_length or last > self._columns:
-            raise BatchError(
-                f"row {row} would have {end} tokens in {last} blocks; a row takes {self.max_length} in {self._columns}",
-                "end the sequence, or make the input batch with a larger max_length",
-            )
-        if len(token_ids):
+        start, added = self._lengths.item(row), length_of("token_ids", token_ids)
+        if (end := start + added) > self.max_length:
+            raise BatchError(f"row {row} would have {end} tokens; a row takes {self.max_length}", MORE)
+        if added:
             if self._pending[row]:
                 raise BatchError(f"row {row} has a pending token", "replace it with extend_each first")
             tokens = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size)
-        if len(block_ids):
-            unread = max(self._cached.item(row) - self._window + 1, 0) // self._block_size
-            skipped, end_block = max(0, unread - first), self._bounds.num_blocks
-            unused = integers_of(row, "block {}", block_ids[:skipped], DUMMY_BLOCK, end_block) if skipped else []
-            new = integers_of(row, "block {}", block_ids[skipped:], self._bounds.first_block, end_block)
-            if len(set(new)) < len(new) or not set(new).isdisjoint(self._table[row, unread:first].tolist()):
-                raise BatchError(
-                    f"row {row} would have one of the blocks {new!s:.70} twice; it would overwrite its own tokens",
-                    "pass each block once per sequence, and only those that are new",
-                )
-            self._table[row, first:last], self._blocks[row] = [*unused, *new], last
-        if len(token_ids):
+        self._tables[group].append(row, block_ids, self._cached.item(row))
+        if added:
             self._tokens[row, start:end], self._lengths[row] = tokens, end
 
     def extend_each(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -223,13 +229,7 @@ class InputBatch:
     def set_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         """Replace all blocks of a sequence, such as one that is resumed; see :meth:`extend`."""
         self._check_row(row)
-        before, self._blocks[row] = int(self._blocks[row]), 0
-        try:
-            self.extend(row, (), block_ids)
-        except BaseException:
-            self._blocks[row] = before
-            raise
-        self._table[row, len(block_ids) : before] = 0
+        self._tables[0].replace(row, block_ids, self._cached.item(row))
 
     def truncate(self, row: int, length: int) -> None:
         """Drop the tokens from ``length`` on, such as drafted ones that were rejected. The blocks stay.
@@ -305,22 +305,18 @@ class InputBatch:
         columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
         layout = self._staging.layout({"tokens": len(of_token), "sequences": len(numbers), "blocks": columns})
         layout.host["token_ids"][:] = tokens = self._tokens[of_token, new.positions]
-        table = self._table[index, :columns]
-        if longest > self._window:
-            unread = np.maximum(before - self._window + 1, 0) // self._block_size
-            # Kernels may multiply values before the window by 0, and 0 * NaN is NaN. So a row names no block of others.
-            table = np.where(np.arange(columns) < unread[:, None], self._table[numbers, unread][:, None], table)
-        new.write(layout.host, table, self._block_size)
-        if self._slotted:
-            layout.host["slots"][:] = self._slots[index]
+        tables = [each.read(index, numbers, before, longest, columns) for each in self._tables]
+        new.write(layout.host, tables, self._block_size)
+        for name, of_group in zip(self._slot_fields, self._slots, strict=True):
+            layout.host[name][:] = of_group[index]
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
             self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
-        if self._type in (Batch, SlotBatch) and not fields:
+        if self._type is self._staged and not fields:
             made = self._type(**layout.tensors)
         else:
             base = {name: each for name, each in layout.tensors.items() if name != "slots"}
-            slots = {"slots": layout.tensors["slots"]} if self._slotted else {}
+            slots = {"slots": layout.tensors["slots"]} if self.slotted else {}
             made = self._type.extending(Batch(**base), fields | slots)
         if cached is not None:
             self._cached[index] = before
@@ -347,7 +343,9 @@ class InputBatch:
                 "pass one of each per sequence, and at least one sequence",
             )
         ends = before + counts
-        room = np.minimum(self._lengths[index], self._blocks[index] * self._block_size)
+        room = self._lengths[index]
+        for table in self._tables:
+            room = np.minimum(room, table.counts[index] * self._block_size)
         # A sum beyond int64 is negative, and so not above the cached number.
         wrong = (ends > room) | (before < 0) | (ends <= before)
         if np.count_nonzero(wrong):
@@ -358,7 +356,8 @@ class InputBatch:
     def _refuse(self, row: int, cached: int, count: int) -> None:
         if count < 1:
             raise BatchError(f"row {row} has no new token", "leave it out, or pass at least one token")
-        end, length, blocks = cached + count, int(self._lengths[row]), int(self._blocks[row])
+        end, length = cached + count, int(self._lengths[row])
+        blocks = int(min(each.counts[row] for each in self._tables))
         if cached < 0 or end > length:
             raise BatchError(
                 f"row {row} has {length} tokens, {cached} of them cached, and {count} are to run",
@@ -380,18 +379,19 @@ class InputBatch:
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         width = int(self._lengths[sources].max())
-        columns = int(max(self._blocks[sources].max(), self._blocks[targets].max()))
-        for array in (self._lengths, self._cached, self._blocks, self._slots, self._pending):
+        for array in (self._lengths, self._cached, self._pending, *self._slots):
             array[targets] = array[sources]
         self._tokens[targets, :width] = self._tokens[sources, :width]
-        self._table[targets, :columns] = self._table[sources, :columns]
+        for each in self._tables:
+            each.move(sources, targets)
         if self._pending[targets].any():
             device = self.sampled.device
             self.sampled[to_device(targets, device)] = self.sampled[to_device(sources, device)]
 
     def _clear(self, row: int) -> None:
-        self._table[row, : self._blocks[row]] = 0
-        self._lengths[row] = self._cached[row] = self._blocks[row] = self._pending[row] = 0
+        for table in self._tables:
+            table.clear(row)
+        self._lengths[row] = self._cached[row] = self._pending[row] = 0
 
     def _check_row(self, row: int) -> None:
         if not (type(row) is int and 0 <= row < self._size):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
+
+from hal.step.fields import suffixed
 
 
 @attrs.frozen(eq=False)
@@ -37,17 +39,18 @@ class NewTokens:
         positions = np.arange(total) + (cached - starts[:-1]).repeat(counts)
         return cls(sequences, positions, starts, cached + counts)
 
-    def write(self, host: Mapping[str, Any], table: NDArray[np.int32], block_size: int) -> None:
+    def write(self, host: Mapping[str, Any], tables: Sequence[NDArray[np.int32]], block_size: int) -> None:
         """Write the fields that do not depend on the values of tokens.
 
         Args:
             host: an array for each field, by name.
-            table: ``[sequences, columns]``: the blocks of each sequence.
+            tables: for each cache group, ``[sequences, columns]``: the blocks of each sequence.
             block_size: tokens per block.
         """
         block, offset = np.divmod(self.positions, block_size)
         host["positions"][:] = self.positions
-        host["slot_mapping"][:] = table[self.sequences, block] * block_size + offset
-        host["block_table"][:] = table
+        for group, table in enumerate(tables):
+            host[suffixed("slot_mapping", group)][:] = table[self.sequences, block] * block_size + offset
+            host[suffixed("block_table", group)][:] = table
         host["query_start_loc"][:] = self.starts
         host["kv_lens"][:] = self.ends

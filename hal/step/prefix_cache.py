@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
 from hal.step.block_allocator import BlockAllocator
+from hal.step.saved_states import SavedStates
 
 
 class PrefixCache:
@@ -18,23 +19,32 @@ class PrefixCache:
     Args:
         allocator: the allocator of the underlying blocks.
         block_size: tokens per block.
+        states: saved states, for a model that keeps some per sequence: a prefix ends where its states are saved. None
+            for other models.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+    def __init__(self, allocator: BlockAllocator, block_size: int, states: SavedStates | None = None) -> None:
         self._allocator = allocator
         self._block_size = block_size
+        self._states = states
         self._owners: Counter[int] = Counter()
         self._holding: OrderedDict[bytes, int] = OrderedDict()  # blocks by digest, least recently used first
         self._contents: dict[int, bytes] = {}
         self._stale: set[int] = set()
 
     def reuse(self, tokens: Sequence[int]) -> list[int]:
-        """Return the cached blocks of the longest prefix of ``tokens``. The caller becomes an owner of them."""
+        """Return the cached blocks of the longest prefix of ``tokens``. The caller becomes an owner of them.
+
+        If the model keeps states per sequence, :meth:`load_states` gives the sequence those of the prefix.
+        """
         found: list[bytes] = []
         for digest in self._digests(tokens):
             if digest not in self._holding:
                 break
             found.append(digest)
+        if self._states is not None:
+            while found and found[-1] not in self._states:
+                found.pop()
         self._use(found)
         blocks = [self._holding[digest] for digest in found]
         self._owners.update(blocks)
@@ -52,6 +62,26 @@ class PrefixCache:
             if digest in self._holding:
                 known.append(digest)
         self._use(known)
+
+    def places(self, start: int, end: int) -> list[int]:
+        """Return the lengths after ``start``, up to ``end``, at which a sequence's states are to be saved."""
+        return [] if self._states is None else self._states.places(start, end)
+
+    def save_states(self, blocks: Sequence[int], tokens: Sequence[int], slot: int) -> None:
+        """Save the states in ``slot``, which are those after ``tokens``, if their number is one of :meth:`places`.
+
+        Args:
+            blocks: the blocks of the sequence.
+            tokens: the tokens of the sequence that have run.
+            slot: the slot of the sequence.
+        """
+        if self._states is not None and self.places(len(tokens) - 1, len(tokens)) and self._stale.isdisjoint(blocks):
+            self._states.save(self._digest(tokens), slot)
+
+    def load_states(self, tokens: Sequence[int], slot: int) -> None:
+        """Copy the states after ``tokens``, a prefix that :meth:`reuse` has found, to ``slot``."""
+        if self._states is not None:
+            self._states.load(self._digest(tokens), slot)
 
     def take(self, count: int) -> list[int] | None:
         """Allocate ``count`` blocks, evicting cached ones if needed, or return None if fewer are available."""
@@ -84,6 +114,8 @@ class PrefixCache:
             del self._holding[self._contents.pop(block)]
             if not self._owners[block]:
                 self._allocator.give_back([block])
+        if self._states is not None:
+            self._states.clear()
         self._stale.update(block for block, owners in self._owners.items() if owners)
 
     def _use(self, chain: list[bytes]) -> None:
@@ -94,6 +126,10 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         del self._holding[self._contents.pop(block)]
         self._allocator.give_back([block])
+
+    def _digest(self, tokens: Sequence[int]) -> bytes:
+        """Return the digest of whole blocks of tokens."""
+        return list(self._digests(tokens))[-1]
 
     def _digests(self, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield a digest of each full block and all tokens before it."""

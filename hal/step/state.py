@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import ModelError
+from hal.step.host_copies import to_device
 
 
 class Per(enum.Enum):
@@ -90,6 +91,7 @@ class StateSpec:
         num_blocks: the number of blocks, including the dummy block.
         block_size: tokens per block.
         num_slots: the number of slots, including the dummy slot; 0 if no state is per sequence.
+        num_saved: how many of them, the last ones, hold saved states of prefixes.
     """
 
     layers: tuple[LayerStates, ...] = attrs.field(converter=_frozen_layers)
@@ -97,6 +99,7 @@ class StateSpec:
     num_blocks: int
     block_size: int
     num_slots: int = 0
+    num_saved: int = 0
 
     @classmethod
     def key_value(
@@ -158,10 +161,16 @@ class StateMemory:
     ``[num_slots, ...]``, contiguous. A backend with another layout needs a kernel for every operation that reads or
     writes such a state. Padding rows write to block :data:`~hal.step.dummies.DUMMY_BLOCK` and slot
     :data:`~hal.step.dummies.DUMMY_SLOT`.
+
+    Attributes:
+        spec: what it holds.
+        layers: the tensors.
+        pages: the same memory if layers of several cache groups share it: tensors ``[num_pages, ...]``; else empty.
     """
 
     spec: StateSpec
     layers: tuple[Mapping[str, Tensor], ...]
+    pages: tuple[Tensor, ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor with a name of layer and state, such as ``0.key``."""
@@ -171,14 +180,37 @@ class StateMemory:
 
     def reset_slots(self, slots: Iterable[int]) -> None:
         """Zero the states per sequence in ``slots``, for new sequences."""
-        rows = list(slots)
-        own = [self.layers[index][name] for index, name, state in self.spec.states() if state.per is SEQUENCE]
+        rows, own = list(slots), self._per_sequence
         if not rows or not own:
             return
         with torch.inference_mode():
             index = torch.tensor(rows, device=own[0].device)
             for tensor in own:
                 tensor.index_fill_(0, index, 0)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the states per sequence in one slot to another."""
+        with torch.inference_mode():
+            for tensor in self._per_sequence:
+                tensor[target].copy_(tensor[source])
+
+    def zero_pages(self, pages: Sequence[int]) -> None:
+        """Zero pages, which held values of others."""
+        with torch.inference_mode():
+            index = to_device(pages, self.pages[0].device)
+            for tensor in self.pages:
+                tensor.index_fill_(0, index, 0)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages to others."""
+        with torch.inference_mode():
+            index = to_device([sources, targets], self.pages[0].device)
+            for tensor in self.pages:
+                tensor[index[1]] = tensor[index[0]]
+
+    @property
+    def _per_sequence(self) -> list[Tensor]:
+        return [self.layers[index][name] for index, name, state in self.spec.states() if state.per is SEQUENCE]
 
 
 KEY_VALUE = frozenset({"key_cache", "value_cache"})

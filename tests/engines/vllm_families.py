@@ -78,8 +78,12 @@ def specifications() -> list[str]:
     worker = HalWorker.__new__(HalWorker)
     worker.backend = SimpleNamespace(block_size=16)
     worker.model = SimpleNamespace(
-        states=[latent, {}, narrow], parameters=lambda: iter([torch.empty(1, dtype=torch.bfloat16)])
+        states=[latent, {}, narrow],
+        parameters=lambda: iter([torch.empty(1, dtype=torch.bfloat16)]),
+        layers_have_groups=False,
     )
+    worker.cache_config = SimpleNamespace(mamba_cache_mode="none")
+    worker.model_config = SimpleNamespace(max_model_len=64)
     specs = worker.get_kv_cache_spec()
     sizes = {name: spec.page_size_bytes for name, spec in specs.items()}
     if sizes != {"layers.0": 16 * (48 * 2 + 64), "layers.2": 16 * (24 * 2 + 64)}:
@@ -95,16 +99,30 @@ def specifications() -> list[str]:
     windows = [{name: State(TOKEN, (2, 16), window=size) for name in ("key", "value")} for size in (20, 50, None)]
     worker.model.states = windows
     if [type(each) for each in worker.get_kv_cache_spec().values()] != [FullAttentionSpec] * 3:
-        wrong.append("layers have windows beside one that has none")
+        wrong.append("layers that read one block table have windows beside one that has none")
+    worker.model.layers_have_groups = True
+    found = [getattr(each, "sliding_window", None) for each in worker.get_kv_cache_spec().values()]
+    if found != [20, 50, None]:
+        wrong.append(f"layers with windows of 20 and 50, and one without, are declared with {found}")
     worker.model.states = windows[:2]
     if [each.sliding_window for each in worker.get_kv_cache_spec().values()] != [50, 50]:
         wrong.append(f"layers with windows of 20 and 50 are declared as {worker.get_kv_cache_spec()}")
-    worker.model.states = [{"matrix": State(SEQUENCE, (4, 8, 8))}]
-    try:
-        wrong.append(f"a recurrent layer has {worker.get_kv_cache_spec()}")
-    except ModelError as error:
-        if "states per token only" not in error.problem:
-            wrong.append(str(error))
+    state = {"matrix": State(SEQUENCE, (4, 24, 32), torch.float32), "window": State(SEQUENCE, (3, 64))}
+    worker.model.states = [state, windows[2], state]
+    sizes = {spec.page_size_bytes for spec in worker.get_kv_cache_spec().values()}
+    if sizes != {4 * 24 * 32 * 4 * 2 + 2 * 3 * 64 * 2}:  # 12 blocks of 2,048 bytes are 2 matrices.
+        wrong.append(f"recurrent layers take pages of {sizes}")
+    for states, layers_have_groups, problem in (
+        ([state], False, "its layers read one block table"),
+        ([state, latent], True, "cannot share memory with other layers"),
+        ([state, {"matrix": State(SEQUENCE, (4, 8, 8))}], True, "layers that share memory must keep equal ones"),
+    ):
+        worker.model.states, worker.model.layers_have_groups = states, layers_have_groups
+        try:
+            wrong.append(f"{problem}: {worker.get_kv_cache_spec()}")
+        except ModelError as error:
+            if problem not in error.problem:
+                wrong.append(str(error))
     return wrong
 
 

@@ -216,13 +216,6 @@ def test_a_checkpoint_without_the_convolution_is_refused(tmp_path: Path, cpu: ha
         hal.load_model(folder, cpu)
 
 
-def test_prefixes_are_not_reused() -> None:
-    backend = hal.open({"backend": "cpu", "cache": {"reuse_prefixes": True}})
-    model = hal.load_model(hal.RandomCheckpoint.of("hybrid", NEXT), backend)
-    with pytest.raises(ConfigError, match=r"reuse_prefixes is set, but Qwen3NextForCausalLM keeps matrix per sequence"):
-        hal.Runner(model, backend)
-
-
 def test_ranks_that_do_not_divide_the_key_heads_are_refused() -> None:
     layer = GatedDeltaNet(
         32, DeltaNetSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4), eps=1e-6, qkvz=(), ba=()

@@ -131,10 +131,10 @@ def test_sums_above_64_bits() -> None:
 @pytest.mark.parametrize("name", ["max_sequences", "max_length", "block_size", "window"])
 def test_sizes_of_an_input_batch(name: str, wrong: Any) -> None:
     if name == "window" and wrong is None:
-        assert len(made(window=None)) == 0  # No window.
+        assert len(made(windows=[None])) == 0  # No window.
         return
     with pytest.raises(BatchError, match=f"{name} is {wrong!r}, not an integer of 1 or more"):
-        made(**{name: wrong})
+        made(**({"windows": [wrong]} if name == "window" else {name: wrong}))
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.5, None, True])

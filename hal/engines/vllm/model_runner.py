@@ -13,6 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
+from hal.engines.vllm.cache_groups import VllmGroups, move_pages
 from hal.engines.vllm.request import Request, Requests
 from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
@@ -38,14 +39,16 @@ class HalModelRunner:
     Args:
         vllm_config: vLLM's configuration.
         runner: hal's runner.
+        groups: vLLM's cache groups; None if there is one.
     """
 
-    def __init__(self, vllm_config: Any, runner: hal.Runner) -> None:
+    def __init__(self, vllm_config: Any, runner: hal.Runner, groups: VllmGroups | None = None) -> None:
         self.runner, self._device = runner, runner.backend.device.torch
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         model_config = vllm_config.model_config
         replica = vllm_config.parallel_config.data_parallel_index
-        self.requests = Requests(runner.input_batch(rows), f"{model_config.seed}, replica {replica}")
+        self.requests = Requests(runner.input_batch(rows), f"{model_config.seed}, replica {replica}", groups)
+        self._groups = groups
         self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
         self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.
@@ -60,6 +63,10 @@ class HalModelRunner:
         if self._running is not None and (self._running.arrived or self.requests.restarts(scheduled)):
             self._settle()
         self.requests.update(scheduled)
+        if self._groups is not None:
+            with self.runner.backend.translating_errors():
+                names = scheduled.num_scheduled_tokens
+                move_pages(self._groups, self.runner.states, scheduled, self.requests.running(names))
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         requests = self.requests.running(scheduled.num_scheduled_tokens)

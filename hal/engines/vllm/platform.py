@@ -51,6 +51,11 @@ class HalPlatform(Platform):
         return False
 
     @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """Return True: layers with windows, or with states per sequence, may have blocks of their own."""
+        return True
+
+    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
         """Check what hal does not read, and keep the sizes of captures. Later, vLLM's defaults look the same.
 

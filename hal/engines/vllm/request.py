@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Container, Sequence
-from typing import Any
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
 from hal.step import InputBatch
+
+
+class Groups(Protocol):
+    """Cache groups with blocks of their own, which tell what hal's blocks and slots are."""
+
+    def tables(self, blocks: Sequence[Sequence[int]], known: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
+        """Yield the number of each group with a block table, and its blocks after the ``known`` ones."""
+
+    def slots(self, blocks: Sequence[Sequence[int]], tokens: int) -> list[int]:
+        """Return the slots of a sequence whose step ends after ``tokens``."""
+
 
 PENDING = -1
 """The mark of a sampled token that only the device has, as in vLLM's own lists of tokens."""
@@ -23,7 +34,7 @@ class Request:
         name: vLLM's id of it.
         prompt: its token ids.
         params: vLLM's sampling parameters.
-        blocks: its blocks, in order.
+        blocks: its blocks of each cache group, in order.
         computed: the number of its tokens that were in the cache when its last step was scheduled.
         outputs: the tokens that were sampled. The last one is ``PENDING`` while only the device has it.
         seed: its seed, or the one that it was given.
@@ -36,7 +47,7 @@ class Request:
     name: str
     prompt: list[int]
     params: Any
-    blocks: list[int]
+    blocks: list[list[int]]
     computed: int
     outputs: list[int]
     seed: int = 0
@@ -60,10 +71,11 @@ class Requests:
         inputs: the rows.
         seed: decides the seeds of requests without one. All ranks of a replica have the same, and so draw the same
             tokens; replicas have different ones.
+        groups: the cache groups; None if there is one, whose blocks are hal's.
     """
 
-    def __init__(self, inputs: InputBatch, seed: str) -> None:
-        self.inputs, self._seeds = inputs, random.Random(seed)
+    def __init__(self, inputs: InputBatch, seed: str, groups: Groups | None = None) -> None:
+        self.inputs, self._seeds, self._groups = inputs, random.Random(seed), groups
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
 
@@ -83,18 +95,25 @@ class Requests:
             request.computed = computed
             if name in resumed:
                 self._drop(request)
-                request.blocks = list(blocks[0])
+                request.blocks = [*map(list, blocks)]
                 del request.outputs[outputs:]  # The scheduler may have dropped the output of a running step.
                 if not request.outputs and not request.prompt_logprobs:
                     request.scored = 0  # That output may have had them.
             elif blocks is not None:
-                request.blocks += blocks[0]
+                before = [len(each) for each in request.blocks]
+                for own, new in zip(request.blocks, blocks, strict=True):
+                    own += new
                 if request.row >= 0:
                     self.inputs.set_cached(request.row, computed)  # Blocks before the window may come again.
-                    self.inputs.extend(request.row, (), blocks[0])
+                    for group, ids in self._tables(request.blocks, before):
+                        self.inputs.extend(request.row, (), ids, group=group)
         for name in scheduled.num_scheduled_tokens:
             if known[name].row < 0:
                 self._place(known[name], scheduled.num_scheduled_tokens)
+        if self._groups is not None:
+            for name, count in scheduled.num_scheduled_tokens.items():
+                request = known[name]
+                self.inputs.set_slots(request.row, self._groups.slots(request.blocks, request.computed + count))
 
     def restarts(self, scheduled: Any) -> bool:
         """Return whether a step starts a known request anew, or runs nothing. Such a step reads all tokens so far."""
@@ -129,7 +148,9 @@ class Requests:
     def _add(self, new: Any) -> None:
         """Add a request. A session that goes on comes as a new one, with the tokens so far in its prompt."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
-        request = Request(new.req_id, prompt, new.sampling_params, list(new.block_ids[0]), new.num_computed_tokens, [])
+        request = Request(
+            new.req_id, prompt, new.sampling_params, [*map(list, new.block_ids)], new.num_computed_tokens, []
+        )
         if (seed := new.sampling_params.seed) is not None:
             request.seed = seed % 2**63
         elif before is None:
@@ -146,8 +167,16 @@ class Requests:
     def _place(self, request: Request, scheduled: Container[str]) -> None:
         if len(self.inputs) == self.inputs.max_sequences:  # A request that waits gives its row away.
             self._drop(next(each for each in self._by_row if each.name not in scheduled))
-        request.row = self.inputs.add(request.prompt + request.outputs, request.blocks, cached=request.computed)
+        tokens, slot = request.prompt + request.outputs, 1 if self.inputs.slotted else None  # set for each step
+        (_, first), *others = self._tables(request.blocks, [0] * len(request.blocks))
+        request.row = self.inputs.add(tokens, first, cached=request.computed, slot=slot)
+        for group, ids in others:
+            self.inputs.extend(request.row, (), ids, group=group)
         self._by_row.append(request)
+
+    def _tables(self, blocks: Sequence[Sequence[int]], known: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        """Return the number of each group with a block table, and its blocks after the ``known`` ones."""
+        return [(0, blocks[0][known[0] :])] if self._groups is None else [*self._groups.tables(blocks, known)]
 
     def _drop(self, request: Request) -> None:
         """Take a request's row, if it has one, and move the last row there."""

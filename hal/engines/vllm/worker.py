@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
 from hal.config import require
+from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
 from hal.engines.vllm.vllm_config import CAPTURE_SIZES, LOCAL_RANKS, hal_config
@@ -90,17 +90,17 @@ class HalWorker(WorkerBase):
         return ("generate",)
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
-        """Return what each layer keeps for a token, in vLLM's classes.
-
-        If all layers have a window, vLLM frees the blocks before the longest, and may name the null block for them. If
-        only some have, all keep their blocks: vLLM would give the layers several groups of blocks.
+        """Return what each layer keeps, in vLLM's classes.
 
         Raises:
-            ModelError: a layer keeps a state per sequence.
+            ModelError: layers keep states that vLLM's groups cannot share memory for.
         """
-        dtype = next(self.model.parameters()).dtype
-        spec = hal.step.StateSpec(self.model.states, dtype, num_blocks=1, block_size=self.backend.block_size)
-        return {f"layers.{index}": _spec_of(index, spec) for index, states in enumerate(spec.layers) if states}
+        return specs_of(
+            self.model,
+            self.backend.block_size,
+            mode=self.cache_config.mamba_cache_mode,
+            longest=self.model_config.max_model_len,
+        )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Return any layout of vLLM's, since hal has its own."""
@@ -139,21 +139,18 @@ class HalWorker(WorkerBase):
         """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block.
 
         Raises:
-            ModelError: vLLM puts the layers into several groups, which have blocks of their own.
+            ModelError: vLLM's groups have blocks of different numbers of tokens.
         """
-        if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
-            raise ModelError(
-                f"vLLM puts the layers into {groups} groups with blocks of their own; hal's worker supports one",
-                "run the model with hal.generate",
-            )
+        longest = self.model_config.max_model_len
+        groups = use_groups(self.model, self.backend.block_size, longest, kv_cache_config)
         runner = self.runner_type(
             self.model,
             self.backend,
             max_sequences=self.scheduler_config.max_num_seqs,
-            max_length=self.model_config.max_model_len,
-            num_blocks=kv_cache_config.num_blocks,
+            max_length=longest,
+            num_blocks=kv_cache_config.num_blocks if groups is None else None,
         )
-        self.model_runner = HalModelRunner(self.vllm_config, runner)
+        self.model_runner = HalModelRunner(self.vllm_config, runner, groups)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Return no times: the runner has captured and compiled already."""
@@ -196,23 +193,3 @@ class HalWorker(WorkerBase):
         """Close the backend."""
         self.backend.close()
         leave_ranks(self.parallel_config)
-
-
-def _spec_of(index: int, spec: hal.step.StateSpec) -> KVCacheSpec:
-    """Return a specification whose blocks take the bytes of a layer's, and which says what vLLM may free."""
-    states, size, window = spec.layers[index], spec.block_size, spec.window
-    first, *others = states.values()
-    if any(each.per is not hal.step.TOKEN for each in states.values()):
-        raise ModelError(
-            f"layer {index} keeps {dict(states)!s:.200}; hal inside vLLM supports states per token only",
-            "run the model with hal.generate",
-        )
-    if len(first.shape) == 2 and others == [first]:
-        heads, head_size = first.shape
-        row: dict[str, Any] = {"num_kv_heads": heads, "head_size": head_size, "dtype": spec.dtype_of(first)}
-        if window is None:
-            return FullAttentionSpec(block_size=size, **row)
-        return SlidingWindowSpec(block_size=size, sliding_window=window, **row)
-    # One row per token, as in latent attention, of all states together.
-    nbytes = sum(math.prod(each.shape) * spec.dtype_of(each).itemsize for each in states.values())
-    return MLAAttentionSpec(block_size=size, num_kv_heads=1, head_size=nbytes, dtype=torch.uint8)

@@ -1,0 +1,110 @@
+"""Tests that models whose layers are in several cache groups give the tokens of hal.generate inside vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.distributions import installed
+from helpers.vllm_programs import found_by, needs_vllm
+
+WINDOW = 20
+
+
+def groups_of(folder: Path, kind: str) -> Path:
+    """Write a random checkpoint: three recurrent layers of four, or two of three with a window."""
+    import torch
+    import transformers
+    from helpers.comparison import randomize
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "max_position_embeddings": 512,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    recurrent = {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    states = ["linear_attention", "linear_attention", "full_attention"] * 2
+    further: dict[str, dict[str, Any]] = {
+        "Qwen3Next": {"num_hidden_layers": 8, **recurrent, **experts},
+        "Qwen3_5Text": {"num_hidden_layers": 6, "layer_types": states, **recurrent},
+        "Gemma3Text": {"num_hidden_layers": 6, "layer_types": windows, "sliding_window": WINDOW},
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes, **further[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(model, 1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()))
+    model.save_pretrained(folder)
+    return folder
+
+
+EAGER: dict[str, Any] = {"compiler": "eager"}
+GRAPH: dict[str, Any] = {"compiler": "graph", "capture_sizes": [1, 2, 4]}
+PIECES: dict[str, Any] = {**GRAPH, "compiler": "piecewise", "prefill": {"capture_sizes": [64]}}
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("kind", "compilation", "caching", "device"),
+    [
+        ("Qwen3Next", EAGER, False, "cpu"),
+        ("Qwen3Next", PIECES, True, "cpu"),
+        ("Qwen3_5Text", GRAPH, True, "cpu"),
+        ("Qwen3_5Text", GRAPH, False, "npu"),
+        ("Gemma3Text", EAGER, True, "cpu"),
+        ("Gemma3Text", GRAPH, False, "cpu"),
+    ],
+    ids=lambda each: each["compiler"] if isinstance(each, dict) else str(each),
+)
+def test_random_requests(tmp_path: Path, kind: str, compilation: dict[str, Any], caching: bool, device: str) -> None:
+    """Pages that no sequence has hold NaN. The cache is so small that requests are preempted."""
+    if device == "npu" and not installed("torch-npu"):
+        pytest.skip("torch_npu is not installed")
+    block = 16 if device == "cpu" else 128
+    found = found_by(
+        "vllm_groups.main",
+        tmp_path,
+        groups_of(tmp_path / "model", kind),
+        hal={
+            "backend": device,
+            "cache": {"block_size": block, "num_sequences": 16},
+            "compilation": compilation,
+        },
+        vllm={
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 64,
+            "enable_prefix_caching": caching,
+            "num_gpu_blocks_override": 40,
+        },
+        dtype="float32" if device == "cpu" else "float16",
+        longest=256,
+        requests=200,
+        seed=1,
+    )
+    assert found["wrong"] == [], "seed 1"
+    (counts,) = found["counts"]
+    assert counts["groups"] > 1
+    assert counts["bytes"] == counts["counted bytes"]
+    assert counts["decode"]
+    assert counts["chunks"]
+    assert counts["resumed"]
+    assert bool(counts["prefix hits"]) == caching
