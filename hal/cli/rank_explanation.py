@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hal.cli.console import print_table
 from hal.cli.explanation import captures_python
 from hal.cli.stdout import echo
+from hal.errors import CompileError
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
@@ -39,7 +40,11 @@ def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -
     echo(f"a rank of {on.mesh.size} holds {_mib(mine)} of the {_mib(all_of_them)} of weights")
     if on.mesh.data.size > 1 and experts == "split":
         echo(f"the {on.mesh.data.size} copies of the model exchange nothing in a step")
-    calls = _calls(model, on, size)
+    try:
+        calls = _calls(model, on, size)
+    except CompileError as error:  # which a compiler that needs the trace reports, too
+        echo(f"the collectives of a step are not listed, because {error.problem}\n")
+        return
     if not calls:
         echo()
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.distributions import install
 from helpers.thorough import MODE, thorough
 
 import hal
@@ -19,6 +21,15 @@ from hal import ops
 from hal.cli import main
 from hal.cli.explanation import explain_step
 from hal.vendor import PartialKernel
+
+READS_VALUES = """
+from hal.models.qwen3 import Qwen3ForCausalLM
+
+class Reads(Qwen3ForCausalLM):
+    def forward(self, batch, states):
+        assert int(batch.token_ids.max()) < self.vocab_size
+        return super().forward(batch, states)
+"""
 
 
 class TestExplain:
@@ -219,3 +230,23 @@ class TestRanks:
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2
         assert "3 ranks cannot share 4 heads of 128 elements equally" in result.stderr
+
+    @pytest.mark.parametrize("compiler", ["eager", "graph"])
+    def test_a_model_that_cannot_be_traced(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+    ) -> None:
+        """Its collectives stay unknown. Only a compiler that needs a trace fails."""
+        install(tmp_path, "reads", "[hal.models]\nReadsForCausalLM = reads_values:Reads\n", reads_values=READS_VALUES)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        shutil.copytree(trained, tmp_path / "model")
+        config = json.loads((trained / "config.json").read_text(encoding="utf-8"))
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["ReadsForCausalLM"]}))
+        arguments = ["--backend", "cpu", "--tensor-parallel", "2", "--compiler", compiler]
+        result = CliRunner().invoke(main, ["explain", str(tmp_path / "model"), *arguments])
+        why = "Reads cannot be traced, in forward at "
+        assert f"the collectives of a step are not listed, because {why}" in result.stdout
+        assert result.exit_code == (0 if compiler == "eager" else 2)
+        assert result.stderr.startswith("" if compiler == "eager" else f"error: {why}")
+        assert ("the model's Python code is run eagerly; no rewrite is applied" in result.stdout) == (
+            compiler == "eager"
+        )
