@@ -106,10 +106,20 @@ def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) ->
 
 
 def allocated(model: CausalLM, backend: Backend, spec: StateSpec) -> StateMemory:
-    """Return memory for a model's states: the backend's, or pages if the model's layers are in several cache groups."""
+    """Return memory for a model's states: the backend's, or pages if the model's layers are in several cache groups.
+
+    Raises:
+        ConfigError: there are several groups, and the backend's states have another layout than the canonical one.
+    """
     groups = model.batch_type.groups
     if groups is None:
         return backend.allocate(spec)
+    if backend.state_layout != "canonical":
+        raise ConfigError(
+            f"the backend {backend.name} lays states out as {backend.state_layout}, and layers of several cache groups "
+            "share memory in the canonical layout",
+            "leave out the option that chose that layout",
+        )
     return paged_states(spec, groups.layout, groups.num_pages, groups.layers, backend.device.torch)
 
 

@@ -335,6 +335,14 @@ def gated_delta_rule(
     own = owner == torch.arange(sequences, device=query.device)[:, None]  # [sequences, tokens]
     first = query_start_loc.long()[owner.clamp(max=sequences - 1)]
     groups = heads // key.shape[1]
+    before = state[read_slots.long()].float()  # [sequences, heads, value_dim, key_dim]
+    # Sequences share products below, in which a NaN of one would reach the others. It stays out of them.
+    broken = torch.stack([each.isnan().flatten(1).any(1) for each in (query, key, value, decay, beta)]).any(0)
+    lost = (own & broken).any(1) | before.isnan().flatten(1).any(1)  # [sequences]
+    before = before.masked_fill(lost[:, None, None, None], 0.0)
+    broken = (own & lost[:, None]).any(0)
+    query, key, value = (each.masked_fill(broken[:, None, None], 0.0) for each in (query, key, value))
+    decay, beta = (each.masked_fill(broken[:, None], 0.0) for each in (decay, beta))
     q, k = (each.float().unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2).transpose(0, 1) for each in (query, key))
     v, rate = value.float().transpose(0, 1), beta.float().t().unsqueeze(-1)  # [heads, tokens, ...]
 
@@ -351,7 +359,6 @@ def gated_delta_rule(
     # because linalg.solve_triangular cannot be traced in inference mode with symbolic sizes.
     matrix = (rate * weights * (k @ k.transpose(1, 2))).tril(-1)
     matrix = matrix + (token[:, None] == token).float()
-    before = state[read_slots.long()].float()  # [sequences, heads, value_dim, key_dim]
     others = ~own[:, None, :, None]
 
     def recalled(x: Tensor) -> Tensor:
@@ -371,5 +378,7 @@ def gated_delta_rule(
     left = left.masked_fill(~seen, float("-inf")).exp()
     old = (total[:, at + 1] - total[:, query_start_loc.long()[:-1], None]).float().exp()
     added = torch.einsum("hsjt,htv,htk->sjhvk", left, change, k)
-    _write(state, columns, old.permute(1, 2, 0)[..., None, None] * before[:, None] + added, kept)
-    return (result * scale).transpose(0, 1).to(query.dtype)
+    after = old.permute(1, 2, 0)[..., None, None] * before[:, None] + added
+    _write(state, columns, after.masked_fill(lost[:, None, None, None, None], float("nan")), kept)
+    result = (result * scale).transpose(0, 1).masked_fill(broken[:, None, None], float("nan"))
+    return result.to(query.dtype)

@@ -117,8 +117,9 @@ class PackedTensors(Representation):
         shapes, layer = stored.tensors["shape"], stored.layer
         if shapes is None:
             return
-        sizes = [layer.out_features] if layer.merged or not layer.parts else list(layer.parts.values())
-        for place, (name, shape) in enumerate(zip(stored.names, shapes.flatten(0, -2).tolist(), strict=True)):
+        sizes = [layer.out_features] if layer.merged or not layer.parts else list(layer.layers.values())
+        names = dict.fromkeys(stored.names)  # A layer whose rows are in several parts has its name several times.
+        for place, (name, shape) in enumerate(zip(names, shapes.flatten(0, -2).tolist(), strict=True)):
             wanted = [sizes[place % len(sizes)], layer.in_features]
             if shape != wanted:
                 raise CheckpointError(f"{name}.weight_shape is {shape}, but the model's layer is {wanted}", AGAIN)

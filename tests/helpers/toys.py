@@ -18,7 +18,7 @@ from torch import Tensor
 import hal
 from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.weight_bindings import bindings_of
-from hal.step import ALL
+from hal.step import ALL, SEQUENCE
 from helpers import TESTS
 
 PACKAGE = TESTS / "project" / "outside"
@@ -160,7 +160,16 @@ def scheduled(runner: hal.Runner, schedule: Schedule, architecture: str) -> Iter
             yield row, end, each
             if end == len(schedule.texts[row]):
                 runner.blocks.give_back(blocks.pop(row))
+                poison(runner, slots[row])
                 runner.slots.give_back(slots.pop(row))
+
+
+def poison(runner: hal.Runner, slots: Sequence[int]) -> None:
+    """Fill the states of sequences that ended with NaN. A later sequence must not read them."""
+    with torch.inference_mode():
+        for index, name, state in runner.spec.states():
+            if state.per is SEQUENCE:
+                runner.states.layers[index][name][list(slots)] = float("nan")
 
 
 def check(runner: hal.Runner, schedule: Schedule, expected: Sequence[Tensor], architecture: str, slack: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,20 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
     ],
 )
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, {"tensor": 2})
+
+
+@thorough(EXHAUSTIVE, r"\[all_gather")
+@thorough(FAMILY)
+@pytest.mark.parametrize("experts", ["all_gather", "all_to_all"])
+def test_recurrent_layers_beside_whole_experts(experts: str, tmp_path: Path) -> None:
+    check("Qwen3-Next-80B-A3B-Instruct", tmp_path, {"tensor": 2, "experts": experts})
+
+
+def check(name: str, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Compare two ranks with one, which takes more memory."""
     checkpoint = str(published_configs.write(tmp_path / name, name))
     alone = rank_programs.logits(checkpoint, "float32", {})
-    for rank in in_ranks("logits", 2, checkpoint=checkpoint, dtype="float32", parallel={"tensor": 2}):
+    for rank in in_ranks("logits", 2, checkpoint=checkpoint, dtype="float32", parallel=parallel):
         torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
         assert rank["held"] < 0.7 * alone["held"]
