@@ -41,10 +41,8 @@ def groups_of(folder: Path, kind: str) -> Path:
         "shared_expert_intermediate_size": 16,
     }
     windows = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    states = ["linear_attention", "linear_attention", "full_attention"] * 2
     further: dict[str, dict[str, Any]] = {
         "Qwen3Next": {"num_hidden_layers": 8, **recurrent, **experts},
-        "Qwen3_5Text": {"num_hidden_layers": 6, "layer_types": states, **recurrent},
         "Gemma3Text": {"num_hidden_layers": 6, "layer_types": windows, "sliding_window": WINDOW},
     }
     config = getattr(transformers, f"{kind}Config")(**sizes, **further[kind])
@@ -68,8 +66,8 @@ PIECES: dict[str, Any] = {**GRAPH, "compiler": "piecewise", "prefill": {"capture
     [
         ("Qwen3Next", EAGER, False, "cpu"),
         ("Qwen3Next", PIECES, True, "cpu"),
-        ("Qwen3_5Text", GRAPH, True, "cpu"),
-        ("Qwen3_5Text", GRAPH, False, "npu"),
+        ("Qwen3Next", GRAPH, True, "cpu"),
+        ("Qwen3Next", GRAPH, False, "npu"),
         ("Gemma3Text", EAGER, True, "cpu"),
         ("Gemma3Text", GRAPH, False, "cpu"),
     ],
@@ -108,3 +106,32 @@ def test_random_requests(tmp_path: Path, kind: str, compilation: dict[str, Any],
     assert counts["chunks"]
     assert counts["resumed"]
     assert bool(counts["prefix hits"]) == caching
+
+
+@needs_vllm
+def test_blocks_before_a_window_are_freed(tmp_path: Path) -> None:
+    """In the same bytes, more requests run together if layers with windows have blocks of their own."""
+    together = {}
+    for apart in (True, False):
+        found = found_by(
+            "vllm_groups.main",
+            tmp_path,
+            groups_of(tmp_path / f"model{apart}", "Gemma3Text"),
+            hal={"backend": "cpu", "cache": {"block_size": 16}},
+            vllm={
+                "max_num_seqs": 24,
+                "max_num_batched_tokens": 64,
+                "enable_prefix_caching": False,
+                "kv_cache_memory_bytes": 1 << 20,
+                "disable_hybrid_kv_cache_manager": not apart,
+            },
+            dtype="float32",
+            longest=256,
+            requests=60,
+            seed=1,
+        )
+        assert found["wrong"] == [], "seed 1"
+        (counts,) = found["counts"]
+        together[counts["groups"]] = counts["together"]
+    assert together.keys() == {1, 3}
+    assert together[3] > together[1]
