@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import ExpertsMode, ParallelConfig, QuantizedWeights
+from hal.config.untrusted_files import is_there
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
@@ -38,6 +40,9 @@ LARGE_WEIGHT_FRACTION = 128
 """A weight is large if it has more than one part in so many of the bytes of all."""
 LARGEST_BUFFER_BYTES = 32 << 20
 """Larger weights are prepared in memory of their own, whatever their part of all."""
+HEAD = "lm_head.weight"
+EMBEDDING_MODULES = "modules.json"
+"""The file of sentence-transformers in the folder of an embedding model."""
 CACHE_TRIMS = 16
 """How often a load gives freed memory back, which would count at the peak."""
 
@@ -181,11 +186,21 @@ def _build(
         )
     if model_class is None:
         model_class = find_model_class(checkpoint.architecture, checkpoint.model_config, source)
-    model = make_model(check_model_class(model_class, "model_class"), checkpoint.model_config)
+    model = make_model(check_model_class(model_class, "model_class"), _with_head(checkpoint))
     checkpoint = named_by_model(checkpoint, model)
     if isinstance(checkpoint.files, GgufFiles):
         return model, *pack_layers(model, checkpoint, checkpoint.files, weights)
     return model, checkpoint, quantize_layers(model, checkpoint, weights)
+
+
+def _with_head(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the config of a model. The table of embeddings is the head of an embedding model that has none."""
+    config = checkpoint.model_config
+    if HEAD in checkpoint.tensors or not is_there(checkpoint.path / EMBEDDING_MODULES):
+        return config
+    if config.get("tie_word_embeddings") is False:
+        log.warning("%s embeds texts, and has no %s: texts that it generates mean nothing", checkpoint.path, HEAD)
+    return {**config, "tie_word_embeddings": True}
 
 
 def _log_conversion(quantized: Mapping[str, QuantizedLayer], computing: torch.dtype) -> None:

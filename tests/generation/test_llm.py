@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.checkpoints import write_json
+from helpers.checkpoints import random_checkpoint, write_json
 from helpers.random_requests import check_together
 from helpers.reference import TEXTS
 from helpers.thorough import EXHAUSTIVE, thorough
 from helpers.waiting import until
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hal
@@ -222,6 +222,25 @@ def test_embeddings_follow_modules_json(mode: str, trained: Path, tmp_path: Path
     }
     expected = torch.nn.functional.normalize((weight @ pooled[mode]).tanh(), dim=-1)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+def test_an_embedding_model_without_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as Qwen3-Embedding, whose tensors have the names of the base model."""
+    whole = random_checkpoint(tmp_path / "whole", tie_word_embeddings=False)
+    folder = linked(whole, tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    tensors = load_file(whole / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing"):
+        opened(folder, "eager")
+    write_json(folder / "modules.json", [])
+    found = []
+    for each in (whole, folder):
+        with opened(each, "eager") as llm:
+            found.append(llm.embed([[5, 9, 2], [7]]))
+    torch.testing.assert_close(*found)
+    assert "has no lm_head.weight: texts that it generates mean nothing" in caplog.text
 
 
 @pytest.mark.shows("sampling as the checkpoint recommends", "hal.LLM")
