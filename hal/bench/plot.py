@@ -13,7 +13,7 @@ import attrs
 from hal.bench.bench_errors import BenchmarkError
 from hal.bench.bench_report import FORMAT
 
-WIDTH, ROW, LABELS, VALUES = 720, 20, 230, 60
+WIDTH, ROW, LABELS, VALUES = 720, 20, 240, 60
 OURS, OTHERS = "#3b6fb6", "#9aa0a6"
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
 
