@@ -14,7 +14,6 @@ import torch
 from attrs.validators import deep_iterable, ge
 from torch import Tensor, nn
 
-from hal.config import read_model_config
 from hal.nn import (
     ActivationName,
     AxisRotaryEmbedding,
@@ -38,37 +37,37 @@ from hal.step import EncoderBatch, field, host_twin
 from hal.step.encoder_batch import padding_last
 
 from .qwen2 import Qwen2Config
-from .visual import PatchEmbedding, Tower, TowerAttention, VisualLM, axial_angles, frame_starts, patch_places
+from .tower import (
+    EPS,
+    THETA,
+    PatchEmbedding,
+    Tower,
+    TowerAttention,
+    TowerConfig,
+    axial_angles,
+    frame_starts,
+    patch_places,
+)
+from .visual import VisualLM
 
-EPS = 1e-6
-THETA = 1e4
 SECTIONS = (16, 24, 24)
 
 
 @attrs.frozen(kw_only=True)
-class WindowTowerConfig:
-    """The keys of ``vision_config`` that affect the computation, under the same names."""
+class WindowTowerConfig(TowerConfig):
+    """The keys of the tower, under the same names."""
 
     depth: int = attrs.field(default=32, validator=ge(1))
     hidden_size: int = attrs.field(default=3584, validator=ge(4))
     hidden_act: ActivationName = "silu"
     intermediate_size: int = attrs.field(default=3420, validator=ge(1))
-    num_heads: int = attrs.field(default=16, validator=ge(1))
-    in_channels: int = attrs.field(default=3, validator=ge(1))
     patch_size: int = attrs.field(default=14, validator=ge(1))
-    spatial_merge_size: int = attrs.field(default=2, validator=ge(1))
-    temporal_patch_size: int = attrs.field(default=2, validator=ge(1))
     tokens_per_second: float = attrs.field(default=4, validator=ge(0))
     window_size: int = attrs.field(default=112, validator=ge(1))
-    out_hidden_size: int = attrs.field(default=3584, validator=ge(1))
     fullatt_block_indexes: tuple[int, ...] = attrs.field(default=(7, 15, 23, 31), validator=deep_iterable(ge(0)))
 
     def __attrs_post_init__(self) -> None:
-        if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, of {self.num_heads} heads; it must be a multiple of four times "
-                "their number"
-            )
+        TowerConfig.__attrs_post_init__(self)
         if self.window < 1:
             raise ValueError(f"window_size is {self.window_size}, less than the pixels of an embedding")
 
@@ -79,17 +78,7 @@ class WindowTowerConfig:
         if "in_chans" in given:
             given.setdefault("in_channels", given.pop("in_chans"))
         given.pop("spatial_patch_size", None)  # patch_size once more
-        return read_model_config(cls, given)
-
-    @property
-    def head_dim(self) -> int:
-        """Elements per head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def features(self) -> int:
-        """The numbers of a patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+        return super().from_config(given)
 
     @property
     def window(self) -> int:
@@ -189,8 +178,7 @@ class WindowTower(Tower):
         self.config, self.merge, self.width = config, config.spatial_merge_size, config.out_hidden_size
         self.row_tokens, self.features = self.merge**2, config.features
         self.batch_type = batch_of(config.features)
-        shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(shape, config.hidden_size, bias=False)})
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(config.patch, config.hidden_size, bias=False)})
         self.blocks = nn.ModuleList(WindowTowerBlock(config) for _ in range(config.depth))
         self.merger = WindowMerger(config)
 

@@ -1,20 +1,27 @@
-"""Qwen3.5, dense and with experts, its text model: Qwen3-Next's layers, with projections that are not grouped by head.
+"""Qwen3.5, dense and with experts: Qwen3-Next's layers, with projections that are not grouped by head, and a tower.
+
+The tower is that of Qwen3-VL without DeepStack.
 
 Source: Qwen Team, the published code of *Qwen3.5*, 2026.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, max_len
+from torch import nn
 
-from hal.nn import GatedMLP, text_config
+from hal.nn import AxisRotaryEmbedding, AxisSections, GatedMLP, text_config, vision_config
 
 from .qwen3_next import HybridConfig, HybridLM, HybridMoeConfig, Rows
+from .qwen3_vl_tower import Qwen3VLTower, Qwen3VLTowerConfig
+from .visual import VisualLM
+
+SECTIONS = (11, 11, 10)
 
 IMAGES = ("model.visual.", "visual.")
 """Prefixes of the tensors of the model that reads images."""
@@ -38,8 +45,20 @@ def rows_of(config: HybridConfig) -> tuple[Rows, Rows]:
     return [*qkv, ("in_proj_z", 0, values)], [("in_proj_b", 0, heads), ("in_proj_a", 0, heads)]
 
 
+@attrs.frozen(kw_only=True)
+class Qwen35TowerConfig(Qwen3VLTowerConfig):
+    """The keys of the tower, which has no DeepStack."""
+
+    deepstack_visual_indexes: tuple[int, ...] = attrs.field(default=(), validator=max_len(0))
+
+
+def dense_mlp(config: HybridConfig) -> Callable[[int], nn.Module]:
+    """Return what makes the MLP of a layer."""
+    return lambda layer: GatedMLP(config.hidden_size, config.intermediate_size)
+
+
 class Qwen35ForCausalLM(HybridLM):
-    """The dense model, from its own checkpoint, or from that of a model that also reads images."""
+    """The dense text model, from its own checkpoint, or from that of a model that also reads images."""
 
     other_names = MappingProxyType({**HybridLM.other_names, "model.language_model.": "model."})
     ignored_prefixes = (*HybridLM.ignored_prefixes, *IMAGES)
@@ -47,13 +66,52 @@ class Qwen35ForCausalLM(HybridLM):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         qwen = HybridConfig.from_config(text_config(config) if "text_config" in config else config)
-        return cls(qwen, lambda layer: GatedMLP(qwen.hidden_size, qwen.intermediate_size), *rows_of(qwen))
+        return cls(qwen, dense_mlp(qwen), *rows_of(qwen))
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
-    """The model with experts, from its own checkpoint, or from that of a model that also reads images."""
+    """The text model with experts, from its own checkpoint, or from that of a model that also reads images."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         qwen = Qwen35MoeConfig.from_config(text_config(config) if "text_config" in config else config)
         return cls(qwen, qwen.mlp, *rows_of(qwen))
+
+
+class Qwen35ForConditionalGeneration(VisualLM, HybridLM):
+    """The dense model that reads images and videos."""
+
+    other_names = MappingProxyType({**HybridLM.other_names, **VisualLM.other_names})
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        text = HybridConfig.from_config(text_config(config))
+        return cls.assembled(config, text, dense_mlp(text))
+
+    @classmethod
+    def assembled(cls, config: Mapping[str, Any], text: HybridConfig, mlp: Callable[[int], nn.Module]) -> Self:
+        """Return the model.
+
+        Args:
+            config: the content of config.json.
+            text: the text model's keys.
+            mlp: makes the MLP of a layer.
+
+        Raises:
+            ConfigError: the model does not support the config.
+            ValueError: the tower does not fit the text model.
+        """
+        tower = Qwen35TowerConfig.from_config(vision_config(config))
+        sections = AxisSections.from_config(text_config(config), SECTIONS, interleaved=True)
+        rotary = AxisRotaryEmbedding(text.head_dim, text.rope, sections)
+        model = cls(text, mlp, *rows_of(text), rotary)
+        return model.attach(Qwen3VLTower(tower), tower.out_hidden_size, config)
+
+
+class Qwen35MoeForConditionalGeneration(Qwen35ForConditionalGeneration):
+    """The model with experts that reads images and videos."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        text = Qwen35MoeConfig.from_config(text_config(config))
+        return cls.assembled(config, text, text.mlp)

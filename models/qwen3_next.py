@@ -96,13 +96,21 @@ class HybridLM(DecoderLM):
         mlp: makes the MLP of a layer.
         qkvz: see :class:`hal.nn.GatedDeltaNet`.
         ba: see there.
+        rotary: of the attention; None for positions along one axis.
     """
 
     other_names = MappingProxyType({".linear_attn.": ".self_attn.", ".shared_expert.": ".shared_experts."})
     ignored_prefixes: tuple[str, ...] = ("mtp.",)
 
-    def __init__(self, config: HybridConfig, mlp: Callable[[int], nn.Module], qkvz: Rows, ba: Rows) -> None:
-        rotary = RotaryEmbedding(config.head_dim, config.rope)
+    def __init__(
+        self,
+        config: HybridConfig,
+        mlp: Callable[[int], nn.Module],
+        qkvz: Rows,
+        ba: Rows,
+        rotary: RotaryEmbedding | None = None,
+    ) -> None:
+        rotary = rotary or RotaryEmbedding(config.head_dim, config.rope)
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
 
         def layers() -> Iterator[DecoderLayer]:

@@ -5,7 +5,7 @@ Source: Qwen Team, *Qwen3-VL Technical Report*, 2025.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -16,19 +16,15 @@ from hal.nn import (
     AxisRotaryEmbedding,
     AxisSections,
     DecoderConfig,
-    EncoderItem,
     GatedMLP,
-    Placement,
     RMSNorm,
     SelfAttention,
-    frames,
-    place_blocks,
     text_config,
     vision_config,
 )
 
 from .qwen2_moe import QwenMoeConfig
-from .qwen3_vl_tower import Qwen3VLTower, TowerConfig
+from .qwen3_vl_tower import Qwen3VLTower, Qwen3VLTowerConfig
 from .visual import DeepLayer, VisualLM
 
 SECTIONS = (24, 20, 20)
@@ -82,7 +78,7 @@ class Qwen3VLForConditionalGeneration(VisualLM):
             ConfigError: the model does not support the config.
             ValueError: the tower does not fit the text model.
         """
-        tower = TowerConfig.from_config(vision_config(config))
+        tower = Qwen3VLTowerConfig.from_config(vision_config(config))
         sections = AxisSections.from_config(text_config(config), SECTIONS, interleaved=True)
         rotary = AxisRotaryEmbedding(text.head_dim, text.rope, sections)
         norm = partial(RMSNorm, eps=text.rms_norm_eps)
@@ -92,9 +88,6 @@ class Qwen3VLForConditionalGeneration(VisualLM):
 
         model = cls(text, map(layer, range(text.num_hidden_layers)))
         return model.attach(Qwen3VLTower(tower), tower.out_hidden_size, config)
-
-    def place(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> Placement:
-        return place_blocks(tokens, list(frames(items, self.visual.merge)), self.config.placeholders)
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):

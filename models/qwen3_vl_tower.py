@@ -5,10 +5,10 @@ Source: Qwen Team, *Qwen3-VL Technical Report*, 2025.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -16,62 +16,40 @@ from attrs.validators import deep_iterable, ge
 from torch import Tensor, nn
 
 from hal import ops
-from hal.config import read_model_config
 from hal.nn import ActivationName, EncoderItem, LayerNorm, Linear
 from hal.nn.mlp import ACTIVATIONS
 from hal.step import EncoderBatch, field
 
-from .visual import PatchEmbedding, Tower, TowerAttention, axial_angles, frame_starts, patch_places
+from .tower import (
+    EPS,
+    THETA,
+    PatchEmbedding,
+    Tower,
+    TowerAttention,
+    TowerConfig,
+    axial_angles,
+    frame_starts,
+    patch_places,
+)
 
 TAPS = 4
 """The learned positions around a patch, of which its own is interpolated."""
-EPS = 1e-6
-THETA = 1e4
 
 
 @attrs.frozen(kw_only=True)
-class TowerConfig:
-    """The keys of ``vision_config`` that affect the computation, under the same names."""
+class Qwen3VLTowerConfig(TowerConfig):
+    """The keys of the tower, under the same names."""
 
-    depth: int = attrs.field(default=27, validator=ge(1))
-    hidden_size: int = attrs.field(default=1152, validator=ge(4))
-    hidden_act: ActivationName = "gelu_pytorch_tanh"
-    intermediate_size: int = attrs.field(default=4304, validator=ge(1))
-    num_heads: int = attrs.field(default=16, validator=ge(1))
-    in_channels: int = attrs.field(default=3, validator=ge(1))
-    patch_size: int = attrs.field(default=16, validator=ge(1))
-    spatial_merge_size: int = attrs.field(default=2, validator=ge(1))
-    temporal_patch_size: int = attrs.field(default=2, validator=ge(1))
-    out_hidden_size: int = attrs.field(default=3584, validator=ge(1))
     num_position_embeddings: int = attrs.field(default=2304, validator=ge(1))
     deepstack_visual_indexes: tuple[int, ...] = attrs.field(default=(8, 16, 24), validator=deep_iterable(ge(0)))
 
     def __attrs_post_init__(self) -> None:
-        if self.hidden_size % (4 * self.num_heads):
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, of {self.num_heads} heads; it must be a multiple of four times "
-                "their number"
-            )
+        TowerConfig.__attrs_post_init__(self)
         if isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
             raise ValueError(f"num_position_embeddings is {self.num_position_embeddings}, not a square")
         levels = self.deepstack_visual_indexes
         if len(set(levels)) < len(levels) or any(each >= self.depth for each in levels):
             raise ValueError(f"deepstack_visual_indexes is {list(levels)}; give different layers of {self.depth}")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read the table ``vision_config``."""
-        return read_model_config(cls, config)
-
-    @property
-    def head_dim(self) -> int:
-        """Elements per head."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def features(self) -> int:
-        """The numbers of a patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @attrs.frozen(eq=False)
@@ -199,14 +177,13 @@ class Qwen3VLTower(Tower):
         config: its sizes.
     """
 
-    def __init__(self, config: TowerConfig) -> None:
+    def __init__(self, config: Qwen3VLTowerConfig) -> None:
         super().__init__()
         self.config, self.merge = config, config.spatial_merge_size
         self.row_tokens, self.features = self.merge**2, config.features
         self.batch_type = batch_of(config.features)
         self.side = isqrt(config.num_position_embeddings)
-        shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(shape, config.hidden_size, bias=True)})
+        self.patch_embed = nn.ModuleDict({"proj": PatchEmbedding(config.patch, config.hidden_size, bias=True)})
         self.pos_embed = LearnedPositions(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(TowerBlock(config) for _ in range(config.depth))
         self.merger = Merger(config, norm_joined=False)

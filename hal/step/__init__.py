@@ -6,7 +6,7 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.cache_groups import CacheGroups
-from hal.step.embedding_batch import AxesBatch, EmbeddingBatch, embedding_batch
+from hal.step.embedding_batch import AxesBatch, AxesSlotBatch, EmbeddingBatch, embedding_batch
 from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.grouped_batch import grouped_batch
@@ -26,6 +26,7 @@ __all__ = [
     "SEQUENCE",
     "TOKEN",
     "AxesBatch",
+    "AxesSlotBatch",
     "Batch",
     "Bounds",
     "CacheGroups",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hal.step.batch import Batch
 from hal.step.fields import field
+from hal.step.slot_batch import SlotBatch
 
 
 def _none_embedded(batch: Batch) -> Tensor:
@@ -44,6 +45,11 @@ class AxesBatch(EmbeddingBatch):
     """
 
     axis_positions: Tensor = field("3 tokens", torch.int64, default=_equal_axes)
+
+
+@attrs.frozen(eq=False)
+class AxesSlotBatch(AxesBatch, SlotBatch):
+    """A batch with positions along three axes, for a model that also keeps a state per sequence."""
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from hal.step.dummies import DUMMY_SLOT
 from hal.step.fields import field
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)  # so that a class can derive from it and from another kind of batch
 class SlotBatch(Batch):
     """A batch for a model that keeps a state per sequence.
 

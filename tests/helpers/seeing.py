@@ -24,7 +24,10 @@ transformers = pytest.importorskip("transformers", reason="transformers is the r
 
 IMAGE_ID, VIDEO_ID, START_ID, END_ID = 90, 91, 92, 93
 VOCABULARY = 97
-STEPS = 6
+HYBRIDS = ("Qwen3_5", "Qwen3_5Moe")
+"""Families with recurrent layers."""
+STEPS = 16
+"""The tokens behind each prompt, which are decoded."""
 
 
 def vision(draw: random.Random, family: str, hidden: int) -> dict[str, Any]:
@@ -45,6 +48,8 @@ def vision(draw: random.Random, family: str, hidden: int) -> dict[str, Any]:
         full = draw.sample(range(depth), draw.randint(0, depth))
         return found | {"window_size": 16, "fullatt_block_indexes": sorted(full), "tokens_per_second": 3}
     levels = draw.sample(range(depth), draw.randint(0, 2))
+    if family in HYBRIDS:
+        return found | {"num_position_embeddings": draw.choice((16, 25, 64))}
     return found | {"num_position_embeddings": draw.choice((16, 25, 64)), "deepstack_visual_indexes": levels}
 
 
@@ -78,6 +83,11 @@ def config_of(family: str, seed: int) -> Any:
     if family == "Qwen3VLMoe":
         text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": draw.choice(([], [0]))}
+    if family in HYBRIDS:
+        text |= recurrent(draw, text)
+    if family == "Qwen3_5Moe":
+        text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text |= {"shared_expert_intermediate_size": 16}
     return getattr(transformers, f"{family}Config")(
         text_config=text,
         vision_config=vision(draw, family, hidden),
@@ -88,6 +98,29 @@ def config_of(family: str, seed: int) -> Any:
         tie_word_embeddings=draw.random() < 0.5,
         attn_implementation="eager",
     )
+
+
+def recurrent(draw: random.Random, text: dict[str, Any]) -> dict[str, Any]:
+    """Draw the keys of a text model with recurrent layers; every third has the published sections of the axes."""
+    published = draw.randrange(3) == 0
+    head_dim, factor = (256, 0.25) if published else (draw.choice((16, 32)), draw.choice((0.5, 1.0)))
+    pairs = int(head_dim * factor) // 2
+    high, wide = (11, 10) if published else (draw.randint(1, pairs // 3), draw.randint(1, pairs // 3))
+    types = ["full_attention", "linear_attention", draw.choice(("full_attention", "linear_attention"))]
+    types = types[: text["num_hidden_layers"]]
+    draw.shuffle(types)
+    key_heads = draw.choice((1, 2))
+    rope = {"mrope_section": [pairs - high - wide, high, wide], "partial_rotary_factor": factor}
+    return {
+        "head_dim": head_dim,
+        "layer_types": types,
+        "rope_parameters": {**text["rope_parameters"], **rope},
+        "linear_conv_kernel_dim": draw.choice((2, 4)),
+        "linear_key_head_dim": draw.choice((8, 16)),
+        "linear_value_head_dim": draw.choice((8, 20)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2)),
+    }
 
 
 def item(draw: random.Random, model: Any, *, kind: str = "image", size: tuple[int, int, int] | None = None) -> Any:
@@ -138,6 +171,9 @@ def build(family: str, seed: int, path: Path) -> Any:
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config_of(family, seed)).eval()
     randomize(model, seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # some heads remember for long, others hardly
+            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()))
     model.save_pretrained(path)
     return model
 
@@ -180,6 +216,7 @@ def our_logits(runner: hal.Runner, stories: Sequence[Story], cuts: Sequence[int]
         blocks.append(list(range(first, first + count)))
         first += count
     found: list[list[Tensor]] = [[] for _ in stories]
+    slots = runner.slots.take(len(stories)) if runner.slots.needed else None
 
     def run(starts: Sequence[int], stops: Sequence[int]) -> None:
         rows = [row for row in range(len(stories)) if starts[row] < stops[row]]
@@ -187,6 +224,8 @@ def our_logits(runner: hal.Runner, stories: Sequence[Story], cuts: Sequence[int]
         parts = [{} if (own := inputs[row]) is None else own.fields(starts[row], stops[row]) for row in rows]
         with torch.inference_mode():
             fields = joined_fields(runner.model.batch_type, parts, counts, begins, block_size=size, device=device)
+            if slots is not None:
+                fields["slots"] = [slots[row] for row in rows]
             new = [stories[row].tokens[starts[row] : stops[row]] for row in rows]
             batch = runner.batch(new, [blocks[row] for row in rows], cached=begins, **fields)
             logits = runner.step(batch, ALL).logits.float().clone().cpu()
@@ -198,8 +237,10 @@ def our_logits(runner: hal.Runner, stories: Sequence[Story], cuts: Sequence[int]
         run(starts, cuts)
         starts = list(cuts)
     run(starts, ends)
-    for step in range(STEPS):
+    for step in range(len(stories[0].tokens) - stories[0].length):
         run([end + step for end in ends], [end + step + 1 for end in ends])
+    if slots is not None:
+        runner.slots.give_back(slots)
     return [torch.cat(parts) for parts in found]
 
 

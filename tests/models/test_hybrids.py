@@ -170,8 +170,8 @@ def test_batches_that_change(saved: Any, tmp_path_factory: Any, mode: str, famil
     assert runner.slots.num_free == toys.SLOTS
 
 
-def test_a_checkpoint_that_also_reads_images(tmp_path: Path) -> None:
-    """Its names have a prefix, experts are fused, and the parts that hal does not compute are skipped."""
+def test_the_text_model_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
+    """Its names have a prefix, experts are fused, and the other parts are skipped."""
     model = build(tmp_path, "Qwen3_5MoeText", 0)
     inner = {name.removeprefix("model."): each for name, each in model.state_dict().items()}
     tensors = {(name if name.startswith("lm_head") else f"model.language_model.{name}"): inner[name] for name in inner}
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_also_reads_images(tmp_path: Path) -> None:
         path.unlink()
     save_file({name: each.clone() for name, each in tensors.items()}, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
-    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text, "dtype": "float32"}
+    config = {"architectures": ["Qwen3_5MoeForCausalLM"], "text_config": text, "dtype": "float32"}
     config["tie_word_embeddings"] = text["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     runner = open_runner(tmp_path)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers.comparison import TOLERANCE, difference
 from helpers.reference import open_runner
-from helpers.seeing import IMAGE_ID, VIDEO_ID, Story, build, item, our_logits, story, text, their_logits
+from helpers.seeing import HYBRIDS, IMAGE_ID, VIDEO_ID, Story, build, item, our_logits, story, text, their_logits
 from helpers.thorough import DRAW, EXHAUSTIVE, LONG, MODE, thorough
 
 import hal
 from hal.errors import BatchError, ModelError
 
-FAMILIES = ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")
+FAMILIES = ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", *HYBRIDS)
 SEEDS = range(1, 21)
 SENSITIVE_SEED = 3  # has deep features, and other numbers of pairs for height and width
 
@@ -34,7 +34,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def check(runner: hal.Runner, model: Any, stories: Sequence[Story], cuts: Sequence[int] | None = None) -> None:
     theirs = [their_logits(model, each) for each in stories]
-    assert difference(our_logits(runner, stories, cuts), theirs) <= TOLERANCE
+    # Recurrent layers in chunks and token by token differ by half of TOLERANCE in transformers alone.
+    slack = 3 * TOLERANCE if runner.slots.needed else TOLERANCE
+    assert difference(our_logits(runner, stories, cuts), theirs) <= slack
 
 
 MORE = r"-seed=([4-9]|1\d|20)"

@@ -282,7 +282,8 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
                                    int64_t work) {
     Shape shape{sequences, tokens,     heads,        kv_heads,          head_dim,
                 block_size, max_blocks, query_stride, query_head_stride, scale,
-                softcap,   causal,     window,       work,              nullptr};
+                softcap,   causal,     window,       work,              nullptr,
+                kv_heads * head_dim, head_dim, kv_heads * head_dim, head_dim};
     std::vector<float> wide;
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         const int64_t used = (lengths[sequence] + block_size - 1) / block_size;
@@ -308,6 +309,33 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
     return 0;
 }
 
+// Attends within sequences without a cache. Returns 0, or 1 + the index of a sequence that is not within the tokens.
+extern "C" int64_t packed_attention(const void* query, const void* keys, const void* values, const int32_t* starts,
+                                    void* output, int dtype, int64_t sequences, int64_t tokens, int64_t heads,
+                                    int64_t kv_heads, int64_t head_dim, int64_t query_stride,
+                                    int64_t query_head_stride, int64_t key_stride, int64_t key_head_stride,
+                                    int64_t value_stride, int64_t value_head_stride, float scale, int causal) {
+    std::vector<int32_t> lengths(sequences);
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+        const int32_t start = starts[sequence], end = starts[sequence + 1];
+        if ((sequence == 0 && start != 0) || end < start || end > tokens) return sequence + 1;
+        lengths[sequence] = end - start;
+    }
+    constexpr int64_t kNoWindow = int64_t(1) << 62, kAll = -1;
+    const Shape shape{sequences, tokens, heads, kv_heads, head_dim, 0, 0, query_stride, query_head_stride, scale,
+                      0, causal, kNoWindow, kAll, nullptr, key_stride, key_head_stride, value_stride,
+                      value_head_stride};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        T* rows = static_cast<T*>(output);
+        const int64_t used = sequences ? starts[sequences] : 0;
+        std::fill(rows + used * heads * head_dim, rows + tokens * heads * head_dim, T(0.0f));
+        attend_prompts(shape, static_cast<const T*>(query), static_cast<const T*>(keys),
+                       static_cast<const T*>(values), nullptr, starts, lengths.data(), rows);
+    });
+    return 0;
+}
+
 // Copies each token's key and value into its slot. Returns 0, or 1 + the index of a token whose slot is outside the
 // cache.
 extern "C" int64_t store_kv_cache(const char* key, const char* value, char* key_cache, char* value_cache,
@@ -323,5 +351,6 @@ extern "C" int64_t store_kv_cache(const char* key, const char* value, char* key_
     return 0;
 }
 
+REPLAYABLE(packed_attention)
 REPLAYABLE(paged_attention)
 REPLAYABLE(store_kv_cache)

@@ -1,4 +1,4 @@
-// What both kernels of paged attention read: that of few queries and that of many.
+// What the kernels of attention read: that of few queries, and that of many, over a paged cache or without one.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,14 @@ struct Shape {
     float scale, softcap;  // no softcap if 0
     int causal;
     int64_t window;      // larger than any position for none
-    int64_t work;        // a sequence with more queries times tokens may have many queries
+    int64_t work;        // a sequence with more queries times tokens may have many queries; if negative, each has
     const float* sinks;  // a score of each head without a value, or null
+    int64_t key_stride, key_head_stride, value_stride, value_head_stride;  // in elements
 
     // Whether a sequence has so many queries that packing its keys and values pays.
     bool many(const int32_t* starts, const int32_t* lengths, int64_t sequence) const {
         const int64_t queries = starts[sequence + 1] - starts[sequence];
-        return queries >= 8 && queries * lengths[sequence] > work;
+        return work < 0 || (queries >= 8 && queries * lengths[sequence] > work);
     }
 };
 
@@ -40,7 +41,7 @@ inline void adjust(const Shape& shape, float* scores, int64_t count) {
     for (int64_t i = 0; i < count; i++) scores[i] = shape.softcap * hyperbolic_tangent(scores[i] * share);
 }
 
-// Writes the rows of the sequences with many queries.
+// Writes the rows of the sequences with many queries. Without a block table, a sequence's keys are beside its queries.
 template <class T>
 void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
                     const int32_t* starts, const int32_t* lengths, T* output);

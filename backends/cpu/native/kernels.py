@@ -33,6 +33,7 @@ BASIC = (
     "add_rms_norm",
     "gelu_and_mul",
     "greedy_sample",
+    "packed_attention",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",
@@ -79,6 +80,9 @@ class _Library(Bindings):
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
         self._attention = function(
             "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_float, c_int, c_int64, c_int64
+        )
+        self._packed_attention = function(
+            "packed_attention", c_int64, *pointers[:5], c_int, *[c_int64] * 11, c_float, c_int
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -316,5 +320,52 @@ class _Library(Bindings):
                 f"paged_attention: sequence {wrong - 1} has {int(lens[wrong - 1])} tokens in the blocks "
                 f"{table[wrong - 1].tolist()} of a cache of {num_blocks} blocks of {block_size}",
                 "check the batch's block_table and lengths",
+            )
+        return y
+
+    def packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_start_loc: Tensor,
+        query_start_loc_host: Tensor,
+        scale: float,
+        causal: bool,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.packed_attention`. It is the kernel of prompts, and reads strided heads in place.
+
+        Raises:
+            OperationError: a sequence is outside the tokens, or shapes or dtypes differ.
+        """
+        tokens, heads, head_dim = query.shape
+        kv_heads = key.shape[1]
+        fits = key.shape == value.shape == (tokens, kv_heads, head_dim) and kv_heads > 0 and heads % kv_heads == 0
+        fits = fits and query.dtype is key.dtype is value.dtype
+        require(fits, "packed_attention", query, key, value)
+        starts = integers(query_start_loc_host, "query_start_loc_host")
+        require(starts.dim() == 1 and len(starts) > 0, "packed_attention", query, indices=(starts,))
+        given = [rows(each) for each in (query, key, value)]
+        y = empty(query.shape, query) if out is None else out
+        wrong = self._packed_attention(
+            *(each.data_ptr() for each, _ in given),
+            starts.data_ptr(),
+            y.data_ptr(),
+            DTYPES[query.dtype],
+            len(starts) - 1,
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            *(stride for _, (_, *strides) in given for stride in strides),
+            scale,
+            causal,
+        )
+        if wrong:
+            raise OperationError(
+                f"packed_attention: query_start_loc is {starts.tolist()!s:.200} of {tokens} tokens",
+                "check the batch's query_start_loc",
             )
         return y

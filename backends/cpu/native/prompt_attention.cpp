@@ -1,4 +1,4 @@
-// Attention of many queries over a paged cache, as in prompts.
+// Attention of many queries over a paged cache, as in prompts, or without a cache, as in encoders.
 //
 // A tile of a key head's keys and values is packed once for all queries of a task. For a few rows at a time, two matrix
 // products with a softmax between them then run in the CPU cache. The largest score and the sum of a row are carried
@@ -67,7 +67,7 @@ class Prompt {
         pack_queries(start + task.first, task.kv_head * group_);
         const int64_t last = spans_.back().end;
         for (int64_t tile = spans_[0].begin; tile < last; tile += kKeys) {
-            pack_tile(blocks, task.kv_head, tile, std::min(kKeys, last - tile));
+            pack_tile(blocks, start, task.kv_head, tile, std::min(kKeys, last - tile));
             for (int64_t row = 0; row < rows_; row += kBand) attend(row, tile, std::min(kKeys, last - tile));
         }
         for (int64_t row = 0; row < rows_; row++)
@@ -91,13 +91,13 @@ class Prompt {
         for (int64_t row = 0; row < rows_; row++) totals_[row] = 1.0f, largest_[row] = shape_.sinks[head + row % group_];
     }
 
-    void pack_tile(const int32_t* blocks, int64_t kv_head, int64_t first, int64_t count) {
+    void pack_tile(const int32_t* blocks, int64_t start, int64_t kv_head, int64_t first, int64_t count) {
         const int64_t size = shape_.block_size, dim = shape_.head_dim;
         const T *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < count; i++) {
-            const int64_t slot = blocks[(first + i) / size] * size + (first + i) % size;
-            keys[i] = keys_ + (slot * shape_.kv_heads + kv_head) * dim;
-            values[i] = values_ + (slot * shape_.kv_heads + kv_head) * dim;
+            const int64_t slot = blocks ? blocks[(first + i) / size] * size + (first + i) % size : start + first + i;
+            keys[i] = keys_ + slot * shape_.key_stride + kv_head * shape_.key_head_stride;
+            values[i] = values_ + slot * shape_.value_stride + kv_head * shape_.value_head_stride;
         }
         pack_transposed(keys, count, dim, copies_, tile_keys_.get());
         pack_rows(values, count, dim, kKeys * kPanel, tile_values_.get());
@@ -182,8 +182,8 @@ void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* 
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < tasks.size(); i++) {
             const int64_t sequence = tasks[i].sequence;
-            prompt.run(tasks[i], block_table + sequence * shape.max_blocks, starts[sequence], starts[sequence + 1],
-                       lengths[sequence]);
+            prompt.run(tasks[i], block_table ? block_table + sequence * shape.max_blocks : nullptr, starts[sequence],
+                       starts[sequence + 1], lengths[sequence]);
         }
     }
 }
