@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hal.checkpoint.loading import load_model
     from hal.checkpoint.model_registry import architectures
     from hal.checkpoint.random_weights import RandomCheckpoint
-    from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
+    from hal.config import CacheConfig, CompilationConfig, Config, EncoderConfig, ParallelConfig, PhaseConfig
     from hal.drivers.backend import Backend, active_backend
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.drivers.registry import read_config
@@ -74,6 +74,7 @@ _HOME = {
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.checkpoint.checkpoint",
     "CompilationConfig": "hal.config",
+    "EncoderConfig": "hal.config",
     "Completion": "hal.generation.llm.completion",
     "Config": "hal.config",
     "HostCopy": "hal.execution.host_copy",
@@ -111,6 +112,7 @@ __all__ = [
     "CompilationConfig",
     "Completion",
     "Config",
+    "EncoderConfig",
     "HalError",
     "HostCopy",
     "MemoryPlan",

@@ -213,6 +213,10 @@ class WindowTower(Tower):
         output: Tensor = self.merger(hidden)
         return output
 
+    def most_sequences(self, tokens: int) -> int:
+        """Windows at the edges of an image may be smaller than others."""
+        return 8 + tokens // self.row_tokens // max(1, self.config.window)
+
     def per_item(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
         """Return the embeddings of each item in the order of its rows and columns."""
         found = []

@@ -203,8 +203,8 @@ class CudaGraph(Graph):
 
     def _record(self, operation: Operation, arguments: Mapping[str, Any]) -> None:
         for name in operation.host:
-            self.host_values.record(name, arguments[name], operation.name)
-            twin, twins = arguments.get(name.removesuffix("_host")), self._twins.setdefault(name, [])
+            replayed = self.host_values.record(name, arguments[name], operation.name)
+            twin, twins = arguments.get(name.removesuffix("_host")), self._twins.setdefault(replayed, [])
             if isinstance(twin, Tensor) and twin.is_cuda and all(each.data_ptr() != twin.data_ptr() for each in twins):
                 twins.append(twin)
         starts = arguments.get(QUERIES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -21,11 +21,13 @@ class HostCall:
         operation: the operation's name.
         recorded: the number of updatable launches that torch_npu recorded for the call; normally 1.
         updates: whether the kernel's launches need updates. If not, it reads lengths on the device.
+        names: the host values' names in replays, by the operation's arguments.
     """
 
     operation: str
     recorded: int
     updates: bool
+    names: Mapping[str, str]
 
 
 class CaptureWatch(TorchDispatchMode):
@@ -70,11 +72,10 @@ class CaptureWatch(TorchDispatchMode):
                 return kernel(*args, **kwargs)
             records = self._mode.graph_dispatch_records
             arguments, before = operation.arguments(args, kwargs), len(records)
-            for name in operation.host:
-                self._host_values.record(name, arguments[name], operation.name)
+            names = {name: self._host_values.record(name, arguments[name], operation.name) for name in operation.host}
             result = kernel(*args, **kwargs)
             updates = getattr(chosen(*arguments.values()), "updates", True)
-            self._calls.append(HostCall(operation.name, len(records) - before, updates))
+            self._calls.append(HostCall(operation.name, len(records) - before, updates, names))
             return result
 
         return recording

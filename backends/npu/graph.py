@@ -41,7 +41,7 @@ class NpuGraph(Graph):
         super().__init__()
         self._device = device
         self._graph: Any = None
-        self._distinct: list[dict[str, Update]] = []
+        self._distinct: list[tuple[dict[str, Update], Mapping[str, str]]] = []
         self._updates: list[int] = []
         self._fixed: dict[str, list[int]] = {}
         self._limits: list[PackedLengths] = []
@@ -93,12 +93,13 @@ class NpuGraph(Graph):
         self._kept = made if self._holds else None
         outputs = tree_map_only(Tensor, torch_npu._C._weak_ref_tensor, made)
         self._check_counts(calls, mode.graph_dispatch_records)
-        keys = [self._update_of(record) for record in mode.graph_dispatch_records]
+        names = [call.names for call in calls for _ in range(call.recorded)]
+        keys = [(self._update_of(each), of) for each, of in zip(mode.graph_dispatch_records, names, strict=True)]
         self._distinct = [each for index, each in enumerate(keys) if each not in keys[:index]]
         self._updates = [self._distinct.index(each) for each in keys]
         packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.op_cache_entry, each)]
         self._limits = list(dict.fromkeys(map(packed_lengths, packed)))
-        if not all(map(updates_queries, self._distinct)) or not all(each.updates for each in calls):
+        if not all(updates_queries(each) for each, _ in self._distinct) or not all(each.updates for each in calls):
             # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
                 name: tensor.tolist() for name, tensor in self.host_values.items() if name == "query_start_loc_host"
@@ -165,7 +166,10 @@ class NpuGraph(Graph):
         if self._limits and (refusal := self._refusal(host_values["kv_lens_host"].tolist())):
             return refusal
         # Records with the same keys share one update, which torch_npu only reads.
-        made = [{key: update(host_values) for key, update in keys.items()} for keys in self._distinct]
+        made = []
+        for keys, names in self._distinct:
+            own = {argument: host_values[name] for argument, name in names.items()}
+            made.append({key: update(own) for key, update in keys.items()})
         return [made[index] for index in self._updates]
 
     def _refusal(self, lens: list[int]) -> str | None:

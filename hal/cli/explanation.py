@@ -85,7 +85,7 @@ def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     kept = sorted(on.inductor or ())
     states = on.allocate(_spec(model, on, 2))
     traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
-    _print_stages((traced,))
+    print_stages((traced,))
     echo(
         f"\nInductor compiles the traced graph; {NO_REWRITES}; it calls the driver's kernels of "
         f"{', '.join(kept) or 'no operation'}"
@@ -106,9 +106,9 @@ def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage]
     later = () if own else _of_another(model, on, size)
     if not own and not later:
         echo(f"the compiler {compiler} does not report its stages; if it uses hal's rewrites, it receives this\n")
-    _print_stages(step.stages, after, later)
+    print_stages(step.stages, after, later)
     echo()
-    print_table(("rewrite", "applied", "skipped", "ms", "reasons"), _rewrites(step, on))
+    print_rewrites(step, on)
     if absent := _without_kernel(on):
         echo(f"\nnot listed, because {on.name} has no kernel for them (see `hal ops`): {', '.join(absent)}")
     _print_unsupported(step.unsupported, on)
@@ -196,9 +196,21 @@ def _spec(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
     return StateSpec(tuple(model.states), dtype, num_blocks, on.block_size, num_slots=num_blocks)
 
 
-def _print_stages(
+def print_rewrites(step: OptimizedStep, on: Backend) -> None:
+    """Print what each pass did."""
+    print_table(("rewrite", "applied", "skipped", "ms", "reasons"), _rewrites(step, on))
+
+
+def print_stages(
     stages: Sequence[Stage], after: tuple[str, str, str] | None = None, later: Sequence[Stage] = ()
 ) -> None:
+    """Print the calls and seconds of each stage.
+
+    Args:
+        stages: the stages up to the rewrites.
+        after: the row of the stage after them, if any.
+        later: further stages.
+    """
     rows = [(stage.name, str(stage.nodes), f"{stage.seconds:.3f}") for stage in (*stages, *later)]
     if after is not None:
         rows.insert(len(stages), after)

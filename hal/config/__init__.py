@@ -11,7 +11,15 @@ from hal.config.engine_options import require
 from hal.config.environment import environment_mapping, environment_options, environment_variables
 from hal.config.file_ownership import private_folder
 from hal.config.reading import read, read_model_config
-from hal.config.settings import CacheConfig, CompilationConfig, Config, DTypeName, ParallelConfig, PhaseConfig
+from hal.config.settings import (
+    CacheConfig,
+    CompilationConfig,
+    Config,
+    DTypeName,
+    EncoderConfig,
+    ParallelConfig,
+    PhaseConfig,
+)
 from hal.config.sources import Source, load, to_mapping
 from hal.config.text import parse_json, read_file
 
@@ -22,6 +30,7 @@ __all__ = [
     "CompileCache",
     "Config",
     "DTypeName",
+    "EncoderConfig",
     "ParallelConfig",
     "PhaseConfig",
     "Source",

@@ -44,6 +44,30 @@ class PhaseConfig:
 
 
 @attrs.frozen
+class EncoderConfig:
+    """How the encoder of a model runs, such as that of images. None (``null``) means the default.
+
+    Attributes:
+        compiler: ``eager`` runs the encoder's Python code, and ``optimized`` its optimized code, uncaptured. ``graph``
+            captures that code, one graph per number of embeddings; what no graph holds runs uncaptured. ``inductor``
+            compiles it with torch.compile, for any size. The default is ``eager`` if all steps are, else
+            ``optimized``.
+        capture_sizes: the numbers of embeddings to capture with ``graph``; those of all images of a step count. The
+            default is 64, 256 and 1024, up to ``max_prefill_tokens``.
+    """
+
+    compiler: Literal["eager", "optimized", "graph", "inductor"] | None = None
+    capture_sizes: tuple[int, ...] | None = attrs.field(default=None, validator=at_most(TOKENS, entries=CAPTURES))
+
+    def __attrs_post_init__(self) -> None:
+        if self.capture_sizes is not None and self.compiler != "graph":
+            raise ConfigError(
+                f"compilation.encoder has capture_sizes, and its compiler is {self.compiler}",
+                "set compilation.encoder.compiler to graph, or leave capture_sizes out",
+            )
+
+
+@attrs.frozen
 class CompilationConfig:
     """How a runner executes the model.
 
@@ -69,6 +93,7 @@ class CompilationConfig:
         cache_dir: the folder of the cache of a driver's compiler, for the next start; None means its default.
         decode: overrides for decode steps.
         prefill: overrides for prefill steps.
+        encoder: how the encoder of a model runs.
     """
 
     compiler: str = "eager"
@@ -83,6 +108,7 @@ class CompilationConfig:
     cache_dir: str | None = None
     decode: PhaseConfig = attrs.field(factory=PhaseConfig)
     prefill: PhaseConfig = attrs.field(factory=PhaseConfig)
+    encoder: EncoderConfig = attrs.field(factory=EncoderConfig)
 
     def of(self, phase: Literal["decode", "prefill"]) -> CompilationConfig:
         """Return the configuration of one phase, with its overrides applied."""

@@ -11,7 +11,14 @@ import attrs
 
 from hal.config.environment import environment_mapping
 from hal.config.reading import read
-from hal.config.settings import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig
+from hal.config.settings import (
+    CacheConfig,
+    CompilationConfig,
+    Config,
+    EncoderConfig,
+    ParallelConfig,
+    PhaseConfig,
+)
 from hal.config.text import kind_of, parse_json, read_file
 from hal.errors import ConfigError
 
@@ -37,7 +44,7 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
 
 def _table(value: Any) -> Any:
     """Return a Config as a mapping. Unlike attrs.asdict, it keeps the driver's options as objects."""
-    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, CacheConfig, ParallelConfig)):
+    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, EncoderConfig, CacheConfig, ParallelConfig)):
         return value
     return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 

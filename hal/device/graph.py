@@ -52,6 +52,7 @@ class Graph(ABC):
 
     def __init__(self) -> None:
         self.host_values = HostValues()
+        self.host_names: Mapping[str, Tensor] = {}  # of tensors whose name is not that of an operation's argument
         self._outputs: Any = None
         self._pool: Any = None
         self._captured = self._holds = self._closed = False
@@ -310,7 +311,7 @@ class Captures:
             )
         graph._check_empty(reserve_outputs)
         self.check_modes("a capture begins")
-        graph.host_values = HostValues()
+        graph.host_values = HostValues(graph.host_names)
         graph._holds = reserve_outputs
         self._graph = graph
         self._begun = self._open = self._in_driver = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,10 +14,16 @@ HostValue = Tensor | Sequence[int]
 
 
 class HostValues:
-    """The host values of one graph: recorded by the capture, and validated by every replay."""
+    """The host values of one graph: recorded by the capture, and validated by every replay.
 
-    def __init__(self) -> None:
+    Args:
+        names: the names of tensors that launches read, where it is not the argument's. An encoder whose layers call one
+            operation with several lists of starts needs them.
+    """
+
+    def __init__(self, names: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         self._tensors: dict[str, Tensor] = {}
+        self._given = {tensor.data_ptr(): name for name, tensor in names.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -25,8 +32,13 @@ class HostValues:
         """Return the names, and the tensors that the launches read."""
         return list(self._tensors.items())
 
-    def record(self, name: str, tensor: Tensor, operation: str) -> None:
-        """Record that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``."""
+    def record(self, name: str, tensor: Tensor, operation: str) -> str:
+        """Record that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``.
+
+        Returns:
+            The tensor's name in replays.
+        """
+        name = self._given.get(tensor.data_ptr(), name)
         if tensor.device.type != "cpu":
             raise CaptureError(
                 f"{operation} was called with {name} on {tensor.device}; a host value must be a CPU tensor",
@@ -38,6 +50,7 @@ class HostValues:
                 f"two launches in one capture read different tensors as {name}; replays update one per name",
                 "pass the same tensor to every operation of the captured function",
             )
+        return name
 
     def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
         """Return ``values`` as tensors. Raise HostValueError if a name, shape or dtype is wrong."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from hal.compile.optimize import kept_whole, optimize
-from hal.compile.trace import trace_encoder
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import Outputs
-from hal.drivers.compiler_registry import EAGER
-from hal.errors import CompileError, ModelError
+from hal.errors import CaptureError, CompileError, ModelError
+from hal.execution.encoder_steps import GRAPH, INDUCTOR, CapturedEncoder, EncoderStep, encoder_compiler, encoder_step
 from hal.nn import Encoder, EncoderItem
-from hal.step import EncoderBatch
 
 log = logging.getLogger("hal.execution")
 
@@ -31,11 +26,11 @@ class Encoding:
 
     Args:
         encoder: a module of a model that is loaded on the backend.
-        backend: runs the encoder, as the configuration of prefill steps says: the compiler ``eager`` runs its Python,
-            and all others the optimized code, uncaptured.
+        backend: runs the encoder, as ``compilation.encoder`` says.
 
     Attributes:
         steps: the steps so far.
+        prepared_early: whether the runner calls :meth:`prepare` when it is made, as for all that is captured.
     """
 
     def __init__(self, encoder: Encoder, backend: Backend) -> None:
@@ -43,8 +38,36 @@ class Encoding:
         self._budget = backend.config.cache.num_embeddings
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the least recently used first
         self._rows = 0
-        self._step: Callable[[EncoderBatch], Outputs] | None = None
+        self._step: EncoderStep | None = None
         self.steps = 0
+        self.prepared_early = encoder_compiler(backend) in (GRAPH, INDUCTOR)
+
+    def prepare(self) -> None:
+        """Make what runs the steps, unless that is done.
+
+        Raises:
+            CaptureError: a size cannot be captured, and ``on_capture_error`` is ``raise``.
+            CompileError: the encoder cannot be traced or compiled, and ``on_capture_error`` is ``raise``.
+        """
+        if self._step is not None:
+            return
+        try:
+            self._step = encoder_step(self._encoder, self._backend)
+        except (CaptureError, CompileError) as error:
+            if self._backend.config.compilation.on_capture_error == "raise":
+                raise
+            log.warning("%s runs its Python code: %s", type(self._encoder).__name__, str(error))
+            self._step = lambda batch: (self._encoder(batch),)
+
+    @property
+    def replays(self) -> int:
+        """How many steps ran on graphs."""
+        return self._step.replays if isinstance(self._step, CapturedEncoder) else 0
+
+    def close(self) -> None:
+        """Free the graphs."""
+        if isinstance(self._step, CapturedEncoder):
+            self._step.close()
 
     def encode(self, items: Sequence[EncoderItem]) -> list[Tensor]:
         """Return the embeddings of each item, ``[rows, width]``, on the device. Those in the cache are not computed.
@@ -68,8 +91,8 @@ class Encoding:
 
     def _encode(self, items: list[EncoderItem]) -> list[Tensor]:
         batch = self._encoder.batch(items).to(self._backend.device.torch)
-        if self._step is None:
-            self._step = self._make()
+        self.prepare()
+        assert self._step is not None
         (embeddings,) = self._step(batch)
         self.steps += 1
         wanted = sum(map(self._encoder.rows, items))
@@ -79,22 +102,6 @@ class Encoding:
                 "return a row for every `row_tokens` tokens",
             )
         return [each.clone() for each in self._encoder.per_item(items, embeddings)]
-
-    def _make(self) -> Callable[[EncoderBatch], Outputs]:
-        compilation = self._backend.config.compilation
-        eager: Callable[[EncoderBatch], Outputs] = lambda batch: (self._encoder(batch),)  # noqa: E731
-        if compilation.compiler == EAGER:
-            return eager
-        config = compilation.of("prefill")
-        trace = partial(trace_encoder, self._encoder, whole=kept_whole(self._backend), decompose=False)
-        try:
-            lowered = optimize(trace, self._backend, config.passes).for_any_size(self._encoder, self._backend)
-        except CompileError as error:
-            if config.on_capture_error == "raise":
-                raise
-            log.warning("%s runs its Python code: %s", type(self._encoder).__name__, str(error))
-            return eager
-        return lambda batch: lowered(*batch.tensors())
 
     def _keep(self, digest: bytes, embeddings: Tensor) -> None:
         rows = embeddings.shape[0]

@@ -137,7 +137,8 @@ class Runner(Closable):
         if (first.passes, first.otherwise_python) == (second.passes, second.otherwise_python):
             uncaptured["prefill"] = first
         self._steps = Steps(model, frozenset(compilation.queries), uncaptured, lockstep, debug=compilation.debug)
-        if not chosen:
+        early = self._encoding is not None and self._encoding.prepared_early
+        if not chosen and not early:
             return
         all_agree = agreement(backend, lockstep)
         token = backend.enter()
@@ -149,6 +150,8 @@ class Runner(Closable):
                 for each in uncaptured.values():
                     if not each.otherwise_python:  # else when a step first needs it
                         each.prepare()
+                if early and self._encoding is not None:
+                    self._encoding.prepare()
         finally:
             backend.leave(token)
 
@@ -206,6 +209,11 @@ class Runner(Closable):
     def encoding_steps(self) -> int:
         """How many steps the model's encoder has run. Embeddings that were kept take none."""
         return 0 if self._encoding is None else self._encoding.steps
+
+    @property
+    def encoding_replays(self) -> int:
+        """How many steps of the encoder ran on graphs."""
+        return 0 if self._encoding is None else self._encoding.replays
 
     def batch(
         self,
@@ -367,10 +375,13 @@ class Runner(Closable):
 
     def _release_outputs(self) -> None:
         forms = [] if self._steps is None else list(self._steps.forms.values())
+        encoding = self._encoding
         self._model = self._states = self._slots = self._steps = self._encoding = None
         with ExitStack() as stack:
             for form in forms:
                 stack.callback(form.close)
+            if encoding is not None:
+                stack.callback(encoding.close)
 
     def _collect(self) -> None:
         """Return the memory to the device. Traces leave reference cycles, which only the garbage collector frees."""

@@ -93,6 +93,13 @@ class Encoder(nn.Module):
         """Return the number of an item's embeddings."""
         return item.values.shape[0] // self.row_tokens
 
+    def most_sequences(self, tokens: int) -> int:
+        """Return the number of sequences, such as frames, that a graph of so many tokens holds. Others run uncaptured.
+
+        The default is 16.
+        """
+        return 16
+
     def per_item(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
         """Return the embeddings of each item, ``[rows, width]``, in the order of its tokens.
 

@@ -28,3 +28,8 @@ class EncoderBatch(BatchBase):
 
     query_start_loc: Tensor = field("sequences+1", torch.int32, pad=padding_last)
     query_start_loc_host: Tensor = host_twin("query_start_loc")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, from the host twin."""
+        return int(self.query_start_loc_host[-1])

@@ -73,7 +73,7 @@ def command(
     Prints the calls and duration of each stage; for each rewrite, the number of sites where it was applied, and of
     matching sites where it was skipped, with reasons; the fused operations without a kernel on the backend; the options
     that a kernel lacks; where the step is split; and, on devices that count them, the launches of a layer before and
-    after. Reports if the compiler applies no rewrites.
+    after. Reports if the compiler applies no rewrites. The encoder of a model that reads images follows.
 
     With --tensor-parallel, --data-parallel and --experts, prints a rank's weights, and for each layer its collectives:
     how many a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the
@@ -113,6 +113,10 @@ def command(
         with on.translating_errors():
             stages, split = explain_step(model, on, batch_size)
         _launches(opened, checkpoint, on, batch_size, options)
+        if model.encoder is not None:
+            from hal.cli.encoder_explanation import explain_encoder
+
+            explain_encoder(model.encoder, on)
     if dump is not None and stages:
         with writing(dump):
             _dump(dump, stages, split)
