@@ -21,12 +21,14 @@ class HostCall:
         operation: the operation's name.
         recorded: the number of updatable launches that torch_npu recorded for the call; normally 1.
         updates: whether the kernel's launches need updates. If not, it reads lengths on the device.
+        fixes: whether replays need the capture's numbers of queries.
         names: the host values' names in replays, by the operation's arguments.
     """
 
     operation: str
     recorded: int
     updates: bool
+    fixes: bool
     names: Mapping[str, str]
 
 
@@ -74,8 +76,10 @@ class CaptureWatch(TorchDispatchMode):
             arguments, before = operation.arguments(args, kwargs), len(records)
             names = {name: self._host_values.record(name, arguments[name], operation.name) for name in operation.host}
             result = kernel(*args, **kwargs)
-            updates = getattr(chosen(*arguments.values()), "updates", True)
-            self._calls.append(HostCall(operation.name, len(records) - before, updates, names))
+            ran = chosen(*arguments.values())
+            updates = getattr(ran, "updates", True)
+            fixes = getattr(ran, "fixes_queries", not updates)
+            self._calls.append(HostCall(operation.name, len(records) - before, updates, fixes, names))
             return result
 
         return recording

@@ -99,7 +99,7 @@ class NpuGraph(Graph):
         self._updates = [self._distinct.index(each) for each in keys]
         packed = [each for each in mode.graph_dispatch_records if counts_blocks(each.op_cache_entry, each)]
         self._limits = list(dict.fromkeys(map(packed_lengths, packed)))
-        if not all(updates_queries(each) for each, _ in self._distinct) or not all(each.updates for each in calls):
+        if not all(updates_queries(each) for each, _ in self._distinct) or any(each.fixes for each in calls):
             # The captured launch fixes one query per sequence, and no replay can change it.
             self._fixed = {
                 name: tensor.tolist() for name, tensor in self.host_values.items() if name == "query_start_loc_host"

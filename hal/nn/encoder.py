@@ -96,9 +96,9 @@ class Encoder(nn.Module):
     def most_sequences(self, tokens: int) -> int:
         """Return the number of sequences, such as frames, that a graph of so many tokens holds. Others run uncaptured.
 
-        The default is 16.
+        The default is one for 64 tokens, and at least 16.
         """
-        return 16
+        return max(16, tokens // 64)
 
     def per_item(self, items: Sequence[EncoderItem], embeddings: Tensor) -> list[Tensor]:
         """Return the embeddings of each item, ``[rows, width]``, in the order of its tokens.

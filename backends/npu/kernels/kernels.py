@@ -93,13 +93,30 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs.
 
-    npu_rotary_mul takes tensors of one dtype, so float32 angles rotate a copy in float32.
+    npu_rotary_mul takes tensors of one dtype, so float32 angles rotate a copy in float32. Query and key that follow
+    each other in a merged projection are rotated together.
     """
+    if (heads := _adjacent(query, key)) is not None:
+        rotated, _ = rotary_embedding(heads, heads[:, :0], cos, sin, interleaved)
+        return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
     cos, sin, mode = cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"
+    if not key.shape[1]:
+        whole = query if cos.dtype is query.dtype else query.float()
+        return _rotated(whole, cos, sin, mode).to(query.dtype), key
     if cos.dtype is query.dtype:
         return _rotated(query, cos, sin, mode), _rotated(key, cos, sin, mode)
     rotated, rotated_key = (_rotated(each.float(), cos, sin, mode).to(query.dtype) for each in (query, key))
     return rotated, rotated_key
+
+
+def _adjacent(query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the heads of query and key as one tensor, if they follow each other in memory; else None."""
+    tokens, heads, head_dim = query.shape
+    end = query.storage_offset() + heads * head_dim
+    alike = query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() and query.stride() == key.stride()
+    if not key.shape[1] or not alike or key.storage_offset() != end or query.stride()[1:] != (head_dim, 1):
+        return None
+    return query.as_strided((tokens, heads + key.shape[1], head_dim), query.stride())
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:

@@ -26,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Reference:
-    updates = False  # It reads lengths on the device.
+    updates = fixes_queries = False  # It reads all lengths on the device.
 
     def __call__(self, *arguments: Any) -> Tensor:
         found: Tensor = ops.operation("packed_attention").reference(*arguments)
@@ -71,7 +71,7 @@ class PackedAttention:
         padded = _padded(head_dim, packed=together)
         if padded > head_dim:
             rows = [functional.pad(each, (0, padded - head_dim)) for each in rows]
-        attended = kernel(rows, starts, scale, causal)
+        attended: Tensor = kernel(rows, starts, scale, causal)
         if left := query.shape[0] - used:
             attended = functional.pad(attended, (0, 0, 0, 0, 0, left))
         return attended[..., :head_dim].contiguous() if padded > head_dim else attended

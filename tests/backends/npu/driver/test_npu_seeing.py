@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.npu.emulator import trace
 from helpers.seeing import Story, build, our_logits, story
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -57,6 +57,29 @@ def test_logits(family: str, dtype: str, compiler: str, seeing: dict[str, tuple[
     found = logits(path, stories, backend="npu", dtype=dtype, compilation=compilation)
     errors = [float((each - exact).square().mean().sqrt()) for each in (found, rounded)]
     assert errors[0] <= RATIO * errors[1], errors
+
+
+@thorough(MODE, r"float16")
+@thorough(EXHAUSTIVE, r"Qwen3VL-bfloat16")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("Qwen2_5_VL", "bfloat16"), ("Qwen3VL", "bfloat16"), ("Qwen3VL", "float16")]
+)
+def test_captured_towers(family: str, dtype: str, seeing: dict[str, tuple[Path, list[Story]]]) -> None:
+    """A graph takes images of other sizes, and Qwen2.5-VL's two lists of lengths. Only float16 rounds otherwise."""
+    path, stories = seeing[family]
+    items = [item for each in stories for item in each.items]
+    groups = [[items[0]], items, items[1:]]
+    rows, found = sum(each.values.shape[0] for each in items) // 4, []
+    for encoder in ({"compiler": "eager"}, {"compiler": "graph", "capture_sizes": [rows]}):
+        backend = hal.open({"backend": "npu", "dtype": dtype, "compilation": {"encoder": encoder}})
+        with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
+            made = []
+            for group in groups:
+                runner.forget()
+                made += [each.float().cpu() for each in runner.encode(group)]
+            assert runner.encoding_replays == (3 if encoder["compiler"] == "graph" else 0)
+        found.append(torch.cat(made))
+    torch.testing.assert_close(*found, rtol=0, atol=0 if dtype == "bfloat16" else 1e-3 * float(found[0].abs().max()))
 
 
 def test_launches_of_the_tower(seeing: dict[str, tuple[Path, list[Story]]]) -> None:
