@@ -110,9 +110,10 @@ struct Inputs {
     int64_t length, width;  // tokens; elements of a padded key
 };
 
-// Advances eight rows of a state, in `rows`, through the tokens: `values` and `results` have a row's element per token.
+// Advances eight rows of a state through the tokens: `values` and `results` have a row's element per token. The rows
+// are in `rows` before, and in `out` after each token. For several tokens, both are the same memory.
 template <class Kept>
-void advance(float* rows, const Inputs& in, const float* values, float* results, Kept keep) {
+void advance(const float* rows, float* out, const Inputs& in, const float* values, float* results, Kept keep) {
     for (int64_t token = 0; token < in.length; token++) {
         const float *key = in.keys + token * in.width, *query = in.queries + token * in.width;
         Lanes sums[2 * kAtOnce] = {};
@@ -137,9 +138,8 @@ void advance(float* rows, const Inputs& in, const float* values, float* results,
             const Lanes k = load<Lanes>(key + i);
 #pragma GCC unroll 8
             for (int r = 0; r < kAtOnce; r++) {
-                float* at = rows + r * in.width + i;
-                const Lanes s = factor * load<Lanes>(at) + changes[r] * k;
-                std::memcpy(at, &s, sizeof(s));
+                const Lanes s = factor * load<Lanes>(rows + r * in.width + i) + changes[r] * k;
+                std::memcpy(out + r * in.width + i, &s, sizeof(s));
             }
         }
         keep(token);
@@ -167,6 +167,8 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
     float *keys = held + blocks * kAtOnce * width, *queries = keys + most * width, *overlaps = queries + most * width;
     float *factors = overlaps + most, *rates = factors + most, *values = rates + most, *results = values + most * kAtOnce;
     const S* from = state + (sequences.read[row] * heads + head) * matrix;
+    // One token advances whole vectors of float32 from slot to slot: each is read from memory once, and written once.
+    const bool direct = std::is_same_v<S, float> && length == 1 && width == key_dim && value_dim % kAtOnce == 0;
     for (int64_t first = 0; first < length; first += kTokens) {
         const int64_t count = std::min(kTokens, length - first);
         for (int64_t i = 0; i < count; i++) {
@@ -186,7 +188,7 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t top = block * kAtOnce, taken = std::min<int64_t>(kAtOnce, value_dim - top);
             float* rows = held + top * width;
-            if (first == 0)
+            if (first == 0 && !direct)
                 for (int64_t r = 0; r < kAtOnce; r++) {
                     const int64_t size = r < taken ? key_dim : 0;
                     widen(from + (top + r) * key_dim, rows + r * width, size);
@@ -196,8 +198,18 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
                 const T* value = of.value + of.values(start + first + i, head) + top;
                 for (int64_t r = 0; r < kAtOnce; r++) values[i * kAtOnce + r] = r < taken ? float(value[r]) : 0.0f;
             }
-            advance(rows, inputs, values, results, [&](int64_t i) {
-                const int64_t slot = sequences.slot_after(row, first + i);
+            const float* before = rows;
+            if constexpr (std::is_same_v<S, float>)
+                if (direct) {
+                    before = from + top * key_dim;
+                    // Rows are read side by side, which the processor does not see as a stream.
+                    if (block + 1 < blocks)
+                        for (int64_t i = 0; i < kAtOnce * key_dim; i += kLanes)
+                            __builtin_prefetch(before + kAtOnce * key_dim + i);
+                    rows = state + (sequences.slot_after(row, 0) * heads + head) * matrix + top * key_dim;
+                }
+            advance(before, rows, inputs, values, results, [&](int64_t i) {
+                const int64_t slot = direct ? -1 : sequences.slot_after(row, first + i);
                 if (slot < 0) return;
                 S* to = state + (slot * heads + head) * matrix + top * key_dim;
                 for (int64_t r = 0; r < taken; r++) round_to(rows + r * width, to + r * key_dim, key_dim);
