@@ -146,9 +146,9 @@ test-sglang: $(SGLANG_VENV)/.test
 families: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 families: $(VENV)/.test
 	$(BIN)/python tests/families/run.py --facts build/families.json --checks eager,graph,ranks,inductor $(FAMILIES)
-	$(TEST_PYTHON) tests/families/run.py --facts build/families.json --checks npu $(FAMILIES)
+	$(TEST_PYTHON) tests/families/run.py --facts build/families.json --checks npu,beside $(FAMILIES)
 	$(BIN)/python tests/families/run.py --facts build/families.json --page docs/reference/families.md
-	git diff --exit-code docs/reference/families.md
+	git diff --exit-code docs/reference/families.md docs/reference/launches.md
 
 bench: $(VENV)/.test
 	$(TEST_PYTHON) -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
-from helpers.transformers_families import config_of, is_size, model_of
+from helpers.transformers_families import config_of, is_size, kinds, model_of
 
 import hal
 from hal.checkpoint.model_registry import knows
@@ -60,14 +60,21 @@ def limited(seconds: int) -> Iterator[None]:
 
 def on_cpu(kind: str, compilers: tuple[str, ...], tell: Tell) -> None:
     """Compare logits in each compiler with transformers'."""
+    name = kinds()[kind]
+    tell(architecture=name, native=knows(name))
+    try:
+        model_of(kind)
+    except Exception as error:
+        tell(eager="no", **{"eager reason": f"no small random model: {_reason(error)}"})
+        return
     with checkpoint(kind) as (folder, model, rows):
-        name = type(model).__name__
-        tell(architecture=name, native=knows(name))
-        wanted = own_logits(model, rows)
         for compiler in compilers:
             try:
-                with limited(SECONDS), hal.open(config_for(compiler)) as backend:
+                # What is compared here need not be compared at load, where refusals are of interest.
+                config = config_for(compiler, check_model=compiler == "eager")
+                with limited(SECONDS), hal.open(config) as backend:
                     made = hal.load_model(folder, backend)
+                    wanted = own_logits(model, rows)
                     with hal.Runner(made, backend) as runner:
                         worst = max(differences(runner, rows, wanted).values())
                 tell(**{compiler: "yes" if worst < BOUND else "wrong", f"{compiler} difference": worst})
@@ -90,8 +97,9 @@ def on_two_ranks(kind: str, tell: Tell) -> None:
         rank = "1" if other == 0 else "0"
         os.environ |= {**ranks, "RANK": rank, "LOCAL_RANK": rank}
         found: dict[str, Any] = {}
+        config = config_for("graph", check_model=False, parallel={"tensor": 2, "timeout": 60})
         try:
-            with limited(SECONDS), hal.open(config_for("graph", parallel={"tensor": 2, "timeout": 60})) as backend:
+            with limited(SECONDS), hal.open(config) as backend:
                 made = hal.load_model(folder, backend)
                 with hal.Runner(made, backend) as runner:
                     worst = max(differences(runner, rows, wanted).values())
@@ -112,9 +120,7 @@ def on_npu(kind: str, tell: Tell) -> None:
         with checkpoint(kind, **_layers(kind, layers)) as (folder, model, rows):
             # In 16 bits, so that a router chooses the same experts.
             wanted = own_logits(model.bfloat16(), rows)
-            config = {**config_for("graph"), "backend": "npu", "dtype": "bfloat16", "options": {"emulator": "on"}}
-            config["cache"] = {"num_tokens": 2048}
-            with limited(2 * SECONDS), hal.open(config) as backend:
+            with limited(2 * SECONDS), hal.open(_on_npu()) as backend:
                 made = hal.load_model(folder, backend)
                 with hal.Runner(made, backend) as runner:
                     counts.append(_launches(runner, backend))
@@ -122,6 +128,46 @@ def on_npu(kind: str, tell: Tell) -> None:
                         worst = _short(runner, rows, wanted)
                         tell(npu="yes" if worst < NARROW_BOUND else "wrong", **{"npu difference": worst})
     tell(launches=counts[1] - counts[0])
+
+
+def beside_on_npu(kind: str, tell: Tell) -> None:
+    """Count the launches of a decode layer of hal's own model, and of transformers' without hal, in bfloat16."""
+    hal.open({"backend": "npu", "options": {"emulator": "on"}}).close()
+    own, eager = [], []
+    for layers in (1, 2):
+        with checkpoint(kind, **_layers(kind, layers)) as (folder, model, _):
+            with limited(2 * SECONDS), hal.open({**_on_npu(), "model_source": "hal"}) as backend:
+                made = hal.load_model(folder, backend)
+                with hal.Runner(made, backend) as runner:
+                    own.append(_launches(runner, backend))
+            eager.append(_eager_launches(model))
+    tell(own=own[1] - own[0], transformers=eager[1] - eager[0])
+
+
+def _on_npu() -> dict[str, Any]:
+    return {
+        **config_for("graph"),
+        "backend": "npu",
+        "dtype": "bfloat16",
+        "options": {"emulator": "on"},
+        "cache": {"num_tokens": 2048},
+        "check_model": False,
+    }
+
+
+def _eager_launches(model: Any) -> int:
+    """Return the launches of a decode step of a model of transformers."""
+    from hal.backends.npu import emulator
+
+    model, prompt = model.bfloat16().to("npu"), torch.tensor([[5, 6, 7]], device="npu")
+    with torch.inference_mode():
+        for _ in range(2):
+            cache = model(prompt, use_cache=True).cache
+            torch.accelerator.synchronize()
+            with emulator.trace() as trace:
+                model(prompt[:, :1], cache=cache, use_cache=True)
+                torch.accelerator.synchronize()
+    return sum(trace.counts().values())
 
 
 def _layers(kind: str, layers: int) -> dict[str, Any]:

@@ -15,8 +15,9 @@ code](../how-to/run-other-models.md) from a small random checkpoint: its logits 
 eight decode steps are compared with transformers' own in float32 on a CPU. `make families` tries them again and writes
 this page; tests of hal run some.
 
-Of {total} model types, {runs} run and give transformers' logits{wrong}; the others are refused, for the reasons
-[below](#refused).
+Of {total} model types, {runs} run and give transformers' logits{wrong}. The others are refused, for the reasons
+[below](#refused). {stateful} of those keep another state than keys and values; of the {keyed} types that do not, {runs}
+run. [Launches](launches.md) compares kernels of a decode layer.
 
 - *hal* marks the architectures for which hal has a model too, which `auto` takes.
 - *2 ranks*: two CPU ranks, in `graph`. *NPU*: the emulated NPU in bfloat16, in `graph`; *launches* are those of one
@@ -29,6 +30,29 @@ Of {total} model types, {runs} run and give transformers' logits{wrong}; the oth
 | model_type | architecture | hal | eager | graph | piecewise | inductor | 2 ranks | NPU | launches | difference |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
+STATE = "keeps another state than keys and values"
+UNTRIED = {
+    **dict.fromkeys(
+        (
+            *("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "recurrent_gemma", "zamba"),
+            *("inkling2_text", "inkling2_loop_text", "qwen4_exp", "qwen4_exp_text", "dots3_note", "rwkv", "xlstm"),
+        ),
+        f"a layer of transformers' model {STATE}",
+    ),
+    "minimax": f"a layer of transformers' model {STATE}",
+    "blt": "it predicts bytes by patches, whose number depends on the text",
+    "dory": "it runs its layers several times, and the later passes write other caches than the first",
+    "gemma3n": "its vision tower needs the package timm; gemma3n_text runs",
+    "gemma4_assistant": "it drafts from the keys and values of another model",
+    "gemma4_unified_assistant": "it drafts from the keys and values of another model",
+    "gemma4_unified": "it needs the types of its tokens (text, image, audio); gemma4_unified_text runs",
+    "musicgen": "it predicts several tokens a step, one of each codebook",
+    "musicgen_melody": "it predicts several tokens a step, one of each codebook",
+    "reformer": "it chooses the keys of a query by hashing, or attends within chunks",
+    "roformer": "it rotates by positions that it counts over the whole sequence",
+    "xlnet": "it attends by relative positions, with biases that depend on the query",
+}
+"""Why types are refused of which there is no small model, or whose error does not say it: from their code."""
 COLUMNS = ("eager", "graph", "piecewise", "inductor", "ranks", "npu", "launches")
 
 
@@ -37,9 +61,15 @@ def page_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
     import transformers
 
     tried = {kind: each for kind, each in sorted(facts.items()) if "eager" in each}
+    for kind, each in tried.items():
+        if each["eager"] == "no" and kind in UNTRIED:
+            each["eager reason"] = UNTRIED[kind]
     run = {kind: each for kind, each in tried.items() if each["eager"] == "yes"}
     wrong = [kind for kind, each in tried.items() if "wrong" in each.values()]
+    stateful = sum(STATE in each.get("eager reason", "") for each in tried.values() if each["eager"] != "yes")
     text = HEAD.format(
+        stateful=stateful,
+        keyed=len(tried) - stateful,
         version=transformers.__version__,
         total=len(tried),
         **{name: sum(name in each for each in run.values()) for name in ("graph", "ranks", "npu")},
@@ -64,6 +94,26 @@ def page_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
     return text + "\n## Refused\n\n" + _grouped(refused)
 
 
+LAUNCHES = """\
+# Launches of a decode layer
+
+The launches that one more layer adds to a decode step of one sequence, on the emulated NPU in bfloat16: of transformers
+alone, of hal with transformers' code in `graph`, and of hal's own model. `make families` counts them.
+
+| model_type | transformers, eager | hal, transformers' code | hal's own model |
+|---|---|---|---|
+"""
+
+
+def launches_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of the page of launches."""
+    text = LAUNCHES
+    for kind, each in sorted(facts.items()):
+        if isinstance(each.get("own"), int) and isinstance(each.get("launches"), int) and each["own"]:
+            text += f"| {kind} | {each['transformers']} | {each['launches']} | {each['own']} |\n"
+    return text
+
+
 def _grouped(kinds: Mapping[str, list[str]]) -> str:
     rows = sorted(kinds.items(), key=lambda each: (-len(each[1]), each[0]))
     lines = "".join(f"| {reason} | {', '.join(each)} |\n" for reason, each in rows)
@@ -72,9 +122,7 @@ def _grouped(kinds: Mapping[str, list[str]]) -> str:
 
 def _reason(text: str, facts: Mapping[str, Any]) -> str:
     """Return a refusal without the name of the class, and without what depends on its sizes."""
-    if "architecture" not in facts:
-        return "there is no small random model of it: the rules of tests/helpers/transformers_families.py do not fit"
-    name = str(facts["architecture"])
+    name = str(facts.get("architecture"))
     text = text.removeprefix(f"{name}: ").removeprefix(f"{name} of transformers ")
     text = re.sub(r"/tmp/\S+", "the checkpoint", text)
     text = re.sub(r": they differ by .* of the largest", "", text)

@@ -3,6 +3,8 @@
     python tests/families/run.py --facts build/families.json [--checks eager,graph,ranks,npu] [--minutes N] [MODEL_TYPE]
     python tests/families/run.py --facts build/families.json --page docs/reference/families.md
 
+The second writes launches.md beside that page, too.
+
 Facts are kept between calls, so that a run can go on later. Each check of a family has a process of its own. The check
 ``npu`` needs a Python with torch_npu, and not in the same call as the others: an emulated CANN stays in a process.
 """
@@ -27,6 +29,7 @@ CHECKS = {
     "inductor": ("inductor",),
     "ranks": ("ranks",),
     "npu": ("npu", "launches"),
+    "beside": ("own", "transformers"),
 }
 """The facts that each check finds, the first of which it always does."""
 LIMIT = 600
@@ -66,7 +69,9 @@ def checked(kind: str, check: str) -> dict[str, Any]:
     os.waitpid(child, 0)
     for line in text.splitlines():
         found |= json.loads(line)
-    return found or {CHECKS[check][0]: "no", f"{CHECKS[check][0]} reason": "the process ended"}
+    if CHECKS[check][0] not in found:
+        found |= {CHECKS[check][0]: "no", f"{CHECKS[check][0]} reason": "the process ended"}
+    return found
 
 
 def _function(check: str) -> Callable[..., None]:
@@ -74,7 +79,7 @@ def _function(check: str) -> Callable[..., None]:
 
     if check in ("eager", "graph", "inductor"):
         return lambda kind, tell: checks.on_cpu(kind, CHECKS[check], tell)
-    return checks.on_two_ranks if check == "ranks" else checks.on_npu
+    return {"ranks": checks.on_two_ranks, "npu": checks.on_npu, "beside": checks.beside_on_npu}[check]
 
 
 def main() -> None:
@@ -88,11 +93,16 @@ def main() -> None:
     given = parser.parse_args()
     facts: dict[str, dict[str, Any]] = json.loads(given.facts.read_text()) if given.facts.exists() else {}
     if given.page:
-        from page import page_of
+        from page import launches_of, page_of
 
         given.page.write_text(page_of(facts), encoding="utf-8")
+        (given.page.parent / "launches.md").write_text(launches_of(facts), encoding="utf-8")
         return
     import hal  # noqa: F401 - so that each fork has it
+
+    if not {"npu", "beside"} & {*given.checks.split(",")}:
+        import checks  # noqa: F401 - which imports transformers, before which those must start an emulated CANN
+        import transformers.modeling_utils  # noqa: F401
 
     listed = given.kinds or list(facts)
     if "eager" in given.checks and not given.kinds:
@@ -103,7 +113,7 @@ def main() -> None:
     for check in given.checks.split(","):
         for kind in listed:
             known = facts.setdefault(kind, {})
-            runs = check == "eager" or known.get("eager") == "yes"
+            runs = check == "eager" or (known.get("eager") == "yes" and (check != "beside" or known["native"]))
             if (CHECKS[check][0] in known and not given.kinds) or not runs:
                 continue
             if time.monotonic() > end:

@@ -33,11 +33,11 @@ def config_for(compiler: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def tokens_for(vocab_size: int) -> list[list[int]]:
-    """Return the tokens of the sequences."""
+def tokens_for(vocab_size: int, decoded: int = DECODED) -> list[list[int]]:
+    """Return the tokens of the sequences, of which so many are decoded."""
     generator = torch.Generator().manual_seed(5)
     return [
-        torch.randint(3, min(vocab_size, 101), (length + DECODED,), generator=generator).tolist() for length in LENGTHS
+        torch.randint(3, min(vocab_size, 101), (length + decoded,), generator=generator).tolist() for length in LENGTHS
     ]
 
 
@@ -59,7 +59,7 @@ def differences(runner: hal.Runner, rows: Sequence[Sequence[int]], wanted: Seque
     got = runner.step(runner.batch(prompts, BLOCKS), rows=ALL).logits
     for part, expected, length in zip(got.split(list(LENGTHS)), wanted, LENGTHS, strict=True):
         compare("prompts", part, expected[:length])
-    for step in range(DECODED):
+    for step in range(len(rows[0]) - LENGTHS[0]):
         cached = [length + step for length in LENGTHS]
         new = [[row[each]] for row, each in zip(rows, cached, strict=True)]
         got = runner.step(runner.batch(new, BLOCKS, cached=cached), rows=LAST).logits

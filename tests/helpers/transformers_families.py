@@ -228,6 +228,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"zero_expert_num": 2},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xmod": {"is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
@@ -308,6 +309,9 @@ def _randomize(model: Any, seed: int) -> None:
                 owner = model.get_submodule(name.rpartition(".")[0])
                 inner = parameter.shape[-2 if type(owner).__name__ == "Conv1D" else -1]
                 parameter.copy_(noise * inner**-0.5)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # as some families have it after each load
 
 
 def _small(config: Any) -> dict[str, Any]:

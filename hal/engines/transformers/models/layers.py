@@ -131,12 +131,13 @@ class TransposedLinear(Linear):
         return {**declared, "weight": attrs.evolve(declared["weight"], assemble=Transposed(), sizes=None)}
 
 
-def linear_of(layer: nn.Linear, **options: Any) -> Linear:
+def linear_of(layer: nn.Linear, kind: type[Linear] = Linear, **options: Any) -> Linear:
     """Return hal's projection in the place of a layer.
 
     Args:
         layer: the layer.
+        kind: hal's class.
         options: how ranks split it; see :class:`hal.nn.Linear`.
     """
     with torch.device("meta"):
-        return Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, **options)
+        return kind(layer.in_features, layer.out_features, bias=layer.bias is not None, **options)

@@ -8,11 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hal import ops
 from hal.engines.transformers.models.phase import PHASE
 from hal.nn import Linear, MergedLinear
 
 SMALLEST = 16
 """Projections with fewer outputs, such as gates of a shared expert, stay apart."""
+
+
+class GatheredLinear(MergedLinear):
+    """Merged projections of which each rank has the whole output."""
+
+    def join(self, output: Tensor) -> Tensor:
+        """Return the whole parts from this rank's, one after another."""
+        if self.group is None:
+            return output
+        parts = ops.all_gather(output, self.group).unflatten(-1, (-1, output.shape[-1])).split(self.sizes, -1)
+        return torch.cat([each.flatten(-2) for each in parts], -1)
 
 
 class Part(nn.Module):
@@ -36,7 +48,8 @@ class Part(nn.Module):
             known = (x, merged(x))
             if products is not None:
                 products[id(merged)] = known
-        part: Tensor = known[1].split(merged.sizes, dim=-1)[self._index]
+        sizes = tuple(merged.parts.values()) if merged.gather else merged.sizes
+        part: Tensor = known[1].split(sizes, dim=-1)[self._index]
         return part
 
 
@@ -79,15 +92,15 @@ def merge_projections(model: nn.Module, groups: Sequence[tuple[str, list[str]]])
             name: each for name, each in found.items() if type(each) is Linear and each.out_features >= SMALLEST
         }
         alike = {(each.bias is None, each.shard, each.share, each.gather) for each in layers.values()}
-        if len(layers) < 2 or len(alike) > 1 or next(iter(alike))[3]:
+        if len(layers) < 2 or len(alike) > 1:
             continue
         first = next(iter(layers.values()))
         sizes = {name: each.out_features for name, each in layers.items()}
+        kind = GatheredLinear if first.gather else MergedLinear
         with torch.device("meta"):
-            merged = MergedLinear(
-                first.in_features, sizes, bias=first.bias is not None, shard=first.shard, share=first.share
-            )
+            merged = kind(first.in_features, sizes, bias=first.bias is not None, shard=first.shard, share=first.share)
         whole = "merged_" + "_".join(layers)
+        merged.gather = first.gather
         parent.add_module(whole, merged)
         for index, name in enumerate(layers):
             setattr(parent, name, Part(parent, whole, index))

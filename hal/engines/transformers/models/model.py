@@ -27,11 +27,13 @@ from hal.engines.transformers.models.buffers import fill_buffers
 from hal.engines.transformers.models.calls import Step, attend
 from hal.engines.transformers.models.check import check_logits
 from hal.engines.transformers.models.conversions import conversions_of
+from hal.engines.transformers.models.expert_loops import replace_loops
 from hal.engines.transformers.models.masks import mask
 from hal.engines.transformers.models.merging import Inputs, merge_projections
 from hal.engines.transformers.models.phase import NAME, REMEDY, running
 from hal.engines.transformers.models.positions import answer_positions
 from hal.engines.transformers.models.probe import NoCache, Probe, check_lengths, skip_experts, tune_in_attention
+from hal.engines.transformers.models.reasons import why
 from hal.engines.transformers.models.replacement import declare_weights, refusal_to_split, replace_layers, tie
 from hal.engines.transformers.models.rotary import held, settle
 from hal.errors import ConfigError, HalError
@@ -78,7 +80,7 @@ class TransformersLM(CausalLM):
             try:
                 return _made(made, config, keep_padding=True)
             except Exception:  # The first error says more.
-                problem = f"{found.__name__} of transformers does not run over hal's cache: {_why(error)}"
+                problem = f"{found.__name__} of transformers does not run over hal's cache: {why(error)}"
                 raise ConfigError(problem, REMEDY) from error
 
     @property
@@ -99,6 +101,7 @@ class TransformersLM(CausalLM):
         conversions = conversions_of(self)
         self.other_names = conversions.names
         given: dict[Given, Any] = {TOKENS: _integers(), POSITIONS: _integers(), CACHE: NoCache()}
+        self._unread = replace_loops(self, conversions)
         answer_positions(self)
         tune_in_attention(self)
         check_lengths(self)
@@ -117,7 +120,11 @@ class TransformersLM(CausalLM):
             groups = inputs.groups()
             bodies.close()
         if not probe.calls:
-            raise ConfigError(f"{self.of.__name__} of transformers does not call attention by its interface", REMEDY)
+            raise ConfigError(
+                f"{self.of.__name__} of transformers calls no attention by transformers' interface, and stores no keys and "
+                "values in transformers' cache",
+                REMEDY,
+            )
         self._body, self._calls, self._in_class = bodies.body(), tuple(probe.calls), probe.in_class
         self.hal_attention = nn.ModuleList(probe.layers)
         self.causal = all(layer.options.causal for layer in probe.layers)
@@ -160,7 +167,7 @@ class TransformersLM(CausalLM):
 
     def ignores(self, name: str) -> bool:
         """Return whether transformers skips a tensor of a checkpoint."""
-        return any(each.search(name) for each in self._unexpected)
+        return name in self._unread or any(each.search(name) for each in self._unexpected)
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already.
@@ -230,14 +237,6 @@ def _made(made: Any, config: Mapping[str, Any], *, keep_padding: bool) -> Transf
         vars(read.get_text_config())["pad_token_id"] = None
     model._adapt()
     return model
-
-
-def _why(error: Exception) -> str:
-    """Return what an exception of a model without values says."""
-    if "nonzero" in str(error) or "meta tensor" in str(error):
-        return "what it computes depends on the values of tensors, such as which experts occur"
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first:.200}"
 
 
 def _integers() -> Tensor:

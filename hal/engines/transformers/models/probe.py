@@ -16,6 +16,7 @@ from hal.engines.transformers.models.calls import Call
 from hal.engines.transformers.models.in_class import Known, Scores, buffer_of
 from hal.engines.transformers.models.masks import Mask, SeenMask, Zeros, mask_of
 from hal.engines.transformers.models.phase import PHASE, REMEDY
+from hal.engines.transformers.models.tensor_parallel import WholeAttention, plan_of, splits_heads
 from hal.errors import ConfigError
 from hal.nn import Attention
 
@@ -49,7 +50,8 @@ class Probe:
         self.positions, self.zeros, self.in_class = positions, Zeros(), False
         self.calls: list[Call] = []
         self.layers: list[Attention] = []
-        self._model = model
+        self._model, self._plan = model, plan_of(model)
+        self._paths = {id(each): path for path, each in model.named_modules()}
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._stored: tuple[Tensor, Tensor] | None = None
 
@@ -79,7 +81,9 @@ class Probe:
             says.causal,
             says.chunk,
         )
-        self._record(type(module).__name__, key, value, asked, [*problems, says.problem], _tuning(module))
+        whole = id(module) in self._paths and not splits_heads(module, self._paths[id(module)], self._plan)
+        name = type(module).__name__
+        self._record(name, key, value, asked, [*problems, says.problem], _tuning(module), whole=whole)
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     def store(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +117,8 @@ class Probe:
         asked: ops.AttentionOptions,
         problems: Sequence[str | None],
         tuning: tuple[float, float] | None,
+        *,
+        whole: bool = False,
     ) -> None:
         head_dim = key.shape[-1]
         if value.shape[-1] > head_dim:
@@ -125,7 +131,7 @@ class Probe:
         same = [index for index, (known, other) in enumerate(self._seen) if known is key and other is value]
         self.calls.append(Call(same[0] if same else len(self.calls), value.shape[-1], tuning))
         self._seen.append((key, value))
-        self.layers.append(Attention(key.shape[1], head_dim, asked))
+        self.layers.append((WholeAttention if whole else Attention)(key.shape[1], head_dim, asked))
 
     def _mask_of(self, tensor: Tensor) -> Mask | None:
         """Return what a tensor says that excludes scores: a mask, or a part of a table of all positions."""
@@ -173,11 +179,18 @@ def skip_experts(module: Any, hidden_states: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(hidden_states)
 
 
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none: a class that asks for one keeps a state of its own there."""
+
+    def __getitem__(self, _: Any) -> Any:
+        raise ConfigError("a layer of transformers' model keeps another state than keys and values", REMEDY)
+
+
 class NoCache(Cache):  # type: ignore[misc]
     """The cache that layers see: it returns the new keys and values as they are, and refuses other states."""
 
     def __init__(self) -> None:
-        self.layers: list[Any] = []
+        self.layers: list[Any] = _NoLayers()
         self.layer_class_to_replicate, self.offloading = None, False
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

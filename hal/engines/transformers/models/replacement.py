@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hal.engines.transformers.models.conversions import Conversions
+from hal.engines.transformers.models.expert_loops import LoopedExperts
 from hal.engines.transformers.models.experts import RoutedExperts, StackedExperts, experts_of, router_of
 from hal.engines.transformers.models.layers import (
     TiedHead,
@@ -20,8 +21,15 @@ from hal.engines.transformers.models.layers import (
     linear_of,
     norm_of,
 )
-from hal.engines.transformers.models.tensor_parallel import plan_of, refusal, sharding
-from hal.nn import Weight
+from hal.engines.transformers.models.tensor_parallel import (
+    PARTED,
+    PartedLinear,
+    plan_of,
+    refusal,
+    sharding,
+    split_parameters,
+)
+from hal.nn import Linear, Weight
 
 
 def declare_weights(model: Any, conversions: Conversions) -> None:
@@ -29,9 +37,9 @@ def declare_weights(model: Any, conversions: Conversions) -> None:
     wide = [re.compile(each.replace(".", r"\.").replace("*", r"[^.]+")) for each in model._keep_in_fp32_modules_strict]
     buffers = dict(model.named_buffers())
     for name, tensor in model.state_dict().items():
-        if name in model.all_tied_weights_keys:
-            continue
         path, _, last = name.rpartition(".")
+        if name in model.all_tied_weights_keys or isinstance(model.get_submodule(path), LoopedExperts):
+            continue
         dtype = torch.float32 if any(each.search(name) for each in wide) else None
         found = conversions.weight(name, dtype=dtype)
         if found is None and (name in buffers or dtype is not None):
@@ -59,7 +67,8 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
         if hasattr(layer, "has_gate") and isinstance(getattr(layer, "down_proj", None), nn.Parameter):
             made = experts_of(layer, path, conversions)
         elif type(layer) is nn.Linear:
-            made = linear_of(layer, **sharding(plan.get(path), path, layer, head_dim, head=layer is head))
+            kind = PartedLinear if plan.get(path) == PARTED and layer is not head else Linear
+            made = linear_of(layer, kind, **sharding(plan.get(path), path, layer, head_dim, head=layer is head))
         elif type(layer) is Conv1D:
             with torch.device("meta"):
                 made = TransposedLinear(layer.nx, layer.nf, bias=True)
@@ -70,11 +79,13 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
         if made is not None:
             counts[type(made).__name__] += 1
             model.set_submodule(path, made)
+    split_parameters(model, plan)
     experts = tuple(f"{path}." for path, each in model.named_modules() if isinstance(each, RoutedExperts))
-    model.refused_split = refusal(
-        {path: style for path, style in plan.items() if not path.startswith(experts)}, model.output_projection
-    )
-    if counts[StackedExperts.__name__] and model.refused_split is None:
+    model.refused_split = refusal({path: style for path, style in plan.items() if not path.startswith(experts)})
+    if (
+        any(isinstance(each, StackedExperts | LoopedExperts) for each in model.modules())
+        and model.refused_split is None
+    ):
         model.refused_split = "the checkpoint has the tensors of its experts in a form that hal's ranks do not cut"
     return counts
 

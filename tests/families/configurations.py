@@ -1,0 +1,222 @@
+"""Compare hal's own families with transformers on random configurations: the long form of tests/models.
+
+    python tests/families/configurations.py --modes eager,graph,piecewise,ranks-2,ranks-4 [--seeds 1:31] [FAMILY]
+    .venv/npu/bin/python tests/families/configurations.py --modes npu-bfloat16,npu-float16
+
+Each line has a family, a mode, the number of configurations, those that hal refuses, and the largest difference from
+transformers in float32, in parts of a sequence's largest logit. Steps are prompts of random lengths, prefills that go
+on behind a cached prefix, and 16 decode steps. On the emulated NPU the difference is the median, beside that of
+transformers in the same dtype, since rounding may route a token to another expert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+SECONDS = 120
+
+
+def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
+    """Return functions from a seed to a config, and to how older checkpoints spell it, by family."""
+    import test_assembled
+    import test_experts
+    import test_llama
+    import test_transformers
+
+    found: dict[str, Callable[[int], tuple[Any, Any]]] = {
+        "qwen3": lambda seed: (test_transformers.draw_config(29 + seed), None),
+        "llama": lambda seed: (test_llama.draw_config(7 + seed), None),
+    }
+    for family in test_experts.FAMILIES:
+        found[family] = lambda seed, family=family: (test_experts.draw_config(family, 99 + seed), None)
+    for family in test_assembled.FAMILIES:
+        if family not in test_assembled.OUTSIDE:
+            spelled = test_assembled.older if family in test_assembled.RESPELLED else None
+            found[family] = lambda seed, family=family, spelled=spelled: (
+                test_assembled.draw_config(family, seed),
+                spelled,
+            )
+    return found
+
+
+def on_cpu(case: Any, theirs: list[Any], compiler: str) -> list[float]:
+    """Return the differences of prompts, and of prompts behind a prefix, each with 16 decode steps."""
+    from helpers.comparison import difference, our_logits
+
+    whole = difference(our_logits(case.runner(compiler), case), theirs)
+    return [whole, difference(our_logits(case.runner(compiler), case, cuts=case.cuts), theirs)]
+
+
+def on_ranks(case: Any, theirs: list[Any], count: int) -> list[float]:
+    """Return the difference of several ranks, of which this process is the first."""
+    import torch
+    from helpers.comparison import difference, our_logits
+
+    import hal
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    children, rank = [], 0
+    for other in range(1, count):
+        child = os.fork()
+        if not child:
+            rank, children = other, []
+            break
+        children.append(child)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    config = {
+        "backend": "cpu",
+        "dtype": "float32",
+        "compilation": {"compiler": "graph", "capture_sizes": [2, 4, 8]},
+        "cache": {"num_tokens": sum(map(len, case.blocks)) * case.block_size, "block_size": case.block_size},
+        "parallel": {"tensor": count, "timeout": 60},
+    }
+    try:
+        with hal.open(config) as backend, hal.Runner(hal.load_model(case.path, backend), backend) as runner:
+            found = [difference(our_logits(runner, case), theirs)]
+    except BaseException:
+        if rank:
+            os._exit(1)
+        raise
+    finally:
+        for child in children:
+            os.waitpid(child, 0)
+    if rank:
+        os._exit(0)
+    return found
+
+
+def on_npu(case: Any, theirs: list[Any], dtype: str) -> list[float]:
+    """Return the difference on the emulated NPU, and that of transformers in its dtype, from float32."""
+    import attrs
+    import torch
+    from helpers.comparison import difference, our_logits, their_logits
+
+    import hal
+
+    blocks = [[place + 1] for place in range(len(case.sequences))]
+    case = attrs.evolve(case, block_size=128, blocks=blocks)
+    config = {
+        "backend": "npu",
+        "dtype": dtype,
+        "options": {"emulator": "on"},
+        "compilation": {"compiler": "graph", "capture_sizes": [2, 4, 8]},
+        "cache": {"num_tokens": 128 * len(blocks), "block_size": 128},
+    }
+    with hal.open(config) as backend, hal.Runner(hal.load_model(case.path, backend), backend) as runner:
+        found = [each.float().cpu() for each in our_logits(runner, case)]
+    narrow = case.model.to(getattr(torch, dtype))
+    rounded = [their_logits(narrow, sequence).float() for sequence in case.sequences]
+    return [
+        median(difference([one], [exact]) for one, exact in zip(logits, theirs, strict=True))
+        for logits in (found, rounded)
+    ]
+
+
+def differences(family: str, seed: int, modes: list[str]) -> dict[str, Any]:
+    """Return what a configuration gives in each mode: numbers, or why not."""
+    import hal
+
+    if any(mode.startswith("npu") for mode in modes):
+        hal.open({"backend": "npu", "options": {"emulator": "on"}}).close()  # before transformers imports torch_npu
+    from helpers import comparison
+    from test_assembled import TIES
+
+    if (family, seed) in TIES:
+        return {}
+    config, older = families()[family](seed)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        case = comparison.build(config, seed, Path(folder), older)
+        # Exact weights in 16 bits, so that both start from the same.
+        theirs = [comparison.their_logits(case.model, sequence) for sequence in case.sequences]
+        for mode in modes:
+            kind, _, option = mode.partition("-")
+            try:
+                if kind == "npu":
+                    found[mode] = on_npu(case, theirs, option)
+                elif kind == "ranks":
+                    found[mode] = on_ranks(case, theirs, int(option))
+                else:
+                    found[mode] = on_cpu(case, theirs, mode)
+            except hal.HalError as error:
+                found[mode] = error.problem
+            except Exception as error:
+                found[mode] = f"{type(error).__name__}: {error!s:.200}"
+    return found
+
+
+def in_a_fork(*arguments: Any) -> dict[str, Any]:
+    """Return what :func:`differences` returns, of a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+        signal.alarm(SECONDS)
+        with os.fdopen(writing, "w") as output:
+            try:
+                json.dump(differences(*arguments), output)
+            except BaseException as error:
+                json.dump({"error": f"{type(error).__name__}: {error!s:.200}"}, output)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as given:
+        text = given.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else {"error": "the process ended"}
+
+
+def main() -> None:
+    """Print a line for each family and mode."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--modes", default="eager,graph,piecewise")
+    parser.add_argument("--seeds", default="1:31")
+    parser.add_argument("families", nargs="*")
+    given = parser.parse_args()
+    modes, (first, end) = given.modes.split(","), map(int, given.seeds.split(":"))
+    if not any(mode.startswith("npu") for mode in modes):
+        import transformers.modeling_utils  # noqa: F401 - so that each fork has it
+
+        names = list(families())
+    else:
+        names = given.families or json.loads(os.environ.get("FAMILIES", "[]"))
+    for family in given.families or names:
+        found = {seed: in_a_fork(family, seed, modes) for seed in range(first, end)}
+        for mode in modes:
+            each = {seed: got.get(mode, got.get("error")) for seed, got in found.items() if got}
+            numbers = {seed: got for seed, got in each.items() if isinstance(got, list)}
+            refused = {seed: got for seed, got in each.items() if not isinstance(got, list)}
+            columns = list(zip(*numbers.values(), strict=True))
+            shown = ", ".join(f"{max(column):.1e} (median {median(column):.1e})" for column in columns)
+            worst = max(numbers, key=lambda seed: numbers[seed][0], default=None)
+            print(f"{family} {mode}: {len(numbers)} of {len(each)}, worst {shown}, seed {worst}", flush=True)
+            for seed, reason in refused.items():
+                print(f"    seed {seed}: {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    main()
