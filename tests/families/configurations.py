@@ -212,9 +212,9 @@ def main() -> None:
             columns = list(zip(*numbers.values(), strict=True))
             shown = ", ".join(f"{max(column):.1e} (median {median(column):.1e})" for column in columns)
             worst = max(numbers, key=lambda seed: numbers[seed][0], default=None)
-            print(f"{family} {mode}: {len(numbers)} of {len(each)}, worst {shown}, seed {worst}", flush=True)
+            sys.stdout.write(f"{family} {mode}: {len(numbers)} of {len(each)}, worst {shown}, seed {worst}\n")
             for seed, reason in refused.items():
-                print(f"    seed {seed}: {reason}", flush=True)
+                sys.stdout.write(f"    seed {seed}: {reason}\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ one is not compared.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def main() -> None:
         prompts = [each.ids for each in Checkpoint.open(folder).tokenizer().encode_batch(texts)]
         start = time.monotonic()
         wanted, model = theirs(folder, prompts, given.tokens)
-        print(f"{folder.name} transformers: {time.monotonic() - start:.0f} s", flush=True)
+        sys.stdout.write(f"{folder.name} transformers: {time.monotonic() - start:.0f} s\n")
         for compiler in given.compilers.split(","):
             compilation: dict[str, Any] = {"compiler": compiler}
             if compiler != "eager":
@@ -118,7 +119,9 @@ def main() -> None:
                     made[token.prompt_index].append(token.token_id)
             equal, ties, wrong = compared(made, wanted, prompts, model)
             seconds = time.monotonic() - start
-            print(f"{folder.name} {compiler}: {equal} equal, {ties} ties, {wrong} wrong; {seconds:.0f} s", flush=True)
+            sys.stdout.write(
+                f"{folder.name} {compiler}: {equal} equal, {ties} ties, {wrong} wrong; {seconds:.0f} s" + "\n"
+            )
 
 
 if __name__ == "__main__":

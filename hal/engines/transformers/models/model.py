@@ -121,8 +121,8 @@ class TransformersLM(CausalLM):
             bodies.close()
         if not probe.calls:
             raise ConfigError(
-                f"{self.of.__name__} of transformers calls no attention by transformers' interface, and stores no keys and "
-                "values in transformers' cache",
+                f"{self.of.__name__} of transformers calls no attention by transformers' interface, and stores no keys "
+                "and values in transformers' cache",
                 REMEDY,
             )
         self._body, self._calls, self._in_class = bodies.body(), tuple(probe.calls), probe.in_class
