@@ -227,6 +227,16 @@ def test_rotary_frequencies_are_chosen_once(kind: str, tmp_path: Path) -> None:
             assert max(differences(runner, rows, wanted).values()) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "minimax_m2", "ernie4_5_moe", "longcat_flash"])
+def test_a_router_is_found_wherever_its_tensors_are(family: str) -> None:
+    """They have a bias, a correction as an argument or in a submodule, and a projection of their own."""
+    model = adapt(config_of(family).to_dict())
+    assert model.replaced["Router"] >= 1
+    assert {type(each).__module__.split(".")[0] for each in model.modules() if "Router" in type(each).__name__} == {
+        "hal"
+    }
+
+
 def test_layers_are_replaced_by_what_they_compute() -> None:
     model = adapt(config_of("deepseek_v3", first_k_dense_replace=1, n_routed_experts=8, n_group=2).to_dict())
     assert model.replaced["Router"] == 1

@@ -196,6 +196,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1:31")
     parser.add_argument("families", nargs="*")
     given = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     modes, (first, end) = given.modes.split(","), map(int, given.seeds.split(":"))
     if not any(mode.startswith("npu") for mode in modes):
         import transformers.modeling_utils  # noqa: F401 - so that each fork has it

@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--compilers", default="eager,graph,piecewise")
     parser.add_argument("folders", nargs="+", type=Path)
     given = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for folder in given.folders:
         texts = list(TEXTS[: given.prompts])
         prompts = [each.ids for each in Checkpoint.open(folder).tokenizer().encode_batch(texts)]

@@ -67,11 +67,13 @@ class Stored:
     def weights(self) -> dict[str, Weight]:
         """Return the declarations of both tensors."""
         count, hidden, width = self.experts, self.hidden, self.width
+        first: tuple[str, ...] = self.gate_up
+        second: tuple[str, ...] = (self.down,)
+        shape: tuple[int, ...]
         if len(self.gate_up) == 1:
-            first, shape = self.gate_up, (count + self.same, 2 * width, hidden)
+            shape = (count + self.same, 2 * width, hidden)
             gate_up = [_region((0, count), (0, 2 * width), (0, hidden), (0, 1, 2), shape, 0)]
             down = [_region((0, count), (0, hidden), (0, width), (0, 1, 2), (count, hidden, width), 0)]
-            second: tuple[str, ...] = (self.down,)
         else:
             shape, turns = (count * width, hidden), range(count)
             first = tuple(name for name in self.gate_up for _ in turns)
@@ -104,12 +106,13 @@ class LoopedExperts(nn.Module):
         super().__init__()
         self.weights, self._gate = stored.weights(), gate
         self._experts, self._same = stored.experts, stored.same
-        shapes = {
-            "gate_up_proj": (stored.experts, 2 * stored.width, stored.hidden),
-            "down_proj": (stored.experts, stored.hidden, stored.width),
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+        shapes = (
+            (stored.experts, 2 * stored.width, stored.hidden),
+            (stored.experts, stored.hidden, stored.width),
+        )
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False) for shape in shapes
+        )
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to the same shape."""
@@ -198,12 +201,12 @@ def _forms(module: nn.Module) -> Iterator[Stored]:
             (every, double, hidden), (count, rows, width) = shapes[first], shapes[second]
             if every >= count and (double, hidden) == (2 * width, rows):
                 yield Stored((first,), second, count, every - count, hidden, width)
-    count = getattr(module, "num_experts", None)
+    experts = getattr(module, "num_experts", None)
     alike = len(shapes) == 3 and len(set(shapes.values())) == 1
-    if alike and isinstance(count, int) and all(len(each) == 2 and each[0] % count == 0 for each in shapes.values()):
+    if alike and isinstance(experts, int) and all(len(each) == 2 and not each[0] % experts for each in shapes.values()):
         for gate, up, down in itertools.permutations(shapes):
             rows, hidden = shapes[down]
-            yield Stored((gate, up), down, count, 0, hidden, rows // count)
+            yield Stored((gate, up), down, experts, 0, hidden, rows // experts)
 
 
 def _copy(module: nn.Module, stored: Stored) -> nn.Module:

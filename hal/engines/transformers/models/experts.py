@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hal import ops
 from hal.engines.transformers.experts import Gate, gate_of
@@ -151,113 +149,3 @@ def _expert_names(module: Any, path: str, conversions: Conversions) -> tuple[str
     above = below.match(first[0][0])["above"]  # type: ignore[index]
     conversions.names.update(spelling(f"{above}.weight", f"{path}.weight"))
     return ordered[0], ordered[1], down
-
-
-class Router(nn.Module):
-    """A projection to the scores of experts and :func:`hal.ops.topk_route`, as transformers' routers return them.
-
-    Args:
-        module: transformers' router, on the meta device.
-        wide: whether the scores are computed in float32.
-        options: of the operation.
-    """
-
-    def __init__(self, module: Any, wide: bool, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._wide, self._options = wide, dict(options)
-        self.weight = nn.Parameter(torch.empty(module.weight.shape, device="meta"), requires_grad=False)
-        bias = getattr(module, "e_score_correction_bias", None)
-        self.e_score_correction_bias: Tensor | None
-        if isinstance(bias, nn.Parameter):
-            self.register_parameter("e_score_correction_bias", bias)
-        else:
-            self.register_buffer("e_score_correction_bias", bias)
-
-    @property
-    def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its tensors."""
-        dtype = torch.float32 if self._wide else None
-        declared = {"weight": Weight(("weight",), "num_experts in_features", dtype=dtype)}
-        if self.e_score_correction_bias is not None:
-            declared["e_score_correction_bias"] = Weight(
-                ("e_score_correction_bias",), "num_experts", dtype=torch.float32
-            )
-        return declared
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits, the weights and the experts of each token."""
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = ops.linear(rows.to(self.weight.dtype), self.weight)
-        weights, experts = ops.topk_route(logits, self.e_score_correction_bias, **self._options)
-        return logits, weights, experts
-
-
-def router_of(module: Any) -> Router | None:
-    """Return hal's router that computes what a layer does, or None."""
-    if not isinstance(weight := getattr(module, "weight", None), nn.Parameter) or list(module.children()):
-        return None
-    others = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} - {"weight"}
-    if weight.dim() != 2 or others - {"e_score_correction_bias"}:
-        return None
-    experts, hidden = weight.shape
-    if not isinstance(top_k := getattr(module, "top_k", None), int) or not 1 <= top_k <= experts:
-        return None
-    with torch.device("cpu"), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        given = {"weight": torch.randn(experts, hidden, generator=generator) * hidden**-0.5}
-        bias = 0.3 * torch.randn(experts, generator=generator) if others else None
-        if bias is not None:
-            given["e_score_correction_bias"] = bias
-        x = torch.randn(7, hidden, generator=generator)
-        try:
-            _, weights, chosen = functional_call(module, given, (x,))
-        except Exception:  # A router of another form may raise anything.
-            return None
-        wanted = _dense(weights, chosen, experts)
-        if wanted is None:
-            return None
-        for options in _routings(module, top_k):
-            weights, chosen = ops.operation("topk_route").body(x @ given["weight"].T, bias, **options)
-            found = _dense(weights, chosen, experts)
-            if found is not None and torch.allclose(found, wanted, 1e-4, 1e-5):
-                return Router(module, weight.dtype is torch.float32 and _is_wide(module, given, x), options)
-    return None
-
-
-def _is_wide(module: Any, given: Mapping[str, Tensor], x: Tensor) -> bool:
-    """Return whether a router computes its scores in float32 whatever the dtype of its input."""
-    narrow = {name: each.bfloat16() if name == "weight" else each for name, each in given.items()}
-    try:
-        logits, *_ = functional_call(module, narrow, (x.bfloat16(),))
-    except Exception:  # It may need all in one dtype.
-        return False
-    return isinstance(logits, Tensor) and logits.dtype is torch.float32
-
-
-def _dense(weights: Any, chosen: Any, experts: int) -> Tensor | None:
-    """Return the weights by expert, ``[tokens, num_experts]``; None if these are no weights of chosen experts."""
-    if not (isinstance(weights, Tensor) and isinstance(chosen, Tensor) and weights.shape == chosen.shape):
-        return None
-    if weights.dim() != 2 or chosen.is_floating_point() or not weights.is_floating_point():
-        return None
-    return torch.zeros(weights.shape[0], experts).scatter(1, chosen.long(), weights.float())
-
-
-def _routings(module: Any, top_k: int) -> Iterator[dict[str, Any]]:
-    """Yield the options of the operation that may fit a router."""
-    scale = getattr(module, "routed_scaling_factor", 1.0)
-    groups = getattr(module, "num_group", None) or getattr(module, "n_group", None) or 1
-    kept = getattr(module, "topk_group", None) or 1
-    sizes = {(1, 1, 1), *((groups, kept, best) for best in (1, 2) if groups > 1)}
-    for sigmoid, renormalize, factor, (num_groups, top_groups, best) in itertools.product(
-        (False, True), (True, False), dict.fromkeys((float(scale), 1.0)), sorted(sizes, reverse=True)
-    ):
-        yield {
-            "top_k": top_k,
-            "sigmoid": sigmoid,
-            "renormalize": renormalize,
-            "scale": factor,
-            "num_groups": num_groups,
-            "top_groups": top_groups,
-            "group_best": best,
-        }

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hal.engines.transformers.models.conversions import Conversions
 from hal.engines.transformers.models.expert_loops import LoopedExperts
-from hal.engines.transformers.models.experts import RoutedExperts, StackedExperts, experts_of, router_of
+from hal.engines.transformers.models.experts import RoutedExperts, StackedExperts, experts_of
 from hal.engines.transformers.models.layers import (
     TiedHead,
     TokenEmbedding,
@@ -21,6 +21,7 @@ from hal.engines.transformers.models.layers import (
     linear_of,
     norm_of,
 )
+from hal.engines.transformers.models.routers import Router, router_of
 from hal.engines.transformers.models.tensor_parallel import (
     PARTED,
     PartedLinear,
@@ -60,8 +61,11 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
     plan = plan_of(model)
     head = model.get_output_embeddings()
     counts: Counter[str] = Counter()
+    routers: tuple[str, ...] = ()
     for path, layer in list(model.named_modules()):
         made: nn.Module | None = None
+        if path.startswith(routers):
+            continue  # A part of what was replaced.
         if isinstance(layer, nn.Linear | nn.Embedding | Conv1D) and vars(layer).get("weights"):
             continue  # Its tensors are no whole tensors of the checkpoint, or stay float32.
         if hasattr(layer, "has_gate") and isinstance(getattr(layer, "down_proj", None), nn.Parameter):
@@ -79,6 +83,7 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
         if made is not None:
             counts[type(made).__name__] += 1
             model.set_submodule(path, made)
+            routers += (f"{path}.",) if isinstance(made, Router) else ()
     split_parameters(model, plan)
     experts = tuple(f"{path}." for path, each in model.named_modules() if isinstance(each, RoutedExperts))
     model.refused_split = refusal({path: style for path, style in plan.items() if not path.startswith(experts)})
