@@ -23,6 +23,7 @@ run. [Launches](launches.md) compares kernels of a decode layer.
 - *2 ranks*: two CPU ranks, in `graph`. *NPU*: the emulated NPU in bfloat16, in `graph`; *launches* are those of one
   more layer in a decode step there.
 - *difference*: the power of ten that no difference of logits on the CPU exceeds, in parts of the largest logit.
+- Reasons of models that cannot be made small, or that fail without one, are from the code of transformers.
 - An empty cell was not tried: {graph} types were tried in `graph`, {ranks} with 2 ranks, {npu} on the NPU.
 
 ## Run

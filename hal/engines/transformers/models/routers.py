@@ -28,6 +28,10 @@ class Router(nn.Module):
         options: of the operation.
     """
 
+    weight: nn.Parameter
+    bias: Tensor | None
+    e_score_correction_bias: Tensor | None
+
     def __init__(self, tensors: Mapping[str, tuple[str, Tensor]], wide: bool, options: Mapping[str, Any]) -> None:
         super().__init__()
         self._wide, self._options = wide, dict(options)
@@ -55,8 +59,7 @@ class Router(nn.Module):
         """Return the logits, the weights and the experts of each token."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = ops.linear(rows.to(self.weight.dtype), self.weight, self.bias)
-        given: Any = e_score_correction_bias
-        bias = self.e_score_correction_bias if given is None else given
+        bias = self.e_score_correction_bias if e_score_correction_bias is None else e_score_correction_bias
         weights, experts = ops.topk_route(logits, None if bias is None else bias.flatten().float(), **self._options)
         return logits, weights, experts
 
