@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,11 @@ VOCAB, INTERVAL = 96, 32
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return published_configs.write(tmp_path_factory.mktemp("saved") / "model", "Qwen3.5-0.8B")
+    path = published_configs.write(tmp_path_factory.mktemp("saved") / "model", "Qwen3.5-0.8B")
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = ["Qwen3_5ForCausalLM"]  # The text model: random texts have placeholders of images.
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 class Watching(hal.Runner):
