@@ -63,6 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(config), "hal-durations")
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's last garbage collection see everything; see :func:`long_lived_objects`."""
+    gc.unfreeze()
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Skip files that import torch_npu if it is not installed."""
     if separate.kind_of(module_path) == separate.CORE or not separate.unavailable():
@@ -90,6 +95,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"not in this run, but by itself: pytest {folder}"
         for folder in separate.left_out(config.args, config.invocation_params.dir)
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def long_lived_objects() -> None:
+    """Keep collected tests and imported libraries out of garbage collections, of which each closed runner makes one.
+
+    In a process that has collected the suite and loaded a compiler, one takes a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
