@@ -13,9 +13,11 @@ from torch import Tensor
 from hal.config import read
 from hal.device.graph import Graph
 from hal.device.host_device import HostDevice
+from hal.device.limits import CACHE_DTYPES, Limits
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
+from hal.ops import operation
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
@@ -40,8 +42,10 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8": kernels.linear_int8,
     "packed_attention": composed_attention.packed,
     "paged_attention": kernels.paged_attention,
+    "quantized_paged_attention": kernels.quantized_paged_attention,
     "rotary_embedding": kernels.rotary_embedding,
     "silu_and_mul": kernels.silu_and_mul,
+    "store_quantized_kv_cache": operation("store_quantized_kv_cache").reference,
 }
 
 INT8_KERNELS = torch_kernels.int8_projections(kernels.int8_product)
@@ -62,7 +66,9 @@ INDUCTOR = (
     "paged_attention",
     "quant_linear_dynamic",
     "quant_linear_static",
+    "quantized_paged_attention",
     "store_kv_cache",
+    "store_quantized_kv_cache",
 )
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""
 
@@ -98,7 +104,13 @@ class CpuBackend(Backend):
         by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
         table = {**KERNELS, **by_expert, **int8, **native, **_collectives(library)}
         super().__init__(
-            "cpu", HostDevice(), kernels=table, graphs=True, inductor=INDUCTOR + COLLECTIVES, distributed="gloo"
+            "cpu",
+            HostDevice(),
+            kernels=table,
+            graphs=True,
+            limits=Limits(cache_dtypes=CACHE_DTYPES),
+            inductor=INDUCTOR + COLLECTIVES,
+            distributed="gloo",
         )
         self._whole = frozenset((*native, *GROUPED, *low_bits.KERNELS, *COLLECTIVES))
         few_rows = getattr(native.get("linear"), "__self__", None)

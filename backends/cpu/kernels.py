@@ -15,7 +15,7 @@ from hal import ops
 from hal.errors import OperationError
 from hal.ops import AttentionOptions
 from hal.ops.kernels import torch_kernels
-from hal.ops.kernels.composed_attention import one_by_one
+from hal.ops.kernels.composed_attention import one_by_one, widening
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
@@ -109,6 +109,9 @@ def paged_attention(
         by_queries = _decode if end - start == 1 and options.causal else _prefill
         output[start:end] = by_queries(query[start:end], keys, values, options)
     return output
+
+
+quantized_paged_attention = widening(paged_attention)
 
 
 def _finite(x: Tensor) -> bool:

@@ -29,9 +29,11 @@ from .kernels import (
     low_bits,
     packed_attention,
     quantized,
+    quantized_cache,
     quantized_experts,
     recurrence,
 )
+from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
 from .kernels.kernels import in_fractal_nz, kernels
@@ -40,6 +42,7 @@ from .soc import Generation
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
+    from hal.step.state import StateMemory, StateSpec
 
 NATIVE_NAMES = {
     "atb._npu_paged_attention": "paged_attention",
@@ -115,6 +118,7 @@ class NpuBackend(Backend):
         if self._exchange is not None:
             table |= self._exchange.kernels()
         limits = generation.limits(options.max_streams)
+        table |= quantized_cache.kernels(device.torch, FusedAttention(device.torch))
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
             limits = attrs.evolve(limits, head_dims=(fractal.HEAD_DIM,))
@@ -134,6 +138,10 @@ class NpuBackend(Backend):
         )
         self.options = options
         self.npu = device
+
+    def allocate(self, spec: StateSpec) -> StateMemory:
+        """Allocate a model's states; see :meth:`hal.Backend.allocate`."""
+        return quantized_cache.by_head(super().allocate(spec))
 
     def activate(self) -> None:
         """Activate the backend, and make its device the thread's current one, on which kernels allocate results."""

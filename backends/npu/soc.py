@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from hal.device.limits import Limits
+from hal.device.limits import CACHE_DTYPES, Limits
 from hal.errors import DriverUnavailable
 
 BLOCK_SIZES = (128, 256, 384, 512)
@@ -59,6 +59,7 @@ class Generation:
             dtypes=self.dtypes,
             block_sizes=BLOCK_SIZES,
             head_dims=HEAD_DIMS,
+            cache_dtypes=CACHE_DTYPES,
             max_streams=DEVICE_STREAMS - RESERVED_STREAMS if max_streams is None else max_streams,
             capture_sizes=CAPTURE_SIZES,
         )

@@ -179,6 +179,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         tensor=backend.mesh.tensor,
         source=config.model_source,
         quantized_weights=config.quantized_weights,
+        cache_dtype=config.cache.dtype,
     )
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:

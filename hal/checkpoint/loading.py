@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hal.checkpoint.cache_dtype import check_cache_dtype, check_scales, quantize_cache
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.converted_weights import AUTO as AUTO_WEIGHTS
 from hal.checkpoint.converted_weights import weights_bytes
@@ -26,7 +27,7 @@ from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of, set_tens
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
-from hal.config.settings import ExpertsMode, ParallelConfig, QuantizedWeights
+from hal.config.settings import CacheDType, ExpertsMode, ParallelConfig, QuantizedWeights
 from hal.config.untrusted_files import is_there
 from hal.device.group import SOLO, Group
 from hal.drivers.backend import Backend
@@ -81,9 +82,11 @@ def load_model(
     asked = backend.config.dtype
     dtype = checkpoint.dtype if asked == "auto" else getattr(torch, asked)
     backend.check_dtype(dtype)
+    config = backend.config
     model, checkpoint, quantized = _build(
-        checkpoint, model_class, backend.config.model_source, backend.config.quantized_weights
+        checkpoint, model_class, config.model_source, config.quantized_weights, config.cache.dtype
     )
+    check_cache_dtype(model, backend)
     own_layers = put_layers(model, backend)
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}
     if (dims := backend.limits.head_dims) and (others := sorted(used - set(dims))):
@@ -109,6 +112,7 @@ def load_model(
             set_tensor(each.module, each.name, constant)
     if _fill(checkpoint, layers, backend, progress) or own_layers:
         model.prepared_by = backend.name
+    check_scales(model)
     model.eval().finish_loading(backend, opened)
     if left := [name for name, tensor in _tensors(model) if tensor.is_meta]:
         raise CheckpointError(
@@ -125,6 +129,7 @@ def build_model(
     tensor: Group = SOLO,
     source: str = AUTO,
     quantized_weights: QuantizedWeights = AUTO_WEIGHTS,
+    cache_dtype: CacheDType = "auto",
 ) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
@@ -134,13 +139,14 @@ def build_model(
         tensor: the ranks that split each layer. The model is then this rank's part.
         source: ``model_source`` of a configuration.
         quantized_weights: the same of it.
+        cache_dtype: ``cache.dtype`` of it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights)
+    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
         check_divisible(quantized, tensor.size)
@@ -161,7 +167,7 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, _, quantized = _build(checkpoint, None, source, AUTO_WEIGHTS)
+    model, _, quantized = _build(checkpoint, None, source, AUTO_WEIGHTS, "auto")
     mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
     try:
         if parallel.experts != "split":
@@ -173,7 +179,11 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
 
 
 def _build(
-    checkpoint: Checkpoint, model_class: type[CausalLM] | None, source: str, weights: QuantizedWeights
+    checkpoint: Checkpoint,
+    model_class: type[CausalLM] | None,
+    source: str,
+    weights: QuantizedWeights,
+    cache_dtype: CacheDType,
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -188,6 +198,7 @@ def _build(
         model_class = find_model_class(checkpoint.architecture, checkpoint.model_config, source)
     model = make_model(check_model_class(model_class, "model_class"), _with_head(checkpoint))
     checkpoint = named_by_model(checkpoint, model)
+    quantize_cache(model, cache_dtype, checkpoint)
     if isinstance(checkpoint.files, GgufFiles):
         return model, *pack_layers(model, checkpoint, checkpoint.files, weights)
     return model, checkpoint, quantize_layers(model, checkpoint, weights)

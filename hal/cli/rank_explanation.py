@@ -33,7 +33,12 @@ def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -
     from hal.parallel import Mesh
 
     dtype, experts = next(model.parameters()).dtype, on.config.parallel.experts
-    whole = build_model(opened, source=on.config.model_source, quantized_weights=on.config.quantized_weights)
+    whole = build_model(
+        opened,
+        source=on.config.model_source,
+        quantized_weights=on.config.quantized_weights,
+        cache_dtype=on.config.cache.dtype,
+    )
     if experts != "split":
         distribute_experts(whole, experts, on.mesh)
     mine, all_of_them = (weight_bytes(bindings_of(whole), dtype, mesh) for mesh in (on.mesh, Mesh()))

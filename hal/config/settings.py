@@ -16,6 +16,7 @@ from hal.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizedWeights = Literal["auto", "kept", "dequantized", "w8a16", "w8a8_dynamic"]
+CacheDType = Literal["auto", "model", "int8", "fp8"]
 ExpertsMode = Literal["split", "all_gather", "all_to_all", "dispatch"]
 
 
@@ -127,9 +128,12 @@ class CompilationConfig:
 
 @attrs.frozen
 class CacheConfig:
-    """The size of the paged KV cache.
+    """The size of the paged KV cache, and its numbers.
 
     Attributes:
+        dtype: how keys and values are kept. ``model``: in the dtype of the model. ``int8`` and ``fp8``: in 8 bits,
+            with a scale for each token and head; fp8 is float8 (e4m3). ``auto``: as the checkpoint says, with its
+            scales, or else as ``model``.
         num_tokens: the tokens that all sequences together can hold; rounded up to whole blocks.
         block_size: tokens per block; None (``null``) means the backend's preferred size.
         num_sequences: concurrent sequences, for models that keep a state per sequence. Other models have no limit.
@@ -144,6 +148,7 @@ class CacheConfig:
             models with an encoder. The least recently used input is dropped first.
     """
 
+    dtype: CacheDType = "auto"
     num_tokens: int = attrs.field(default=4096, validator=at_most(TOKENS))
     block_size: int | None = attrs.field(default=None, validator=at_most(TOKENS))
     num_sequences: int = attrs.field(default=64, validator=at_most(SEQUENCES))

@@ -14,6 +14,9 @@ DEFAULT_BLOCK_SIZE = 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that operations declare tolerances for, and that configurations can name."""
 
+CACHE_DTYPES = ("int8", "fp8")
+"""The values of ``cache.dtype`` that quantize a cache."""
+
 
 def _dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
     """Validate a tuple of one or more of :data:`DTYPES`."""
@@ -21,6 +24,15 @@ def _dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None
         raise DriverError(
             f"the limits of a backend have {attribute.name}={value!r}, not a tuple of supported dtypes",
             f"use a tuple of one or more of {', '.join(map(str, DTYPES))}",
+        )
+
+
+def _cache_dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a tuple of names of :data:`CACHE_DTYPES`."""
+    if not (isinstance(value, tuple) and all(each in CACHE_DTYPES for each in value)):
+        raise DriverError(
+            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of dtypes of quantized caches",
+            f"use a tuple of some of {', '.join(map(repr, CACHE_DTYPES))}",
         )
 
 
@@ -50,6 +62,7 @@ class Limits:
         dtypes: the dtypes of weights, activations and caches.
         block_sizes: supported block sizes of the KV cache, the preferred one first; empty if any is supported.
         head_dims: head dimensions that attention supports; empty if any is supported.
+        cache_dtypes: the values of ``cache.dtype``, ``int8`` and ``fp8``, for which the backend has kernels.
         max_streams: the number of streams that all graphs together may use; None for no limit.
         streams_per_graph: the number of streams that a graph without forks uses.
         capture_sizes: the default decode batch sizes to capture, ascending.
@@ -58,6 +71,7 @@ class Limits:
     dtypes: tuple[torch.dtype, ...] = attrs.field(default=DTYPES, validator=_dtypes)
     block_sizes: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
     head_dims: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
+    cache_dtypes: tuple[str, ...] = attrs.field(default=(), validator=_cache_dtypes)
     max_streams: int | None = attrs.field(default=None, validator=_streams)
     streams_per_graph: int = attrs.field(default=1, validator=_streams)
     capture_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 4, 8, 16, 32), validator=_sizes)

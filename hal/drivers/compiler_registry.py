@@ -15,7 +15,7 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 GROUP = "hal.compilers"
 EAGER = "eager"
 """The setting that runs the model's Python code without a compiler."""
-SPLITTING_OPS = ("causal_conv1d", "gated_delta_rule", "paged_attention")
+SPLITTING_OPS = ("causal_conv1d", "gated_delta_rule", "quantized_paged_attention", "paged_attention")
 """The default of ``compilation.splitting_ops``: those of these operations that a model calls."""
 
 

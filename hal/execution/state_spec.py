@@ -11,7 +11,7 @@ import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import build_model
-from hal.config.settings import CacheConfig
+from hal.config.settings import CacheConfig, CacheDType
 from hal.device.device import Device
 from hal.device.group import SOLO, Group
 from hal.device.host_capacity import host_memory
@@ -38,6 +38,7 @@ def state_spec(
     num_sequences: int = 0,
     dtype: torch.dtype | None = None,
     ranks: int = 1,
+    cache_dtype: CacheDType = "auto",
 ) -> StateSpec:
     """Return the specification of a checkpoint's states, without a backend, from its config.
 
@@ -48,6 +49,7 @@ def state_spec(
         num_sequences: concurrent sequences, for states per sequence.
         dtype: the dtype of weights; None for the checkpoint's.
         ranks: the number of ranks that split each layer.
+        cache_dtype: ``cache.dtype`` of a configuration.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
@@ -55,7 +57,8 @@ def state_spec(
         ModelError: the model class cannot be imported.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-    model = build_model(opened, tensor=SOLO if ranks == 1 else Group("planned", size=ranks, planned=True))
+    group = SOLO if ranks == 1 else Group("planned", size=ranks, planned=True)
+    model = build_model(opened, tensor=group, cache_dtype=cache_dtype)
     return StateSpec(
         tuple(model.states),
         dtype or opened.dtype,

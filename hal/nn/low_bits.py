@@ -93,6 +93,7 @@ class Fp8Tensors(QuantizedLinear):
     Attributes:
         block: the outputs and the inputs of a block; 1 and the layer's in_features for a scale of each row.
         strategy: what has one scale in the checkpoint: ``block``, ``channel`` or ``tensor``.
+        fused: as in :class:`~hal.nn.GroupedLinear`.
         weight: ``[out_features, in_features]``, uint8 with the bits of float8_e4m3fn, in the layout that the driver
             prepared.
         weight_scale: float32, one for each block.
@@ -101,6 +102,7 @@ class Fp8Tensors(QuantizedLinear):
 
     block: tuple[int, int]
     strategy: str
+    fused: str | None = None
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None

@@ -42,6 +42,7 @@ from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_
 from hal.ops.packed_attention import packed_attention
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
+from hal.ops.quantized_cache import quantized_paged_attention, store_quantized_kv_cache
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
@@ -106,6 +107,7 @@ __all__ = [
     "quant_linear_dynamic",
     "quant_linear_static",
     "quantize",
+    "quantized_paged_attention",
     "reduce_scatter",
     "rms_norm",
     "rotary_embedding",
@@ -117,6 +119,7 @@ __all__ = [
     "split_qkv_rmsnorm_rope",
     "split_qkv_rmsnorm_rope_cache",
     "store_kv_cache",
+    "store_quantized_kv_cache",
     "topk_route",
     "weight_only_grouped_linear",
     "weight_only_linear",

@@ -81,7 +81,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.exp2(power * (-8.0 / whole))
 
 
-def _attention_sample(
+def attention_sample(
     draw: Draw,
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
@@ -96,6 +96,7 @@ def _attention_sample(
     num_blocks: int | None = None,
     **options: Any,
 ) -> Sample:
+    """Return the arguments of a call with these numbers of queries and lengths."""
     widest = max(-(-length // block_size) for length in kv_lens) + 1
     num_blocks = num_blocks or widest * len(kv_lens) + 1
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -119,30 +120,30 @@ def _attention_sample(
 
 
 def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
-    yield _attention_sample(draw, [1], [1])
-    yield _attention_sample(draw, [5, 17, 1], [5, 17, 1])  # prefill
-    yield _attention_sample(draw, [3, 16], [21, 48], kv_heads=1)  # prefill after a cached prefix
-    yield _attention_sample(draw, [1, 1, 1, 1], [33, 16, 1, 15], head_dim=128)  # decode
-    yield _attention_sample(draw, [1, 1, 1], [20, 0, 0])  # decode with padding rows
-    yield _attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
-    yield _attention_sample(draw, [1, 1], [30, 40], window=16)
-    yield _attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
-    yield _attention_sample(draw, [9, 4], [9, 14], causal=False, window=3)
-    yield _attention_sample(draw, [7, 1], [7, 30], scale=0.5)
-    yield _attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
-    yield _attention_sample(draw, [4, 1], [4, 33], softcap=2.0)
-    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], sinks=True)
-    yield _attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, head_dim=128, sinks=True)
-    yield _attention_sample(draw, [1, 1], [30, 40], sinks=True, window=16)
-    yield _attention_sample(draw, [6, 2], [30, 2], sinks=True, window=7, softcap=1.5, scale=0.5)
-    yield _attention_sample(draw, [4, 6], [4, 9], sinks=True, softcap=30.0, causal=False, block_size=32)
+    yield attention_sample(draw, [1], [1])
+    yield attention_sample(draw, [5, 17, 1], [5, 17, 1])  # prefill
+    yield attention_sample(draw, [3, 16], [21, 48], kv_heads=1)  # prefill after a cached prefix
+    yield attention_sample(draw, [1, 1, 1, 1], [33, 16, 1, 15], head_dim=128)  # decode
+    yield attention_sample(draw, [1, 1, 1], [20, 0, 0])  # decode with padding rows
+    yield attention_sample(draw, [9, 1], [30, 40], heads=2, window=7)
+    yield attention_sample(draw, [1, 1], [30, 40], window=16)
+    yield attention_sample(draw, [4, 6], [4, 9], causal=False, block_size=32)
+    yield attention_sample(draw, [9, 4], [9, 14], causal=False, window=3)
+    yield attention_sample(draw, [7, 1], [7, 30], scale=0.5)
+    yield attention_sample(draw, [1, 2], [60, 60], blocks=[3, 5, 4, 6, 0, 10, 7, 8, 9, 1])  # almost in order
+    yield attention_sample(draw, [4, 1], [4, 33], softcap=2.0)
+    yield attention_sample(draw, [1, 1, 1], [33, 0, 7], sinks=True)
+    yield attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, head_dim=128, sinks=True)
+    yield attention_sample(draw, [1, 1], [30, 40], sinks=True, window=16)
+    yield attention_sample(draw, [6, 2], [30, 2], sinks=True, window=7, softcap=1.5, scale=0.5)
+    yield attention_sample(draw, [4, 6], [4, 9], sinks=True, softcap=30.0, causal=False, block_size=32)
     for new in ([5, 1], [1, 1]):  # A sequence is longer than the cache: blocks before its window are others'.
         table = [3, 3, 3, 1, 2, 0, 3, 0, 0, 0, 0, 0]
-        yield _attention_sample(draw, new, [70, 20], window=16, blocks=table, num_blocks=4)
-    yield _attention_sample(draw, [9, 1, 17], [30, 40, 17], chunk=8)
-    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], heads=6, chunk=7)
-    yield _attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, alibi=1.0)
-    yield _attention_sample(draw, [1, 1, 1], [33, 0, 7], alibi=0.25, sinks=True, window=16)
+        yield attention_sample(draw, new, [70, 20], window=16, blocks=table, num_blocks=4)
+    yield attention_sample(draw, [9, 1, 17], [30, 40, 17], chunk=8)
+    yield attention_sample(draw, [1, 1, 1], [33, 0, 7], heads=6, chunk=7)
+    yield attention_sample(draw, [9, 1, 5], [30, 40, 5], heads=6, alibi=1.0)
+    yield attention_sample(draw, [1, 1, 1], [33, 0, 7], alibi=0.25, sinks=True, window=16)
 
 
 @op(
@@ -213,9 +214,33 @@ def paged_attention(
 
     Source: Kwon et al., *PagedAttention*, 2023; Ainslie et al., *GQA*, 2023; OpenAI, *gpt-oss*, 2025, for sinks.
     """
+    blocks = block_table.long()
+    return attend_to(query, key_cache[blocks], value_cache[blocks], query_start_loc, kv_lens, sinks, options)
+
+
+def attend_to(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Return the attention of :func:`paged_attention` to gathered blocks.
+
+    Args:
+        query: ``[tokens, num_heads, head_dim]``, as the arguments that are not described here.
+        keys: ``[sequences, blocks, block_size, num_kv_heads, head_dim]``, of any floating dtype.
+        values: as ``keys``.
+        query_start_loc: see there.
+        kv_lens: see there.
+        sinks: see there.
+        options: see there.
+    """
     tokens, num_heads, head_dim = query.shape
-    sequences, max_blocks = block_table.shape
-    kv_heads, capacity = key_cache.shape[2], max_blocks * key_cache.shape[1]
+    sequences, max_blocks, block_size, kv_heads = keys.shape[:4]
+    capacity = max_blocks * block_size
 
     # Compute the scores of all tokens and gathered keys, and mask those of other sequences.
     token = torch.arange(tokens, device=query.device)
@@ -237,8 +262,7 @@ def paged_attention(
 
     # Unfilled slots may contain NaN, and 0 * NaN is NaN.
     filled = (slot < kv_lens[:, None]).view(-1, 1, 1)
-    keys = key_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
-    values = value_cache[block_table.long()].reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0)
+    keys, values = (each.reshape(-1, kv_heads, head_dim).float().masked_fill(~filled, 0.0) for each in (keys, values))
 
     grouped = query.float().view(tokens, kv_heads, num_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) * options.scale

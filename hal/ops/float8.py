@@ -15,9 +15,19 @@ from hal.ops.declaration.samples import Draw, Sample
 BLOCKS = "(out_features+block_rows-1)//block_rows (in_features+block_columns-1)//block_columns"
 
 
+def float8_values(bits: Tensor) -> Tensor:
+    """Return the numbers of the bits of float8 (e4m3), uint8, in float32."""
+    return bits.view(torch.float8_e4m3fn).float()
+
+
+def float8_bits(x: Tensor) -> Tensor:
+    """Return the bits of float8 (e4m3), uint8, nearest to float32 numbers; those beyond 448 become 448."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 def widen(weight: Tensor, weight_scale: Tensor, block_rows: int, block_columns: int) -> Tensor:
     """Return ``weight * weight_scale`` with the scale of each block, float32; see :func:`fp8_linear`."""
-    return scaled_by_block(weight.view(torch.float8_e4m3fn).float(), weight_scale, block_rows, block_columns)
+    return scaled_by_block(float8_values(weight), weight_scale, block_rows, block_columns)
 
 
 def scaled_by_block(numbers: Tensor, scale: Tensor, block_rows: int, block_columns: int) -> Tensor:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
 
@@ -16,8 +16,28 @@ from hal.quantization.scheme import Scheme
 from hal.quantization.scheme_registry import schemes
 
 
+@attrs.frozen
+class CacheQuantization:
+    """How a checkpoint says that keys and values are kept.
+
+    Attributes:
+        dtype: ``int8`` or ``fp8``.
+        scales: whether the checkpoint has a scale of all keys, and one of all values, of each layer: ``k_scale`` and
+            ``v_scale`` beside the projections.
+    """
+
+    dtype: Literal["int8", "fp8"]
+    scales: bool
+
+
 class Quantization(ABC):
-    """The quantization of one checkpoint, as a format describes it."""
+    """The quantization of one checkpoint, as a format describes it.
+
+    Attributes:
+        cache: how keys and values are kept; None if it does not say.
+    """
+
+    cache: CacheQuantization | None = None
 
     @abstractmethod
     def scheme(self, layer: str) -> Scheme | None:
@@ -85,7 +105,7 @@ class CheckpointFormat(ABC):
 
     def representation(self, scheme: Scheme) -> Representation | None:
         """Return how this format stores a scheme, or None if it does not."""
-        return self.representations.get(scheme.name) or scheme.representations.get(self.name)
+        return self.representations.get(scheme.name) or scheme.represented(self.name)
 
     def known(self) -> dict[str, tuple[Scheme, Representation]]:
         """Return the registered schemes that this format stores, by name."""

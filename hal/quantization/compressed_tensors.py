@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.checkpoint_format import CacheQuantization, CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.format_registry import supported
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern
@@ -42,6 +42,7 @@ class ConfigGroup:
         weights: required keys and values of ``weights``.
         input_activations: the same for ``input_activations``; None if the group must not have any.
         format: the ``format`` of the group, or else of the whole section.
+        others: further formats, which the scheme gets as the setting ``format``.
         settings: keys of ``weights`` with any value, which the scheme gets: see :meth:`Scheme.configured
             <hal.quantization.scheme.Scheme.configured>`.
     """
@@ -50,6 +51,7 @@ class ConfigGroup:
     input_activations: Mapping[str, Any] | None
     format: str = "int-quantized"
     settings: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
 
     def has_parts_of(self, group: Mapping[str, Any]) -> bool:
         """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
@@ -57,7 +59,7 @@ class ConfigGroup:
 
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
         """Yield the differences of the checkpoint's group ``name`` from this one."""
-        if format != self.format:
+        if format not in (self.format, *self.others):
             yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
         for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
             found = group.get(part)
@@ -118,9 +120,16 @@ class CompressedTensorsQuantization(Quantization):
     Args:
         groups: the schemes and their layers. A group that names a layer takes precedence over one for ``Linear``.
         ignore: the layers that are not quantized.
+        cache: how keys and values are kept.
     """
 
-    def __init__(self, groups: Sequence[tuple[Scheme, LayerTargets]], ignore: LayerTargets) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Scheme, LayerTargets]],
+        ignore: LayerTargets,
+        cache: CacheQuantization | None = None,
+    ) -> None:
+        self.cache = cache
         self._groups = tuple(groups)
         self._ignore = ignore
 
@@ -141,19 +150,23 @@ class CompressedTensors(CheckpointFormat):
         if section is None or section.content.get("quant_method") != self.name:
             return None
         content = section.content
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        for key in ("sparsity_config", "transform_config"):
             value = content.get(key)
             dense = key == "sparsity_config" and isinstance(value, dict) and value.get("format") == _DENSE
             if not (dense or _is_empty(value)):
                 raise ConfigError(f"{_WHERE} has a {key}, {value!r:.80}, which hal does not support", supported())
-        groups = content.get("config_groups")
-        if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
+        groups, cache = content.get("config_groups"), _cache(content.get("kv_cache_scheme"))
+        if (
+            not isinstance(groups, dict)
+            or not (groups or cache)
+            or not all(isinstance(each, dict) for each in groups.values())
+        ):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
         read = [
             (self._scheme(group, name, content.get("format")), LayerTargets.of(group.get("targets"), "targets"))
             for name, group in groups.items()
         ]
-        return CompressedTensorsQuantization(read, LayerTargets.of(content.get("ignore") or [], "ignore"))
+        return CompressedTensorsQuantization(read, LayerTargets.of(content.get("ignore") or [], "ignore"), cache)
 
     def describe(
         self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
@@ -185,7 +198,7 @@ class CompressedTensors(CheckpointFormat):
         *_, problems, nearest = min(found, key=lambda each: each[:2])
         if problems:
             raise ConfigError(problems[0], supported())
-        return nearest.configured(group["weights"])
+        return nearest.configured({**group["weights"], "format": kind})
 
 
 def _differences(
@@ -199,6 +212,29 @@ def _differences(
         none = found.get(key) is None or (key == "group_size" and found[key] == -1)
         if key not in wanted and key not in settings and not none:
             yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"
+
+
+def _cache(scheme: object) -> CacheQuantization | None:
+    """Return how ``kv_cache_scheme`` keeps keys and values; None if it is empty.
+
+    Raises:
+        ConfigError: hal does not support it.
+    """
+    if _is_empty(scheme):
+        return None
+    where = f"kv_cache_scheme in {_WHERE}"
+    if not isinstance(scheme, dict):
+        raise ConfigError(f"{where} is {scheme!r:.60}, not a section", supported())
+    kind = scheme.get("type")
+    if kind not in ("int", "float"):
+        raise ConfigError(f"{where} has the type {kind!r:.60}, not 'int' or 'float'", supported())
+    wanted: dict[str, Any] = {"num_bits": 8, "symmetric": True}
+    dynamic = scheme.get("dynamic", False)
+    if dynamic is not True:
+        wanted |= {"dynamic": False, "strategy": "tensor"}
+    for problem in _differences(scheme, wanted, ("group_size", "strategy"), "kv_cache_scheme"):
+        raise ConfigError(problem, supported())
+    return CacheQuantization("int8" if kind == "int" else "fp8", scales=not dynamic)
 
 
 def _is_empty(value: Any) -> bool:

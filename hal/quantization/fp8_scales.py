@@ -42,7 +42,11 @@ class Fp8Scales(Representation):
         name = self.name(layer)
         if layer.strategy == "block":
             blocks = {OUT: layer.block[0], IN: layer.block[1]}
-            scale = layer.declare(name, group_sizes=blocks, dtype=torch.float32, stored=SCALES)
+            of_all = None if layer.fused is None else f"{layer.fused}_{name.removeprefix('weight_')}"
+            scale = layer.declare(name, fused=of_all, group_sizes=blocks, dtype=torch.float32, stored=SCALES)
+            if layer.fused is not None:
+                values = layer.declare("weight", fused=layer.fused, dtype=torch.float8_e4m3fn)
+                return {"values": values, "scales": scale}
         elif layer.strategy == "channel":
             scale = layer.declare(name, OUT, dtype=torch.float32, stored=SCALES, column=True)
         else:
@@ -70,7 +74,10 @@ class Fp8Scales(Representation):
             scale = rows_of(stored, scale)
         if layer.strategy != "block":
             scale = scale.unsqueeze(-1)
-        name, valid = self.name(layer), scale.isfinite() & (scale > 0)
+        name = self.name(layer)
+        if layer.fused is not None:
+            name = f"{layer.fused}_{name.removeprefix('weight_')}"
+        valid = scale.isfinite() & (scale > 0)
         if layer.strategy == "block":
             valid = valid.repeat_interleave(layer.block[0], -2)[..., : weight.shape[-2], :]
         stored.check_rows(valid.all(-1), f"{{}}.{name} has values that are not positive and finite")

@@ -13,11 +13,12 @@ from hal.errors import CheckpointError
 from hal.nn import QuantizedLinear, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import WeightOnlyTensors
-from hal.ops.weight_only import dequantize
+from hal.ops.weight_only import dequantize, pack_int4
 from hal.quantization.compressed_tensors import ConfigGroup
 from hal.quantization.int8_arithmetic import AGAIN, Activation
 from hal.quantization.packed_integers import (
     FLOATS,
+    by_expert,
     check_group_index,
     check_scales,
     in_one,
@@ -29,6 +30,8 @@ from hal.quantization.packed_integers import (
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
 
+WHOLE = "int-quantized"
+"""The format that has each number as an int8."""
 INTEGERS = (torch.int64, torch.int32)
 DIMENSIONS = "dimensions"
 
@@ -37,7 +40,7 @@ def packed_group(bits: int) -> ConfigGroup:
     """Return the group of weights of so many bits."""
     weights = {"num_bits": bits, "type": "int", "dynamic": False}
     settings = frozenset({"strategy", "group_size", "symmetric", "actorder"})
-    return ConfigGroup(weights, None, "pack-quantized", settings)
+    return ConfigGroup(weights, None, "pack-quantized", settings, (WHOLE,))
 
 
 @attrs.frozen
@@ -55,6 +58,35 @@ class FloatGroup(ConfigGroup):
             isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, "float")
         ):
             yield f"the input_activations of {name} are {found!r:.60}, not of 8 bits and the type 'float'"
+
+
+class WholeTensors(Representation):
+    """``weight``, ``weight_scale`` and ``weight_zero_point``, with each number in an int8."""
+
+    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
+        assert isinstance(layer, WeightOnlyTensors)
+        groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}}
+        return {
+            "numbers": layer.declare("weight", dtype=torch.int8),
+            "scales": layer.declare("weight_scale", stored=FLOATS, **groups),
+            "zero_points": layer.declare("weight_zero_point", dtype=torch.int8, optional=layer.symmetric, **groups),
+        }
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        layer, weight, zero = stored.layer, stored["numbers"], stored.tensors["zero_points"]
+        assert isinstance(layer, WeightOnlyTensors)
+        check_scales(stored, stored["scales"], "weight_scale")
+        most = 1 << layer.bits - 1
+        for name, each in (("weight", weight), ("weight_zero_point", zero)):
+            if each is not None and layer.bits < 8:
+                valid = ((each >= -most) & (each < most)).all(-1)
+                stored.check_rows(valid, f"{{}}.{name} has numbers of more than {layer.bits} bits")
+        return {
+            **stored.tensors,
+            "weight": by_expert(stored, pack_int4, weight) if layer.bits == 4 else weight,
+            "weight_scale": stored["scales"],
+            "weight_zero_point": zero if zero is not None and bool(zero.any()) else None,
+        }
 
 
 class PackedTensors(Representation):

@@ -42,6 +42,8 @@ class StoredLayer:
     def part_of_row(self, row: int) -> str:
         """Return the name of the part that has a row of this rank, counted over all experts."""
         sizes, part = self.layer.stored_sizes, 0
+        if len(self.names) == 1:  # of all experts
+            return self.names[0]
         expert, row = divmod(row, sum(sizes))
         while row >= sizes[part]:
             row, part = row - sizes[part], part + 1

@@ -40,6 +40,10 @@ class Scheme(ABC):
         """Return the same for equal schemes."""
         return hash(self.name)
 
+    def represented(self, format: str) -> Representation | None:
+        """Return how a checkpoint format of this name stores the scheme; None if the scheme does not say."""
+        return self.representations.get(format)
+
     def configured(self, settings: Mapping[str, Any]) -> Scheme:
         """Return the scheme with the settings of a checkpoint, such as the size of groups; by default, itself.
 

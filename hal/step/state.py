@@ -217,10 +217,22 @@ KEY_VALUE = frozenset({"key_cache", "value_cache"})
 """The argument names of attention states in operations. Drivers may choose the layout of these states."""
 
 
-def key_value_states(num_kv_heads: int, head_dim: int, *, window: int | None = None) -> LayerStates:
-    """Return the states of a layer of ordinary attention: the keys and values of all its heads."""
-    state = State(TOKEN, (num_kv_heads, head_dim), window=window)
-    return {"key": state, "value": state}
+def key_value_states(
+    num_kv_heads: int, head_dim: int, *, window: int | None = None, quantized: torch.dtype | None = None
+) -> LayerStates:
+    """Return the states of a layer of ordinary attention: the keys and values of all its heads.
+
+    Args:
+        num_kv_heads: the number of heads.
+        head_dim: the elements of a head.
+        window: see :class:`State`.
+        quantized: the dtype of quantized numbers, whose scales, one for each head, are states too; None for none.
+    """
+    state = State(TOKEN, (num_kv_heads, head_dim), quantized, window)
+    if quantized is None:
+        return {"key": state, "value": state}
+    scale = State(TOKEN, (num_kv_heads,), torch.float32, window)
+    return {"key": state, "value": state, "key_scale": scale, "value_scale": scale}
 
 
 def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:

@@ -33,6 +33,8 @@ GPT_OSS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "tie_word_embeddings": False,
 }
+WHOLE = "int-quantized"
+"""The method of compressed-tensors with each number in an int8."""
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -88,7 +90,7 @@ class Format:
             return self._compressed(weights, inputs, "float-quantized")
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
         weights |= {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
-        return self._compressed(weights, None, "pack-quantized")
+        return self._compressed(weights, None, "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
 
     def _compressed(self, weights: dict[str, Any], inputs: Any, format: str) -> dict[str, Any]:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
@@ -114,7 +116,11 @@ class Format:
         scale = (torch.rand(rows, groups, generator=draw) + 0.5) * (2 / most * width**-0.5)
         scale = scale.to(self.dtype)
         wide = (numbers - spread(zero, group, width)) * spread(scale.float(), group, width)
-        if self.method == "compressed-tensors":
+        if self.method == WHOLE:
+            found = {"weight": (numbers - most // 2).to(torch.int8), "weight_scale": scale}
+            if not self.symmetric:
+                found["weight_zero_point"] = (zero - most // 2).to(torch.int8)
+        elif self.method == "compressed-tensors":
             found = {"weight_packed": packed(numbers, self.bits), "weight_scale": scale}
             found["weight_shape"] = torch.tensor([rows, width])
             if not self.symmetric:
@@ -154,6 +160,29 @@ def pair(folder: Path, format: Format, *, seed: int = 3, **overrides: Any) -> tu
         narrow |= {f"{layer}.{each}": value.contiguous() for each, value in found.items()}
     save_file(wide, plain / "model.safetensors")
     write(quantized, narrow, format.section())
+    return quantized, plain
+
+
+def stacked_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
+    """Write experts of float8 in blocks as one tensor of all experts, and the same with dequantized weights."""
+    quantized, plain = pair(folder, Format("fp8", group=32), seed=seed, **SPARSE)
+    for path in (quantized, plain):
+        tensors, stacked = load_file(path / "model.safetensors"), dict[str, Tensor]()
+        experts = sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name})
+        for mixture in experts:
+            for suffix in ("weight", "weight_scale_inv"):
+                named = {
+                    part: [tensors.pop(f"{mixture}.experts.{expert}.{part}.{suffix}") for expert in range(4)]
+                    for part in ("gate_proj", "up_proj", "down_proj")
+                    if f"{mixture}.experts.0.{part}.{suffix}" in tensors
+                }
+                if not named:
+                    continue
+                end = suffix.removeprefix("weight")
+                both = [torch.cat(each) for each in zip(named["gate_proj"], named["up_proj"], strict=True)]
+                stacked[f"{mixture}.experts.gate_up_proj{end}"] = torch.stack(both)
+                stacked[f"{mixture}.experts.down_proj{end}"] = torch.stack(named["down_proj"])
+        save_file(tensors | stacked, path / "model.safetensors")
     return quantized, plain
 
 

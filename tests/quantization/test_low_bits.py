@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair, write
+from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, pair, stacked_pair, write
 from helpers.quantized import change_json, change_tensors, error
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
@@ -33,6 +33,8 @@ from hal.ops.weight_only import dequantize, pack_int4, unpack_int4
 from hal.parallel import Mesh
 
 TOKENS = [1, 7, 30, 4, 200, 19]
+LARGER = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+"""Sizes of whole groups on each of four ranks."""
 DOWN = "model.layers.1.mlp.down_proj"
 QUERY = "model.layers.0.self_attn.q_proj"
 COMPRESSED = "compressed-tensors"
@@ -42,6 +44,8 @@ FORMATS = {
     "packed-zero-points": Format(COMPRESSED, group=64),
     "packed-rows": Format(COMPRESSED, group=0, symmetric=True),
     "packed-8-bits": Format(COMPRESSED, bits=8),
+    "whole-8-bits": Format(WHOLE, bits=8, symmetric=True),
+    "whole-4-bits": Format(WHOLE, group=64),
     "awq": Format("awq", dtype=HALF),
     "gptq": Format("gptq", dtype=HALF),
     "gptq-rows": Format("gptq", group=0, symmetric=True),
@@ -107,6 +111,37 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
 def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, FORMATS[name], **SPARSE)
     assert error(logits(quantized, compiler), logits(quantized)) < 1e-5
+
+
+def test_experts_of_float8_in_one_tensor(cpu: hal.Backend, tmp_path: Path) -> None:
+    quantized, plain = stacked_pair(tmp_path)
+    found = layers(load(quantized))
+    stacked = [path for path, each in found.items() if isinstance(each, Fp8GroupedLinear)]
+    assert len(stacked) == 4
+    assert error(logits(quantized), logits(plain)) < 1e-5
+    parts = [layers(each) for each in ranks(quantized)]
+    cpu.activate()
+    for path in stacked:
+        layer, counts = found[path], torch.tensor([2, 0, 1, 3])
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        split = x.chunk(2, -1) if layer.shard == "in_features" else (x, x)
+        mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
+        assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+
+
+def test_scales_of_experts_in_one_tensor_are_checked_by_name(tmp_path: Path) -> None:
+    quantized, _ = stacked_pair(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    change_tensors(quantized, lambda tensors: tensors[name][2].fill_(-1.0))
+    with pytest.raises(CheckpointError, match=rf"{name} has values that are not positive and finite"):
+        load(quantized)
+
+
+def test_numbers_beyond_their_bits_are_refused(tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, FORMATS["whole-4-bits"], **DENSE)
+    change_tensors(quantized, lambda tensors: tensors[f"{DOWN}.weight"][3].fill_(9))
+    with pytest.raises(CheckpointError, match=rf"{DOWN}\.weight has numbers of more than 4 bits"):
+        load(quantized)
 
 
 def test_weights_stay_packed(tmp_path: Path) -> None:
@@ -176,9 +211,9 @@ def test_only_quantized_weights_are_converted(tmp_path: Path) -> None:
         load(plain, quantized_weights="w8a16")
 
 
-def ranks(folder: Path, experts: str = "split", **config: Any) -> list[CausalLM]:
-    """Load the parts of two ranks in this process. They compute nothing together."""
-    groups = [Group("pair", rank, 2, object()) for rank in range(2)]
+def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -> list[CausalLM]:
+    """Load the parts of some ranks in this process. They compute nothing together."""
+    groups = [Group("ranks", rank, count, object()) for rank in range(count)]
     meshes = [Mesh(tensor=each, **({} if experts == "split" else {"expert": each})) for each in groups]
     return [load(folder, mesh, experts, **config) for mesh in meshes]
 
@@ -186,23 +221,28 @@ def ranks(folder: Path, experts: str = "split", **config: Any) -> list[CausalLM]
 def joined(parts: list[Tensor], layer: QuantizedLinear) -> Tensor:
     """Return the output of a whole layer from those of its ranks."""
     if layer.shard == "in_features":
-        return parts[0] + parts[1]
+        return torch.stack(parts).sum(0)
     by_part = zip(*(each.split(list(layer.sizes), -1) for each in parts), strict=True)
     return torch.cat([rank for part in by_part for rank in part], -1)
 
 
 @thorough(
-    EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows|.*-dequantized)"
+    EXHAUSTIVE,
+    r"\[(.*(gptq-8|gptq_v2|gptq-rows|whole-8|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)|.*-dequantized"
+    r"|[^\]]*(packed-zero|gptq|whole|fp8-tensors)[^\]]*-4\])",
 )
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("converted", ["kept", "dequantized"])
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @each_format
 def test_ranks_cut_groups_as_they_cut_columns(
-    format: Format, overrides: dict[str, Any], converted: str, cpu: hal.Backend, tmp_path: Path
+    format: Format, overrides: dict[str, Any], converted: str, count: int, cpu: hal.Backend, tmp_path: Path
 ) -> None:
-    quantized, _ = pair(tmp_path, format, **overrides)
+    sizes = {key: size for key, size in LARGER.items() if key in overrides and count > 2}
+    quantized, _ = pair(tmp_path, format, **{**overrides, **sizes})
     given = {"quantized_weights": converted}
-    whole, parts = layers(load(quantized, **given)), [layers(each) for each in ranks(quantized, **given)]
+    whole = layers(load(quantized, **given))
+    parts = [layers(each) for each in ranks(quantized, count=count, **given)]
     assert len(whole) == 8
     cpu.activate()
     for path, layer in whole.items():
@@ -211,7 +251,7 @@ def test_ranks_cut_groups_as_they_cut_columns(
         mine = []
         for rank, part in enumerate(each[path] for each in parts):
             part.group = None
-            mine.append(part(x.chunk(2, -1)[rank] if layer.shard == "in_features" else x, *counts))
+            mine.append(part(x.chunk(len(parts), -1)[rank] if layer.shard == "in_features" else x, *counts))
         assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
 
 
@@ -230,7 +270,7 @@ def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
 
 def test_cuts_inside_a_group_are_refused(tmp_path: Path) -> None:
     overrides = {**DENSE, "intermediate_size": 96}
-    for name, tensor in (("packed", "scales"), ("fp8-blocks", "scales"), ("awq", "qzeros")):
+    for name, tensor in (("packed", "scales"), ("whole-4-bits", "scales"), ("fp8-blocks", "scales"), ("awq", "qzeros")):
         quantized, _ = pair(tmp_path / name, FORMATS[name], **overrides)
         with pytest.raises(
             ConfigError, match=rf"{tensor}: a cut between 2 ranks at element (48|96) of .* inside a group of 32"

@@ -122,7 +122,7 @@ struct Scratch {
     std::vector<Operand<T>> queries;
     std::vector<float> scores;
     std::vector<int64_t> rows;
-    std::vector<T> copies;  // of a tile, whose rows are filled up to whole vectors
+    std::vector<T> copies;  // of a tile, whose rows are filled up to whole vectors, or widened
 };
 
 // Some positions of a token's sequence for the key heads from `first` to `last`.
@@ -135,7 +135,7 @@ struct Piece {
 // Attends with one query token over a piece. The heads that share a key head read a tile of its rows from the CPU
 // cache. Writes `whole` sums and a Partial for each head.
 template <class T>
-void attend(const Shape& shape, const Piece& piece, const T* query, const T* keys, const T* values,
+void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<T>& keys, const Pages<T>& values,
             const int32_t* blocks, float* sums, Partial* partials, Scratch<T>& scratch) {
     constexpr int64_t kStep = Product<T>::kStep;
     const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kStep);
@@ -156,14 +156,23 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const T* key
         scratch.rows[index] = (block * shape.block_size + place) * shape.kv_heads * dim;
     }
     int64_t in_copies[kTile];
-    scratch.copies.assign(whole == dim ? 0 : kTile * whole, T(0.0f));
+    scratch.copies.assign(whole == dim && !keys.scales ? 0 : kTile * whole, T(0.0f));
     for (int r = 0; r < kTile; r++) in_copies[r] = r * whole;
-    auto tile_of = [&](const T* cache, int64_t index, int64_t kv_head) -> Tile<T> {
-        const T* base = cache + kv_head * dim;
+    auto tile_of = [&](const Pages<T>& cache, int64_t index, int64_t kv_head) -> Tile<T> {
         const int64_t* at = scratch.rows.data() + index;
+        T* copies = scratch.copies.data();
+        if (cache.scales) {
+            const char* numbers = static_cast<const char*>(cache.numbers) + kv_head * dim;
+            for (int r = 0; r < kTile; r++) {
+                for (int64_t i = 0; i < dim; i += 64) __builtin_prefetch(numbers + at[r + kTile] + i);
+                cache.widen(at[r] + kv_head * dim, copies + in_copies[r]);
+            }
+            return {copies, in_copies, in_copies};
+        }
+        const T* base = static_cast<const T*>(cache.numbers) + kv_head * dim;
         if (whole == dim) return {base, at, at + kTile};
-        for (int r = 0; r < kTile; r++) std::copy_n(base + at[r], dim, scratch.copies.data() + in_copies[r]);
-        return {scratch.copies.data(), in_copies, in_copies};
+        for (int r = 0; r < kTile; r++) std::copy_n(base + at[r], dim, copies + in_copies[r]);
+        return {copies, in_copies, in_copies};
     };
     // The heads of a position are contiguous, so this order reads memory sequentially.
     for (int64_t index = 0; index < count; index += kTile)
@@ -208,8 +217,8 @@ void write(const Partial* partials, int64_t heads, const float* sums, int64_t ap
 }
 
 template <class T>
-void attend_few(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
-                const int32_t* starts, const int32_t* lengths, T* output) {
+void attend_few(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
+                const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output) {
     const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, Product<T>::kStep);
     // A thread takes all key heads of a piece if there are enough pieces, otherwise some.
     const int64_t threads = omp_get_max_threads();
@@ -272,14 +281,15 @@ void attend_few(const Shape& shape, const T* query, const T* keys, const T* valu
 
 }  // namespace
 
-// Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache.
+// Returns 0, or 1 + the index of a sequence whose length or blocks are outside the block table or the cache. The scales
+// of a quantized cache, of float8 or int8, are null for another one.
 extern "C" int64_t paged_attention(const void* query, const void* keys, const void* values, const int32_t* block_table,
                                    const int32_t* starts, const int32_t* lengths, const void* sinks, void* output,
                                    int dtype,
                                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                    int64_t num_blocks, int64_t block_size, int64_t max_blocks, int64_t query_stride,
                                    int64_t query_head_stride, float scale, float softcap, int causal, int64_t window,
-                                   int64_t work) {
+                                   int64_t work, const float* key_scales, const float* value_scales, int float8) {
     Shape shape{sequences, tokens,     heads,        kv_heads,          head_dim,
                 block_size, max_blocks, query_stride, query_head_stride, scale,
                 softcap,   causal,     window,       work,              nullptr,
@@ -300,8 +310,9 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
             shape.sinks = wide.data();
         }
         auto run = [&](auto attend) {
-            attend(shape, static_cast<const T*>(query), static_cast<const T*>(keys), static_cast<const T*>(values),
-                   block_table, starts, lengths, static_cast<T*>(output));
+            attend(shape, static_cast<const T*>(query), Pages<T>{keys, key_scales, float8, head_dim},
+                   Pages<T>{values, value_scales, float8, head_dim}, block_table, starts, lengths,
+                   static_cast<T*>(output));
         };
         run(attend_few<T>);
         run(attend_prompts<T>);
@@ -330,8 +341,8 @@ extern "C" int64_t packed_attention(const void* query, const void* keys, const v
         T* rows = static_cast<T*>(output);
         const int64_t used = sequences ? starts[sequences] : 0;
         std::fill(rows + used * heads * head_dim, rows + tokens * heads * head_dim, T(0.0f));
-        attend_prompts(shape, static_cast<const T*>(query), static_cast<const T*>(keys),
-                       static_cast<const T*>(values), nullptr, starts, lengths.data(), rows);
+        attend_prompts(shape, static_cast<const T*>(query), Pages<T>{keys, nullptr, 0, head_dim},
+                       Pages<T>{values, nullptr, 0, head_dim}, nullptr, starts, lengths.data(), rows);
     });
     return 0;
 }

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "elements.h"
+#include "products.h"
 
 struct Shape {
     int64_t sequences, tokens, heads, kv_heads, head_dim, block_size, max_blocks;
@@ -20,6 +22,47 @@ struct Shape {
     bool many(const int32_t* starts, const int32_t* lengths, int64_t sequence) const {
         const int64_t queries = starts[sequence + 1] - starts[sequence];
         return work < 0 || (queries >= 8 && queries * lengths[sequence] > work);
+    }
+};
+
+// Keys or values. Their numbers are of T, or quantized, with a scale of each row of `dim`.
+template <class T>
+struct Pages {
+    const void* numbers;
+    const float* scales;  // or null
+    int float8;           // whether the quantized numbers are float8 (e4m3), or else int8
+    int64_t dim;
+
+    // Writes the row at a multiple of `dim`.
+    void widen(int64_t at, T* to) const {
+        const uint8_t* from = static_cast<const uint8_t*>(numbers) + at;
+        const float scale = scales[at / dim];
+        int64_t i = 0;
+        for (; i + kLanes <= dim; i += kLanes) {
+            const Lanes values = numbers_of(load<Bytes>(from + i)) * scale;
+            if constexpr (Product<T>::kStep == 2 * kLanes)
+                Product<T>::round(values, to + i);
+            else
+                narrow(values, to + i);
+        }
+        if (i == dim) return;
+        Bytes last = {};
+        std::memcpy(&last, from + i, dim - i);
+        const Lanes values = numbers_of(last) * scale;
+        for (int64_t place = 0; i + place < dim; place++) to[i + place] = T(values[place]);
+    }
+
+  private:
+    using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+    using Signed = int8_t __attribute__((vector_size(kLanes)));
+    using Words = int32_t __attribute__((vector_size(4 * kLanes)));
+
+    Lanes numbers_of(Bytes bytes) const {
+        if (!float8) return __builtin_convertvector(__builtin_convertvector(Signed(bytes), Words), Lanes);
+        // The exponent and fraction of a float8 are those of a float32 of 2**-120 times its size.
+        const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f;
+        const Lanes values = Lanes(size << 20 | (bits & 0x80) << 24) * 0x1p120f;
+        return size == 0x7f ? Lanes{} + std::numeric_limits<float>::quiet_NaN() : values;
     }
 };
 
@@ -43,5 +86,5 @@ inline void adjust(const Shape& shape, float* scores, int64_t count) {
 
 // Writes the rows of the sequences with many queries. Without a block table, a sequence's keys are beside its queries.
 template <class T>
-void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
-                    const int32_t* starts, const int32_t* lengths, T* output);
+void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
+                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output);

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
-from hal.ops import AttentionOptions
 from hal.ops.kernels.kernel_table import Kernel
 
-from ..kernels import paged_attention as composed_attention
 from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
+from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .linear_kernels import LINEAR_KERNELS, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
@@ -26,15 +25,11 @@ from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 from .weight_only_kernels import WEIGHT_ONLY_KERNELS, WeightOnlyKernels
 
-UNLIMITED = 1 << 62  # tokens, or queries times tokens
-FEW = 1 << 11
-"""Queries times tokens of a sequence above which the kernel of many queries is faster. Decode steps do not use it."""
 BASIC = (
     "add_rms_norm",
     "gelu_and_mul",
     "greedy_sample",
     "packed_attention",
-    "paged_attention",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
@@ -42,6 +37,7 @@ BASIC = (
 )
 NATIVE = (
     *BASIC,
+    *ATTENTION_KERNELS,
     *EXPERT_KERNELS,
     *LINEAR_KERNELS,
     *LOGITS_KERNELS,
@@ -55,6 +51,7 @@ def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
     """Return the C++ kernels by operation."""
     classes = (
         (_Library, BASIC),
+        (AttentionKernels, ATTENTION_KERNELS),
         (ExpertKernels, EXPERT_KERNELS),
         (LinearKernels, LINEAR_KERNELS),
         (LogitsKernels, LOGITS_KERNELS),
@@ -78,9 +75,6 @@ class _Library(Bindings):
         self._gelu = function("gelu_and_mul", None, *pointers[:2], c_int, c_int, *[c_int64] * 2)
         self._greedy = function("greedy_sample", None, *pointers[:2], c_int, *[c_int64] * 3)
         self._store = function("store_kv_cache", c_int64, *pointers[:5], *[c_int64] * 5)
-        self._attention = function(
-            "paged_attention", c_int64, *pointers, c_int, *[c_int64] * 10, c_float, c_float, c_int, c_int64, c_int64
-        )
         self._packed_attention = function(
             "packed_attention", c_int64, *pointers[:5], c_int, *[c_int64] * 11, c_float, c_int
         )
@@ -234,94 +228,6 @@ class _Library(Bindings):
                 f"{key_cache.shape[0] * key_cache.shape[1]} slots",
                 "check the batch's slot_mapping",
             )
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_table: Tensor,
-        query_start_loc: Tensor,
-        kv_lens: Tensor,
-        query_start_loc_host: Tensor,
-        kv_lens_host: Tensor,
-        sinks: Tensor | None,
-        options: AttentionOptions,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :func:`hal.ops.paged_attention`. Sequences with many queries have another kernel.
-
-        In bfloat16 on a CPU that multiplies pairs, this one rounds weights to bfloat16, as flash attention does. Chunks
-        and position biases are composed of torch's operations.
-
-        Raises:
-            OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
-        """
-        if options.chunk is not None or options.alibi is not None:
-            found = composed_attention(
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
-            )
-            return found if out is None else out.copy_(found)
-        tokens, heads, head_dim = query.shape
-        sequences, max_blocks = block_table.shape
-        num_blocks, block_size, kv_heads, _ = key_cache.shape
-        canonical = key_cache.is_contiguous() and value_cache.is_contiguous() and key_cache.shape == value_cache.shape
-        alike = key_cache.shape[3] == head_dim and query.dtype is key_cache.dtype is value_cache.dtype
-        require(canonical and alike and heads % kv_heads == 0, "paged_attention", query, key_cache, value_cache)
-        table, starts = integers(block_table, "block_table"), integers(query_start_loc_host, "query_start_loc_host")
-        lens = integers(kv_lens_host, "kv_lens_host")
-        fits = starts.shape == (sequences + 1,) and lens.shape == (sequences,)
-        require(fits, "paged_attention", query, indices=(table, starts, lens))
-        if sinks is not None:
-            fits = sinks.shape == (heads,) and sinks.dtype is query.dtype
-            require(fits, "paged_attention", query, sinks)
-            sinks = sinks.contiguous()
-        query, (_, outer, inner) = rows(query)
-        y = empty(query.shape, query) if out is None else out
-        work = FEW if tokens > sequences else UNLIMITED
-        wrong = self._attention(
-            query.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            table.data_ptr(),
-            starts.data_ptr(),
-            lens.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            y.data_ptr(),
-            DTYPES[query.dtype],
-            sequences,
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            num_blocks,
-            block_size,
-            max_blocks,
-            outer,
-            inner,
-            options.scale,
-            options.softcap or 0.0,
-            options.causal,
-            UNLIMITED if options.window is None else options.window,
-            work,
-        )
-        if wrong:
-            raise OperationError(
-                f"paged_attention: sequence {wrong - 1} has {int(lens[wrong - 1])} tokens in the blocks "
-                f"{table[wrong - 1].tolist()} of a cache of {num_blocks} blocks of {block_size}",
-                "check the batch's block_table and lengths",
-            )
-        return y
 
     def packed_attention(
         self,

@@ -54,7 +54,7 @@ struct Task {
 template <class T>
 class Prompt {
   public:
-    Prompt(const Shape& shape, const T* query, const T* keys, const T* values, T* output)
+    Prompt(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values, T* output)
         : shape_(shape), query_(query), keys_(keys), values_(values), output_(output) {}
 
     void run(const Task& task, const int32_t* blocks, int64_t start, int64_t end, int64_t length) {
@@ -96,11 +96,20 @@ class Prompt {
         const T *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < count; i++) {
             const int64_t slot = blocks ? blocks[(first + i) / size] * size + (first + i) % size : start + first + i;
-            keys[i] = keys_ + slot * shape_.key_stride + kv_head * shape_.key_head_stride;
-            values[i] = values_ + slot * shape_.value_stride + kv_head * shape_.value_head_stride;
+            keys[i] = row_of(keys_, slot * shape_.key_stride + kv_head * shape_.key_head_stride, wide_keys_, i);
+            values[i] = row_of(values_, slot * shape_.value_stride + kv_head * shape_.value_head_stride, wide_values_, i);
         }
         pack_transposed(keys, count, dim, copies_, tile_keys_.get());
         pack_rows(values, count, dim, kKeys * kPanel, tile_values_.get());
+    }
+
+    // Returns row `i` of a tile, widened if it is quantized.
+    const T* row_of(const Pages<T>& pages, int64_t at, std::vector<T>& wide, int64_t i) const {
+        if (!pages.scales) return static_cast<const T*>(pages.numbers) + at;
+        wide.resize(kKeys * shape_.head_dim);
+        T* to = wide.data() + i * shape_.head_dim;
+        pages.widen(at, to);
+        return to;
     }
 
     // Adds a tile of `count` positions from `tile` on to a band of rows.
@@ -147,7 +156,8 @@ class Prompt {
     }
 
     const Shape shape_;
-    const T *query_, *keys_, *values_;
+    const T* query_;
+    const Pages<T> keys_, values_;
     T* output_;
     const int64_t width_ = up(shape_.head_dim, Product<T>::kStep), columns_ = up(shape_.head_dim, kPanel);
     int64_t group_, rows_;
@@ -156,7 +166,7 @@ class Prompt {
     const std::unique_ptr<Operand<T>[]> tile_keys_{new Operand<T>[kKeys * width_]};
     const std::unique_ptr<Operand<T>[]> tile_values_{new Operand<T>[kKeys * columns_]};
     std::vector<float> sums_, totals_, largest_;
-    std::vector<T> copies_;
+    std::vector<T> copies_, wide_keys_, wide_values_;
     alignas(64) float scores_[kBand * kKeys];
     alignas(64) Operand<T> narrow_[kPair<T> == 2 ? kBand * kKeys : 1];
 };
@@ -164,8 +174,8 @@ class Prompt {
 }  // namespace
 
 template <class T>
-void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* values, const int32_t* block_table,
-                    const int32_t* starts, const int32_t* lengths, T* output) {
+void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
+                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output) {
     const int64_t queries = std::max<int64_t>(1, kTaskRows / (shape.heads / shape.kv_heads));
     std::vector<Task> tasks;
     for (int64_t sequence = 0; sequence < shape.sequences; sequence++) {
@@ -188,9 +198,9 @@ void attend_prompts(const Shape& shape, const T* query, const T* keys, const T* 
     }
 }
 
-template void attend_prompts(const Shape&, const float*, const float*, const float*, const int32_t*, const int32_t*,
-                             const int32_t*, float*);
-template void attend_prompts(const Shape&, const bfloat16*, const bfloat16*, const bfloat16*, const int32_t*,
-                             const int32_t*, const int32_t*, bfloat16*);
-template void attend_prompts(const Shape&, const float16*, const float16*, const float16*, const int32_t*,
-                             const int32_t*, const int32_t*, float16*);
+template void attend_prompts(const Shape&, const float*, const Pages<float>&, const Pages<float>&, const int32_t*,
+                             const int32_t*, const int32_t*, float*);
+template void attend_prompts(const Shape&, const bfloat16*, const Pages<bfloat16>&, const Pages<bfloat16>&,
+                             const int32_t*, const int32_t*, const int32_t*, bfloat16*);
+template void attend_prompts(const Shape&, const float16*, const Pages<float16>&, const Pages<float16>&,
+                             const int32_t*, const int32_t*, const int32_t*, float16*);

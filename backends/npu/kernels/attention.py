@@ -106,7 +106,7 @@ class FusedAttention:
         options: AttentionOptions,
     ) -> Tensor:
         """See :func:`hal.ops.paged_attention`."""
-        tokens, heads, head_dim = query.shape
+        tokens, _, head_dim = query.shape
         block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
         starts, lens = query_start_loc_host.tolist(), kv_lens_host.tolist()
         if starts[-1] == 0:
@@ -172,22 +172,52 @@ class FusedAttention:
                 mask = self._mask_arguments(options)
                 if queries == 1:
                     mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], options.window)
-                attended, sums = torch_npu.npu_fused_infer_attention_score(
-                    part.view(-1, queries, heads * head_dim),
+                attended = _attend_alike(
+                    part,
+                    queries,
                     *caches,
-                    num_heads=heads,
+                    sinks,
+                    options,
                     num_key_value_heads=kv_heads,
-                    scale=options.scale,
-                    input_layout="BSH",
                     block_table=block_table[rows],
                     block_size=block_size,
                     actual_seq_lengths_kv=lens[rows],
-                    softmax_lse_flag=sinks is not None,
                     **mask,
                 )
-                attended = attended.view(part.shape)
-                parts.append(attended if sinks is None else _with_sinks(attended, sums, sinks))
+                parts.append(attended)
         return _concatenate(parts, tokens)
+
+    def decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        lens: list[int],
+        sinks: Tensor | None,
+        options: AttentionOptions,
+        *,
+        block_size: int,
+        **arguments: Any,
+    ) -> Tensor:
+        """Attend with one query per sequence, in the layout BSH.
+
+        Args:
+            query: ``[sequences, num_heads, head_dim]``, contiguous.
+            keys: the cache, in the operation's shape.
+            values: as ``keys``.
+            block_table: of the operation, contiguous.
+            kv_lens: of the operation.
+            lens: ``kv_lens_host`` as a list.
+            sinks: of the operation.
+            options: of the operation.
+            block_size: tokens per block.
+            arguments: further ones of npu_fused_infer_attention_score.
+        """
+        mask = self._decode_mask_arguments(block_table, block_size, kv_lens, options.window)
+        paging = {"block_table": block_table, "block_size": block_size, "actual_seq_lengths_kv": lens}
+        return _attend_alike(query, 1, keys, values, sinks, options, **paging, **mask, **arguments)
 
     def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
         """Return the mask arguments for sequences with more than one query."""
@@ -216,6 +246,40 @@ class FusedAttention:
                 f"give the block table at most {MAX_DECODE_KEYS // block_size} columns",
             )
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
+
+
+def _attend_alike(
+    query: Tensor,
+    queries: int,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    **arguments: Any,
+) -> Tensor:
+    """Attend with as many queries of each sequence, in the layout BSH.
+
+    Args:
+        query: ``[sequences * queries, num_heads, head_dim]``.
+        queries: of each sequence.
+        keys: the cache, in the operation's shape.
+        values: as ``keys``.
+        sinks: ``[num_heads]``, or None.
+        options: of the operation.
+        arguments: further ones of npu_fused_infer_attention_score.
+    """
+    attended, sums = torch_npu.npu_fused_infer_attention_score(
+        query.view(-1, queries, query.shape[1] * query.shape[2]),
+        keys,
+        values,
+        num_heads=query.shape[1],
+        scale=options.scale,
+        input_layout="BSH",
+        softmax_lse_flag=sinks is not None,
+        **arguments,
+    )
+    attended = attended.view(query.shape)
+    return attended if sinks is None else _with_sinks(attended, sums, sinks)
 
 
 def _attend_packed(

@@ -106,6 +106,7 @@ def command(
         f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
         f"{config.compiler}\n"
     )
+    echo(f"{_cache(model, on)}\n")
     _layers(opened, model, on)
     if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)
@@ -144,6 +145,18 @@ def _predict(model: Path, devices: int | None, assume: Path | None) -> None:
     explain_devices(model, devices, assume)
 
 
+def _cache(model: CausalLM, on: Backend) -> str:
+    """Return the bytes that states take per token, and their dtypes."""
+    from hal.checkpoint.cache_dtype import DTYPES
+    from hal.execution.state_spec import spec_of
+
+    spec = spec_of(model, on)
+    dtypes = {str(spec.dtype_of(each)).removeprefix("torch.") for _, _, each in spec.states()}
+    kept = [name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") in dtypes]
+    quantized = f", quantized to {kept[0]}" if kept else ""
+    return f"states take {spec.token_bytes:,} bytes per token, in {' and '.join(sorted(dtypes))}{quantized}"
+
+
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     """Print which of hal's layers the driver replaced, and how many."""
     if not on.layers:
@@ -151,7 +164,12 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     from hal.checkpoint.driver_layers import replaced
     from hal.checkpoint.loading import build_model
 
-    whole = build_model(opened, source=on.config.model_source, quantized_weights=on.config.quantized_weights)
+    whole = build_model(
+        opened,
+        source=on.config.model_source,
+        quantized_weights=on.config.quantized_weights,
+        cache_dtype=on.config.cache.dtype,
+    )
     found = Counter((old.__name__, new.__name__) for old, new in replaced(model, whole))
     rows = [(*names, str(times)) for names, times in found.items()]
     if rows:

@@ -1,12 +1,14 @@
 """Attention in torch's operations: over the paged cache, with all options, for drivers whose kernels lack some of them.
 
-:func:`decode` and :func:`one_by_one` gather keys and values from the cache. :func:`decode` reads lengths on the device
-only, so a captured graph serves all lengths. :func:`packed` attends without a cache.
+:func:`widening` attends over a quantized cache. :func:`decode` and :func:`one_by_one` gather keys and values from the
+cache. :func:`decode` reads lengths on the device only, so a captured graph serves all lengths. :func:`packed` attends
+without a cache.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import groupby, pairwise
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.attention import AttentionOptions, alibi_slopes
+from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.quantized_cache import widened_heads
 
 
 def decode(
@@ -133,6 +137,43 @@ def _attend(
         sink = by_head.expand(batch, -1, -1, count * kv_heads // sinks.shape[0], 1).reshape(batch, kv_heads, count, 1)
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     return (weights.masked_fill_(hidden, 0.0) @ values.float()).to(rows.dtype)
+
+
+def widening(attention: Kernel, widen: Callable[[Tensor, Tensor], Tensor] = widened_heads) -> Kernel:
+    """Return a kernel of :func:`hal.ops.quantized_paged_attention` that widens the blocks of its sequences.
+
+    A graph can capture a decode if it can capture that of ``attention``.
+
+    Args:
+        attention: the kernel of :func:`hal.ops.paged_attention`.
+        widen: takes numbers of a cache and their scales.
+    """
+
+    def quantized_paged_attention(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_scales: Tensor,
+        value_scales: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        sinks: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        blocks = block_table.flatten().long()
+        own = torch.arange(blocks.shape[0], dtype=torch.int32, device=query.device).view(block_table.shape)
+        wide = (
+            widen(numbers[blocks], scales[blocks]).to(query.dtype)
+            for numbers, scales in ((keys, key_scales), (values, value_scales))
+        )
+        return attention(  # type: ignore[no-any-return]
+            query, *wide, own, query_start_loc, kv_lens, query_start_loc_host, kv_lens_host, sinks, options
+        )
+
+    return quantized_paged_attention
 
 
 def packed(

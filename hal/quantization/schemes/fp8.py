@@ -77,4 +77,10 @@ class Fp8(Scheme):
         return self.block if self.strategy == "block" else (1, width)
 
     def _settings(self, linear: Projection) -> dict[str, Any]:
-        return {"block": self._block(linear.in_features), "strategy": self.strategy}
+        fused = getattr(linear, "fused", None)
+        if fused is not None and self.strategy != "block":
+            raise ConfigError(
+                f"the checkpoint has {fused} of all experts as one tensor in float8 with a scale by {self.strategy}",
+                "use a checkpoint with blocks (weight_block_size), or with a tensor for each expert",
+            )
+        return {"block": self._block(linear.in_features), "strategy": self.strategy, "fused": fused}

@@ -12,8 +12,8 @@ from hal.nn import GroupedLinear, Linear, Projection
 from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
 from hal.ops.weight_only import INT4S, dequantize
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
-from hal.quantization.packed_tensors import PackedTensors, packed_group
-from hal.quantization.representation import Tensors
+from hal.quantization.packed_tensors import WHOLE, PackedTensors, WholeTensors, packed_group
+from hal.quantization.representation import Representation, Tensors
 from hal.quantization.scheme import Scheme
 
 
@@ -23,6 +23,7 @@ class WeightOnly(Scheme):
     Args:
         group_size: the inputs of a group; None for one group per row.
         symmetric: whether all zero points are 0.
+        whole: whether compressed-tensors has each number as an int8.
 
     Attributes:
         bits: 8 or 4.
@@ -31,8 +32,14 @@ class WeightOnly(Scheme):
     bits: ClassVar[int]
     expert_biases = True
 
-    def __init__(self, group_size: int | None = None, *, symmetric: bool = True) -> None:
-        self.group_size, self.symmetric = group_size, symmetric
+    def __init__(self, group_size: int | None = None, *, symmetric: bool = True, whole: bool = False) -> None:
+        self.group_size, self.symmetric, self.whole = group_size, symmetric, whole
+
+    def represented(self, format: str) -> Representation | None:
+        """Return the representation of its format in compressed-tensors; see :meth:`Scheme.represented`."""
+        if self.whole and format == COMPRESSED_TENSORS:
+            return WholeTensors(packed_group(self.bits))
+        return super().represented(format)
 
     def configured(self, settings: Mapping[str, Any]) -> Scheme:
         """Return the scheme for ``strategy``, ``group_size`` and ``symmetric``.
@@ -52,7 +59,7 @@ class WeightOnly(Scheme):
             raise ConfigError(f"the group_size of quantized weights is {size!r:.60}", "make it positive, or -1")
         if type(symmetric) is not bool:
             raise ConfigError(f"symmetric of quantized weights is {symmetric!r:.60}", "make it true or false")
-        return type(self)(size, symmetric=symmetric)
+        return type(self)(size, symmetric=symmetric, whole=settings.get("format") == WHOLE)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal import ops
 from hal.engines.transformers.models.cached import Returned
 from hal.engines.transformers.models.phase import PHASE
 from hal.nn import Attention, LayerState
@@ -116,7 +115,8 @@ class Step:
         if call.value_dim < layer.head_dim:
             zeros = value.new_zeros(*value.shape[:-1], layer.head_dim - call.value_dim)
             value = torch.cat((value, zeros), -1)
-        ops.store_kv_cache(key, value, state["key"], state["value"], self._batch.slot_mapping)
+        self._dtype = key.dtype
+        layer.store(key, value, self._batch, state)
 
     def _attend(self, query: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend with the queries ``[tokens, heads, head_dim]`` of the next call."""
@@ -127,19 +127,8 @@ class Step:
             every, factor = call.tuning
             turns = torch.floor((batch.positions.float() + 1.0) / every)
             query = query * (torch.log1p(turns) * factor + 1.0)[:, None, None]
-        query = query.to(state["key"].dtype)
-        attended = ops.paged_attention(
-            query,
-            state["key"],
-            state["value"],
-            batch.block_table,
-            batch.query_start_loc,
-            batch.kv_lens,
-            batch.query_start_loc_host,
-            batch.kv_lens_host,
-            None if sinks is None else sinks.to(query.dtype),
-            layer.options,
-        )
+        query = query.to(self._dtype)
+        attended = layer.attend(query, batch, state, None if sinks is None else sinks.to(query.dtype))
         return attended[..., : call.value_dim] if call.value_dim < layer.head_dim else attended
 
 

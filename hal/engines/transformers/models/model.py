@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from hal import ops
+from hal.checkpoint.cache_dtype import unquantized_cache
 from hal.engines.transformers.models.architecture import class_of
 from hal.engines.transformers.models.body import (
     CACHE,
@@ -196,7 +197,7 @@ class TransformersLM(CausalLM):
         if backend.config.check_model and all(each.num_kv_heads % ranks == 0 for each in self.hal_attention):
             token = backend.enter()
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), unquantized_cache(self):
                     check_logits(self, backend, checkpoint)
             finally:
                 backend.leave(token)

@@ -9,12 +9,17 @@ namespace emulator {
 
 namespace {
 
-// Returns the keys or values of one sequence: [kv_heads, length, D].
-at::Tensor rows_of(const Ins& tensors, const InferAttention& request, const AttentionPlan& plan, int64_t sequence) {
+// Returns the keys or values of one sequence: [kv_heads, length, D]. Those of a quantized cache are float32.
+at::Tensor rows_of(const Ins& tensors, const In& scale, const InferAttention& request, const AttentionPlan& plan,
+                   int64_t sequence) {
     auto span = plan.keys[sequence];
-    if (plan.paged)
-        return gather_blocks(tensors[0].raw(), request.block_table.raw()[sequence], plan.kv_heads, request.block_size,
-                             span.length);
+    if (plan.paged) {
+        auto blocks = request.block_table.raw()[sequence];
+        auto rows = gather_blocks(tensors[0].raw(), blocks, plan.kv_heads, request.block_size, span.length);
+        if (!scale) return rows;
+        auto scales = gather_blocks(scale.raw().unsqueeze(-1), blocks, plan.kv_heads, request.block_size, span.length);
+        return rows.to(at::kFloat) * scales;
+    }
     auto tensor = by_heads(tensors[tensors.size() == 1 ? 0 : sequence].raw(), plan.layout.input, plan.kv_heads);
     if (!plan.layout.packed) tensor = tensor[tensors.size() == 1 ? sequence : 0];
     return tensor.narrow(1, span.start, span.length);
@@ -56,8 +61,8 @@ void run(const InferAttention& request, const Out& output, const Out& lse) {
             continue;
         }
         AttentionInputs inputs{.query = (packed ? queries : queries[b]).narrow(1, span.start, span.length),
-                               .key = rows_of(request.key, request, plan, b),
-                               .value = rows_of(request.value, request, plan, b),
+                               .key = rows_of(request.key, request.key_scale, request, plan, b),
+                               .value = rows_of(request.value, request.value_scale, request, plan, b),
                                .scale = request.scale,
                                .hidden = hidden_keys(request, plan, b)};
         if (request.bias) {

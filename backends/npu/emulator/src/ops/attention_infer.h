@@ -14,6 +14,8 @@ struct InferAttention {
     In bias, mask;
     Ints query_lengths, key_lengths;
     In block_table, sink;
+    In key_scale, value_scale;  // of a quantized paged cache, float32 [blocks, N, block_size]; or empty
+    int64_t key_mode, value_mode;
     int64_t heads, kv_heads;  // kv_heads 0 means heads
     double scale;
     int64_t before, after;

@@ -11,6 +11,7 @@ struct Call {
 };
 
 constexpr int64_t kAll = 2147483647;
+constexpr int64_t kByTokenAndHead = 5;
 
 Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_lengths, Ints key_lengths,
               In dequant_scale1, In quant_scale1, In dequant_scale2, In quant_scale2, In quant_offset2,
@@ -30,6 +31,10 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
                            .key_lengths = key_lengths,
                            .block_table = block_table,
                            .sink = sink,
+                           .key_scale = key_antiquant_scale,
+                           .value_scale = value_antiquant_scale,
+                           .key_mode = key_antiquant_mode,
+                           .value_mode = value_antiquant_mode,
                            .heads = heads,
                            .kv_heads = kv_heads,
                            .scale = scale,
@@ -44,9 +49,11 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
         {"a quantized attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
          dequant_scale1 || quant_scale1 || dequant_scale2 || dequant_scale_query},
         {"a quantized output (quant_scale2, quant_offset2)", quant_scale2 || quant_offset2},
-        {"a quantized cache (antiquant_scale, key_antiquant_scale, value_antiquant_scale)",
-         antiquant_scale || antiquant_offset || key_antiquant_scale || key_antiquant_offset || value_antiquant_scale ||
-             value_antiquant_offset || key_rope_antiquant_scale},
+        {"a quantized cache with antiquant_scale, offsets or rotary scales",
+         antiquant_scale || antiquant_offset || key_antiquant_offset || value_antiquant_offset ||
+             key_rope_antiquant_scale},
+        {"a quantized cache of another key_antiquant_mode than 5, a scale of each token and head in blocks",
+         (key_antiquant_scale || value_antiquant_scale) && key_antiquant_mode != kByTokenAndHead},
         {"left padding (query_padding_size, kv_padding_size)", query_padding || key_padding},
         {"a shared prefix (key_shared_prefix, value_shared_prefix)", key_prefix || value_prefix},
         {"multi-head latent attention (query_rope, key_rope)", query_rope || key_rope},

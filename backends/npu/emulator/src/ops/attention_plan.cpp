@@ -28,9 +28,11 @@ void check_tensors(const InferAttention& request) {
     for (size_t i = 0; i < request.key.size(); ++i) {
         const auto &key = request.key[i], &value = request.value[i];
         require(key.raw().is_contiguous() && value.raw().is_contiguous(), "key and value must be contiguous");
-        require(key.dtype() == dtype && value.dtype() == dtype,
-                std::string("key and value must have the query's dtype, ") + c10::toString(dtype) + ", but are " +
-                    c10::toString(key.dtype()) + " and " + c10::toString(value.dtype()));
+        const auto wanted = request.key_scale ? at::kChar : dtype;
+        require(key.dtype() == wanted && value.dtype() == wanted,
+                std::string("key and value must have the query's dtype, or int8 with key_antiquant_scale, ") +
+                    c10::toString(wanted) + ", but are " + c10::toString(key.dtype()) + " and " +
+                    c10::toString(value.dtype()));
         require(key.dim() == value.dim(), "key and value must have the same number of dimensions, but have " +
                                               number(key.dim()) + " and " + number(value.dim()));
     }
@@ -159,6 +161,25 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
     check_block_size(request, plan, key_cache.block_size);
 }
 
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_fused_infer_attention_score.md (key_antiquant_mode 5)");
+void check_scales(const InferAttention& request, const AttentionPlan& plan) {
+    require(bool(request.key_scale) && bool(request.value_scale),
+            "key_antiquant_scale and value_antiquant_scale must be given together");
+    require(request.key_mode == request.value_mode, "key_antiquant_mode and value_antiquant_mode must be equal");
+    require(plan.paged && plan.decode,
+            "a scale of each token and head in blocks requires a block_table and one query per sequence");
+    require(request.block_size % 32 == 0,
+            "block_size of an int8 cache must be a multiple of 32, but is " + number(request.block_size));
+    const int64_t blocks = request.key[0].size(0);
+    for (const auto* scale : {&request.key_scale, &request.value_scale}) {
+        require(scale->dtype() == at::kFloat && scale->raw().is_contiguous(),
+                "key_antiquant_scale and value_antiquant_scale must be float32 and contiguous");
+        require(scale->sizes() == at::IntArrayRef({blocks, plan.kv_heads, request.block_size}),
+                "key_antiquant_scale and value_antiquant_scale must have shape [" + number(blocks) + ", " +
+                    number(plan.kv_heads) + ", " + number(request.block_size) + "], not " + c10::str(scale->sizes()));
+    }
+}
+
 // Checks that the cache has as many blocks as the lengths need, counting shared blocks once for each sequence.
 void check_blocks(const InferAttention& request, const AttentionPlan& plan) {
     if (plan.decode) return;
@@ -274,6 +295,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
                 keys[b].length =
                     std::min(keys[b].length, by_heads(request.key[b].raw(), layout.input, kv_heads).size(2));
     }
+    if (request.key_scale || request.value_scale) check_scales(request, *this);
     check_mask(request, *this);
 }
 
