@@ -87,5 +87,8 @@ class Awq(CheckpointFormat):
 def _weight(qweight: Tensor) -> Tensor:
     """Return a weight, some outputs after the others, because their numbers take eight times the memory."""
     step = max(1, UNPACKED // (INT4S * max(1, qweight.shape[0])))
-    parts = qweight.split(step, 1)
-    return torch.cat([packed_weight(unsigned(each, BITS, ORDER).t(), BITS) for each in parts])
+    outputs = qweight.shape[1] * INT4S
+    found = qweight.new_empty(outputs, qweight.shape[0] // INT4S)
+    for rows, part in zip(found.split(step * INT4S), qweight.split(step, 1), strict=True):
+        rows.copy_(packed_weight(unsigned(part, BITS, ORDER).t(), BITS))
+    return found

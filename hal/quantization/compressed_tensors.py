@@ -194,8 +194,8 @@ class CompressedTensors(CheckpointFormat):
         for scheme, representation in self.known().values():
             wanted: ConfigGroup = representation.description
             problems = list(wanted.problems(group, name, kind))
-            found.append((not wanted.has_parts_of(group), len(problems), problems, scheme))
-        *_, problems, nearest = min(found, key=lambda each: each[:2])
+            found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, scheme))
+        *_, problems, nearest = min(found, key=lambda each: each[:3])
         if problems:
             raise ConfigError(problems[0], supported())
         return nearest.configured({**group["weights"], "format": kind})

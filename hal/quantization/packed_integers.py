@@ -75,11 +75,23 @@ def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:
     return signed if bool(signed.any()) else None
 
 
-def by_expert(stored: StoredLayer, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return what a function computes of a layer's tensors; of experts, one after the other, to use less memory."""
+def by_expert(stored: StoredLayer, compute: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what a function computes of a layer's tensor; of experts, one after the other, to use less memory.
+
+    The results take the memory of the tensor, which is contiguous, if they have as many elements of its dtype.
+    """
     if stored.layer.num_experts is None:
-        return compute(*tensors)
-    return torch.stack([compute(*each) for each in zip(*tensors, strict=True)])
+        return compute(tensor)
+    found: Tensor | None = None
+    for expert, given in enumerate(tensor):
+        each = compute(given)
+        if found is None:
+            alike = each.dtype == tensor.dtype and each.numel() == given.numel()
+            shape = (len(tensor), *each.shape)
+            found = tensor.view(shape) if alike else each.new_empty(shape)
+        found[expert] = each
+    assert found is not None
+    return found
 
 
 def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -36,28 +36,33 @@ INTEGERS = (torch.int64, torch.int32)
 DIMENSIONS = "dimensions"
 
 
-def packed_group(bits: int) -> ConfigGroup:
-    """Return the group of weights of so many bits."""
-    weights = {"num_bits": bits, "type": "int", "dynamic": False}
-    settings = frozenset({"strategy", "group_size", "symmetric", "actorder"})
-    return ConfigGroup(weights, None, "pack-quantized", settings, (WHOLE,))
+@attrs.frozen
+class WeightGroup(ConfigGroup):
+    """A group of weights. Activations may have 8 bits, too, which hal does not round them to."""
+
+    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
+        """Yield the differences of the checkpoint's group ``name``; of activations, only bits and type matter."""
+        yield from super().problems({**group, "input_activations": None}, name, format)
+        found, kind = group.get("input_activations"), self.weights["type"]
+        if found is not None and not (
+            isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, kind)
+        ):
+            yield f"the input_activations of {name} are {found!r:.60}, not of 8 bits and the type {kind!r}"
 
 
 @attrs.frozen
-class FloatGroup(ConfigGroup):
-    """A group of float8 weights. Activations may be float8, too, which hal does not round them to."""
+class FloatGroup(WeightGroup):
+    """A group of float8 weights, whose checkpoints mostly have activations in float8, too."""
 
     def has_parts_of(self, group: Mapping[str, Any]) -> bool:
         return True
 
-    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
-        """Yield the differences of the checkpoint's group ``name``; of activations, only the type matters."""
-        yield from super().problems({**group, "input_activations": None}, name, format)
-        found = group.get("input_activations")
-        if found is not None and not (
-            isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, "float")
-        ):
-            yield f"the input_activations of {name} are {found!r:.60}, not of 8 bits and the type 'float'"
+
+def packed_group(bits: int) -> WeightGroup:
+    """Return the group of weights of so many bits."""
+    weights = {"num_bits": bits, "type": "int", "dynamic": False}
+    settings = frozenset({"strategy", "group_size", "symmetric", "actorder"})
+    return WeightGroup(weights, None, "pack-quantized", settings, (WHOLE,))
 
 
 class WholeTensors(Representation):

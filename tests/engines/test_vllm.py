@@ -270,7 +270,7 @@ REFUSED = {
     "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",
     "additional_config={'Hal': {'backend': 'npu'}}": "hal does not read Hal in vLLM's additional_config, only hal",
     "additional_config={'hal': {}, 'compilation': {}}": "hal does not read compilation in vLLM's additional_config",
-    "kv_cache_dtype='fp8'": "hal does not support vLLM's kv_cache_dtype = fp8",
+    "kv_cache_dtype='fp8_e5m2'": "hal does not support vLLM's kv_cache_dtype = fp8_e5m2",
     "load_format='pt'": "hal does not support vLLM's load_format = pt",
     "ignore_patterns=['a*']": "hal does not support vLLM's ignore_patterns = ['a*'] in load_config",
     "safetensors_load_strategy='eager'": "hal does not support vLLM's safetensors_load_strategy = eager in load_config",
@@ -316,6 +316,8 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
         "",
         "enforce_eager=True",
         "use_tqdm_on_load=False",
+        "kv_cache_dtype='fp8'",
+        "kv_cache_dtype='int8_per_token_head'",
         "compilation_config={'cudagraph_capture_sizes': [4]}",
     ]
     result = run(program, json.dumps([*REFUSED, *accepted]))

@@ -59,6 +59,7 @@ class Format:
         group: the inputs of a group, 0 for a whole row; for float8, the sides of a block, 0 for a row, -1 for a tensor.
         symmetric: whether all zero points are half of the range.
         dtype: that of the scales.
+        activations: whether the section has int8 activations.
     """
 
     method: str
@@ -66,6 +67,7 @@ class Format:
     group: int = 32
     symmetric: bool = False
     dtype: torch.dtype = torch.float32
+    activations: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -90,7 +92,9 @@ class Format:
             return self._compressed(weights, inputs, "float-quantized")
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
         weights |= {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
-        return self._compressed(weights, None, "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
+        tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        inputs = tokens if self.activations else None
+        return self._compressed(weights, inputs, "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
 
     def _compressed(self, weights: dict[str, Any], inputs: Any, format: str) -> dict[str, Any]:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import rank_programs
 from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, pair, stacked_pair, write
 from helpers.quantized import change_json, change_tensors, error
+from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
 from torch import Tensor
@@ -44,6 +46,8 @@ FORMATS = {
     "packed-zero-points": Format(COMPRESSED, group=64),
     "packed-rows": Format(COMPRESSED, group=0, symmetric=True),
     "packed-8-bits": Format(COMPRESSED, bits=8),
+    "packed-w4a8": Format(COMPRESSED, symmetric=True, activations=True),
+    "whole-w8a8": Format(WHOLE, bits=8, activations=True),
     "whole-8-bits": Format(WHOLE, bits=8, symmetric=True),
     "whole-4-bits": Format(WHOLE, group=64),
     "awq": Format("awq", dtype=HALF),
@@ -211,6 +215,11 @@ def test_only_quantized_weights_are_converted(tmp_path: Path) -> None:
         load(plain, quantized_weights="w8a16")
 
 
+def larger(overrides: dict[str, Any]) -> dict[str, int]:
+    """Return sizes that give each of four ranks whole groups."""
+    return {key: size for key, size in LARGER.items() if key in overrides} | {"num_key_value_heads": 4}
+
+
 def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -> list[CausalLM]:
     """Load the parts of some ranks in this process. They compute nothing together."""
     groups = [Group("ranks", rank, count, object()) for rank in range(count)]
@@ -228,7 +237,7 @@ def joined(parts: list[Tensor], layer: QuantizedLinear) -> Tensor:
 
 @thorough(
     EXHAUSTIVE,
-    r"\[(.*(gptq-8|gptq_v2|gptq-rows|whole-8|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)|.*-dequantized"
+    r"\[(.*(gptq-8|gptq_v2|gptq-rows|whole-8|.*a8|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)|.*-dequantized"
     r"|[^\]]*(packed-zero|gptq|whole|fp8-tensors)[^\]]*-4\])",
 )
 @pytest.mark.parametrize("count", [2, 4])
@@ -238,8 +247,7 @@ def joined(parts: list[Tensor], layer: QuantizedLinear) -> Tensor:
 def test_ranks_cut_groups_as_they_cut_columns(
     format: Format, overrides: dict[str, Any], converted: str, count: int, cpu: hal.Backend, tmp_path: Path
 ) -> None:
-    sizes = {key: size for key, size in LARGER.items() if key in overrides and count > 2}
-    quantized, _ = pair(tmp_path, format, **{**overrides, **sizes})
+    quantized, _ = pair(tmp_path, format, **{**overrides, **(larger(overrides) if count > 2 else {})})
     given = {"quantized_weights": converted}
     whole = layers(load(quantized, **given))
     parts = [layers(each) for each in ranks(quantized, count=count, **given)]
@@ -253,6 +261,19 @@ def test_ranks_cut_groups_as_they_cut_columns(
             part.group = None
             mine.append(part(x.chunk(len(parts), -1)[rank] if layer.shard == "in_features" else x, *counts))
         assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
+
+
+@thorough(EXHAUSTIVE, r"\[(2-|4-fp8|4-packed-dense|4-awq-sparse)")
+@thorough(MODE)
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("name", ["packed", "awq", "fp8-blocks"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_as_processes(count: int, name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, FORMATS[name], **{**overrides, **larger(overrides)})
+    alone = rank_programs.logits(str(quantized), "float32", {})
+    for rank in in_ranks("logits", count, checkpoint=str(quantized), dtype="float32", parallel={"tensor": count}):
+        assert error(rank["logits"], alone["logits"]) < 1e-5
+        assert rank["held"] < alone["held"]
 
 
 @thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")

@@ -35,7 +35,7 @@ REFUSED = {
     "model_config.use_fp64_gumbel": "draws in float64",
     "model_config.model_class_overrides": "other model classes: hal runs its own models",
     "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
-    "cache_config.kv_cache_dtype_skip_layers": "a dtype of the cache: hal's models declare their states",
+    "cache_config.kv_cache_dtype_skip_layers": "layers with another cache: hal keeps all alike",
     "parallel_config.distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
     "parallel_config.cpu_distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
     "parallel_config.max_parallel_loading_workers": "loading in batches of ranks",
@@ -67,6 +67,13 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Parts of vLLM's configuration of which hal reads nothing, or only some options: why, and which."""
 VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER")
 """Variables that change how vLLM's own model runner computes, and that hal does not read."""
+CACHE_DTYPES = {
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_per_token_head": "fp8",
+    "int8_per_token_head": "int8",
+}
+"""``cache.dtype`` of hal's configuration, by vLLM's names."""
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 """How hal loads weights, by vLLM's names."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
@@ -113,9 +120,10 @@ def check_config(vllm_config: Any) -> None:
                 f"hal's configuration has parallel.{name} = {asked[name]}, which vLLM decides",
                 f"leave it out, and set vLLM's {name}_parallel_size",
             )
-    if (dtype := vllm_config.cache_config.cache_dtype) != "auto":
+    if (dtype := vllm_config.cache_config.cache_dtype) != "auto" and dtype not in CACHE_DTYPES:
         raise ConfigError(
-            f"hal does not support vLLM's kv_cache_dtype = {dtype}", "leave it out: hal's models declare their states"
+            f"hal does not support vLLM's kv_cache_dtype = {dtype}",
+            f"leave it out, or pass one of {', '.join(CACHE_DTYPES)}",
         )
     if (form := vllm_config.load_config.load_format) not in LOAD_FORMATS:
         raise ConfigError(

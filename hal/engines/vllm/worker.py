@@ -16,7 +16,7 @@ from hal.config import require
 from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
-from hal.engines.vllm.vllm_config import CAPTURE_SIZES, LOCAL_RANKS, hal_config
+from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
 from hal.step.dummies import DUMMY_BLOCK
 
@@ -34,6 +34,8 @@ class HalWorker(WorkerBase):
         asked = hal_config(self.vllm_config)
         config = {"max_prefill_tokens": self.scheduler_config.max_num_batched_tokens, **asked}
         require(config, "dtype", str(self.model_config.dtype).removeprefix("torch."), "vLLM's dtype")
+        if (cache := CACHE_DTYPES.get(self.cache_config.cache_dtype)) is not None:
+            require(config, "cache.dtype", cache, "vLLM's kv_cache_dtype")
         if self.cache_config.user_specified_block_size:
             require(config, "cache.block_size", self.cache_config.block_size, "vLLM's block_size")
         if self.model_config.enforce_eager:

@@ -38,6 +38,8 @@ EXPERTS = TESTS.parent / "checkpoints" / "tiny-python-moe"
 EXPERT_KERNELS = ("Moe", "GroupedMatmul", "SwiGlu", "DequantSwigluQuant")
 """Prefixes of the launches from the routing to the weighted sum."""
 SCHEMES = ("float16", "bfloat16", "w8a16", "w8a8", "w8a8_dynamic")
+WEIGHT_ONLY = ("w4a16", "w8a16_group", "fp8")
+"""Schemes that only --launches measures."""
 PREFILLS = (16, 64, 256)
 
 
@@ -59,13 +61,13 @@ class Found:
 
 
 @contextmanager
-def checkpoints(source: Path = TRAINED) -> Iterator[dict[str, tuple[Path, str]]]:
+def checkpoints(source: Path = TRAINED, further: tuple[str, ...] = ()) -> Iterator[dict[str, tuple[Path, str]]]:
     """Return the checkpoint of each scheme, made from ``source``, and the dtype in which it computes."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"
         text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
         made: dict[str, tuple[Path, str]] = {each: (source, each) for each in ("float16", "bfloat16")}
-        for scheme in ("w8a16", "w8a8", "w8a8_dynamic"):
+        for scheme in ("w8a16", "w8a8", "w8a8_dynamic", *further):
             make(source, scheme, Path(folder) / scheme, text)
             made[scheme] = (Path(folder) / scheme, "bfloat16")
         yield made
@@ -130,12 +132,13 @@ def expert_table(made: dict[str, tuple[Path, str]]) -> list[str]:
 
 
 def count_launches(
-    path: Path, dtype: str, options: dict[str, Any], sizes: tuple[int, ...], modes: tuple[str, ...]
+    path: Path, dtype: str, options: dict[str, Any], sizes: tuple[int, ...], modes: tuple[str, ...], cache: str = "auto"
 ) -> list[Any]:
     """Return the launches of a decode step on the emulated NPU, for each batch size and mode."""
     from hal.bench import plan
     from hal.bench.figures import launches
 
+    os.environ["HAL_CACHE__DTYPE"] = cache
     setting = plan.prepare(
         plan.Plan(
             workload="decode",
@@ -158,9 +161,12 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
         ("bfloat16", "fractal_nz", (1, 8), ("graph",)),
         *(("w8a8", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
         *(("w8a8_dynamic", cache, (8,), ("graph",)) for cache in ("canonical", "fractal_nz")),
+        *((scheme, "canonical", (8,), ("graph",)) for scheme in ("w8a16", *WEIGHT_ONLY)),
+        *(("bfloat16", cache, (8,), ("graph",)) for cache in ("int8", "fp8")),
     ):
         path, dtype = made[scheme]
-        for each in count_launches(path, dtype, {"nz_cache": cache == "fractal_nz"}, sizes, modes):
+        kept = cache if cache in ("int8", "fp8") else "auto"
+        for each in count_launches(path, dtype, {"nz_cache": cache == "fractal_nz"}, sizes, modes, kept):
             mode = each.contender.removeprefix("hal ")
             outside = each.outside.total()
             rows.append(f"| {scheme} | {cache} | {each.batch_size} | {mode} | {each.per_layer} | {outside} |")
@@ -179,7 +185,7 @@ def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
     torch.set_num_threads(1)
     source = EXPERTS if experts else TRAINED
     if launches:
-        with checkpoints(source) as made:
+        with checkpoints(source, () if experts else WEIGHT_ONLY) as made:
             click.echo("\n".join(expert_table(made) if experts else launch_table(made)))
         return
     stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
