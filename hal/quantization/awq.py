@@ -23,7 +23,7 @@ from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
     check_scales,
-    packed_weight,
+    signed_weight,
     signed_zero_points,
     unsigned,
 )
@@ -85,10 +85,17 @@ class Awq(CheckpointFormat):
 
 
 def _weight(qweight: Tensor) -> Tensor:
-    """Return a weight, some outputs after the others, because their numbers take eight times the memory."""
-    step = max(1, UNPACKED // (INT4S * max(1, qweight.shape[0])))
-    outputs = qweight.shape[1] * INT4S
-    found = qweight.new_empty(outputs, qweight.shape[0] // INT4S)
-    for rows, part in zip(found.split(step * INT4S), qweight.split(step, 1), strict=True):
-        rows.copy_(packed_weight(unsigned(part, BITS, ORDER).t(), BITS))
-    return found
+    """Return a weight, some outputs after the others, to use less memory.
+
+    Args:
+        qweight: int32 ``[in_features, out_features / 8]``.
+    """
+    width, eighth = qweight.shape
+    found = qweight.new_empty(eighth * INT4S, width // INT4S)
+    step = max(1, UNPACKED // (INT4S * max(1, width)))
+    for rows, part in zip(found.view(torch.uint8).split(step * INT4S), qweight.t().split(step), strict=True):
+        own = part.contiguous()
+        for output, place in enumerate(ORDER):
+            numbers = (own >> BITS * place & 15).to(torch.uint8)
+            rows[output::INT4S] = numbers[:, ::2] | numbers[:, 1::2] << BITS
+    return signed_weight(found, BITS, width)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError
-from hal.ops.weight_only import pack_int4
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.representation import StoredLayer
 
@@ -61,12 +60,6 @@ def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
         packed |= padded[..., place] << bits * place
     result: Tensor = packed.to(torch.uint32).view(torch.int32)
     return result
-
-
-def packed_weight(numbers: Tensor, bits: int) -> Tensor:
-    """Return unsigned numbers ``[..., out_features, in_features]`` as :func:`signed_weight` does."""
-    signed = numbers - (1 << bits - 1)
-    return pack_int4(signed) if bits == 4 else signed.to(torch.int8).contiguous()
 
 
 def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:

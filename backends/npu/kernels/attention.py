@@ -25,6 +25,7 @@ from hal.step.shape import one_query_each
 
 from ..lengths import launch_runs
 from ..soc import BLOCK_SIZES
+from .attention_launches import attend_alike, attend_packed
 
 CAUSAL, BAND = 3, 4
 """Values of ``sparse_mode``: causal, and a band of keys. Both align the last query with the last key."""
@@ -127,7 +128,7 @@ class FusedAttention:
                 first, *ends = starts[rows.start : rows.stop + 1]
                 if ends[-1] == first:
                     continue
-                attended = _attend_packed(
+                attended = attend_packed(
                     query[first : ends[-1]],  # the lengths must add up to the number of queries
                     *caches,
                     sinks,
@@ -172,7 +173,7 @@ class FusedAttention:
                 mask = self._mask_arguments(options)
                 if queries == 1:
                     mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], options.window)
-                attended = _attend_alike(
+                attended = attend_alike(
                     part,
                     queries,
                     *caches,
@@ -217,7 +218,7 @@ class FusedAttention:
         """
         mask = self._decode_mask_arguments(block_table, block_size, kv_lens, options.window)
         paging = {"block_table": block_table, "block_size": block_size, "actual_seq_lengths_kv": lens}
-        return _attend_alike(query, 1, keys, values, sinks, options, **paging, **mask, **arguments)
+        return attend_alike(query, 1, keys, values, sinks, options, **paging, **mask, **arguments)
 
     def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
         """Return the mask arguments for sequences with more than one query."""
@@ -246,100 +247,6 @@ class FusedAttention:
                 f"give the block table at most {MAX_DECODE_KEYS // block_size} columns",
             )
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
-
-
-def _attend_alike(
-    query: Tensor,
-    queries: int,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    options: AttentionOptions,
-    **arguments: Any,
-) -> Tensor:
-    """Attend with as many queries of each sequence, in the layout BSH.
-
-    Args:
-        query: ``[sequences * queries, num_heads, head_dim]``.
-        queries: of each sequence.
-        keys: the cache, in the operation's shape.
-        values: as ``keys``.
-        sinks: ``[num_heads]``, or None.
-        options: of the operation.
-        arguments: further ones of npu_fused_infer_attention_score.
-    """
-    attended, sums = torch_npu.npu_fused_infer_attention_score(
-        query.view(-1, queries, query.shape[1] * query.shape[2]),
-        keys,
-        values,
-        num_heads=query.shape[1],
-        scale=options.scale,
-        input_layout="BSH",
-        softmax_lse_flag=sinks is not None,
-        **arguments,
-    )
-    attended = attended.view(query.shape)
-    return attended if sinks is None else _with_sinks(attended, sums, sinks)
-
-
-def _attend_packed(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    options: AttentionOptions,
-    *,
-    ends: list[int],
-    lens: list[int],
-    **arguments: Any,
-) -> Tensor:
-    """Attend with packed sequences, in the layout TND. Only the operation's second version has sinks.
-
-    Args:
-        query: ``[tokens, num_heads, head_dim]``.
-        keys: the cache, in the operation's shape.
-        values: as ``keys``.
-        sinks: ``[num_heads]``, or None.
-        options: of the operation.
-        ends: the end of each sequence's queries.
-        lens: the length of each sequence.
-        arguments: those that both versions of the operation have.
-    """
-    heads, scale, arguments = query.shape[1], options.scale, {"input_layout": "TND", **arguments}
-    if sinks is None:
-        return torch_npu.npu_fused_infer_attention_score(  # type: ignore[no-any-return]
-            query,
-            keys,
-            values,
-            num_heads=heads,
-            scale=scale,
-            actual_seq_lengths=ends,
-            actual_seq_lengths_kv=lens,
-            **arguments,
-        )[0]
-    return torch_npu.npu_fused_infer_attention_score_v2(  # type: ignore[no-any-return]
-        query,
-        keys,
-        values,
-        num_query_heads=heads,
-        softmax_scale=scale,
-        actual_seq_qlen=ends,
-        actual_seq_kvlen=lens,
-        learnable_sink=sinks.contiguous(),
-        **arguments,
-    )[0]
-
-
-def _with_sinks(attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """Add sinks to the softmax afterwards: they scale the result by ``exp(sum) / (exp(sum) + exp(sink))``.
-
-    Args:
-        attended: ``[tokens, num_heads, head_dim]``, attention without sinks.
-        sums: ``[sequences, num_heads, queries, 1]``, the logarithms of the sums of exponentials; infinity for no key.
-        sinks: ``[num_heads]``.
-    """
-    share = torch.sigmoid(sums.transpose(1, 2).reshape(*attended.shape[:2], 1) - sinks.float()[:, None])
-    return (attended * share).to(attended.dtype)
 
 
 class ComposedAttention:
