@@ -10,7 +10,7 @@ import torch
 from hal.backends.npu import emulator
 from helpers.checkpoints import random_checkpoint
 from helpers.quantized import error
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -44,7 +44,8 @@ def steps(folder: Path, on: hal.Backend) -> Tensor:
     return torch.cat(found)
 
 
-@thorough(MODE, r"\[(piecewise|npugraph_ex)|float16|fp8\]")
+@thorough(EXHAUSTIVE, r"-float16|(piecewise|npugraph_ex)-fp8")
+@thorough(MODE, r"\[((piecewise|npugraph_ex)-int8-b|(eager|graph)-fp8-b)")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("cache", ["int8", "fp8"])
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "npugraph_ex"])
