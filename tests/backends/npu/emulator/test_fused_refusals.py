@@ -119,6 +119,20 @@ def paged(blocks: int, block_size: int, width: int = 128, dtype: torch.dtype = B
     }
 
 
+def int8_cache(block_size: int) -> dict[str, Any]:
+    """Return ``attend`` with an int8 cache, and a scale of each token and head."""
+    numbers, scale = t(8, block_size, 128, dtype=INT8), t(8, 2, block_size, dtype=FLOAT)
+    return {
+        "key": numbers,
+        "value": numbers,
+        "block_size": block_size,
+        "key_antiquant_scale": scale,
+        "value_antiquant_scale": scale,
+        "key_antiquant_mode": 5,
+        "value_antiquant_mode": 5,
+    }
+
+
 def mask(*shape: int) -> Tensor:
     return t(*shape, dtype=torch.bool)
 
@@ -221,6 +235,17 @@ def attention() -> list[tuple[Callable[..., Any], dict[str, Any], str]]:
         (attend_prefill, {"atten_mask": mask(4, 18)[:, ::2]}, "atten_mask must be contiguous"),
         (attend_prefill, {"quant_scale2": t(1, dtype=FLOAT)}, "quantized output .* is not emulated"),
         (attend_prefill, {"antiquant_scale": t(2)}, "quantized cache .* is not emulated"),
+        (attend, int8_cache(16), "block_size of an int8 cache must be a multiple of 32, but is 16"),
+        (attend, {**int8_cache(32), "value_antiquant_scale": None}, "must be given together"),
+        (attend, {**int8_cache(32), "key_antiquant_mode": 4}, "key_antiquant_mode than 5, .* is not emulated"),
+        (attend, {**int8_cache(32), "value_antiquant_mode": 4}, "must be equal"),
+        (
+            attend,
+            {**int8_cache(32), "key_antiquant_scale": t(8, 32, 2, dtype=FLOAT)},
+            r"must have shape \[8, 2, 32\], not \[8, 32, 2\]",
+        ),
+        (attend, {**int8_cache(32), "key_antiquant_scale": t(8, 2, 32, dtype=BF16)}, "must be float32 and contiguous"),
+        (attend, {**int8_cache(32), "key": t(8, 32, 128)}, "or int8 with key_antiquant_scale"),
         (
             attend_prefill,
             {"query_rope": t(2, 4, 4, 64), "key_rope": t(2, 2, 9, 64)},

@@ -161,7 +161,7 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
     check_block_size(request, plan, key_cache.block_size);
 }
 
-DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_fused_infer_attention_score.md (key_antiquant_mode 5)");
+DOCUMENTED("op-plugin: docs/context/torch_npu-npu_fused_infer_attention_score.md (key_antiquant_mode)");
 void check_scales(const InferAttention& request, const AttentionPlan& plan) {
     require(bool(request.key_scale) && bool(request.value_scale),
             "key_antiquant_scale and value_antiquant_scale must be given together");
