@@ -104,9 +104,8 @@ def command(
     config = on.config.compilation.of("decode")
     echo(
         f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
-        f"{config.compiler}\n"
+        f"{config.compiler}\n{_cache(model, on)}\n"
     )
-    echo(f"{_cache(model, on)}\n")
     _layers(opened, model, on)
     if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)

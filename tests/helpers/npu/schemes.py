@@ -82,6 +82,8 @@ def make(source: Path, scheme: str, to: Path, calibration: Path) -> None:
     arguments = ["quantize", str(source), str(to), "--scheme", scheme]
     if scheme == "w8a8":
         arguments += ["--calibration", str(calibration), "--calibration-tokens", "4096"]
+    if scheme in ("w4a16", "w8a16_group"):
+        arguments += ["--group-size", "64"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
 
