@@ -8,11 +8,13 @@ import pytest
 import torch
 from helpers.thorough import OPERATION, thorough
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import hal
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.recognize.recognition import empty_parts
 from hal.compile.recognize.rotations import rotations
 from hal.compile.rewrite.proof import check_rewrite
 
@@ -40,6 +42,17 @@ def cpu() -> Iterator[hal.Backend]:
 @pytest.mark.parametrize("rewrite", REWRITES, ids=lambda each: each.name)
 def test_both_sides_of_a_rewrite_agree(rewrite: hal.compile.rewrite.rewrite.Rewrite) -> None:
     check_rewrite(rewrite, (torch.bfloat16,) if rewrite.name.startswith("experts_of") else DTYPES)
+
+
+@pytest.mark.parametrize(("start", "removed"), [(8, 1), (4, 0)])
+def test_a_concatenation_with_an_empty_part_is_left_out(start: int, removed: int) -> None:
+    def half_rotated(x: Tensor) -> Tensor:
+        return torch.cat((2 * x[..., :start], x[..., start:]), -1) + 1
+
+    x = torch.arange(24.0).view(3, 8)
+    module = make_fx(half_rotated, tracing_mode="fake")(x)
+    assert empty_parts(module) == removed
+    assert torch.equal(module(x), half_rotated(x))
 
 
 class Block(nn.Module):

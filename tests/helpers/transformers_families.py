@@ -229,6 +229,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2},
+    "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "xmod": {"is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},

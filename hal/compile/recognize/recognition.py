@@ -41,6 +41,24 @@ def integer_round_trips(module: fx.GraphModule) -> int:
     return count
 
 
+def empty_parts(module: fx.GraphModule) -> int:
+    """Remove concatenations of one tensor with others that have no elements. Return the number removed.
+
+    Families that rotate a part of each head concatenate the rest, which is empty if all of a head is rotated.
+    """
+    memory, count = AliasAnalysis(module.graph), 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.cat.default:
+            continue
+        kept = [each for each in node.args[0] if not any(type(size) is int and not size for size in value(each).shape)]
+        written = any(True for each in kept for _ in memory.writers(each))
+        if len(kept) == 1 and value(kept[0]).dtype is value(node).dtype and not written:
+            node.replace_all_uses_with(kept[0])
+            module.graph.erase_node(node)
+            count += 1
+    return count
+
+
 def early_views(module: fx.GraphModule) -> int:
     """Move views up to what they are views of, and copies of what is never written. Return the number moved.
 
@@ -93,6 +111,7 @@ def recognition_passes(backend: Backend) -> tuple[Rewrite | Callable[..., Any], 
     return (
         common_subexpressions,
         complex_pairs,
+        empty_parts,
         *(each for each in found if each not in LATE),
         integer_round_trips,
         early_views,

@@ -38,6 +38,13 @@ def _whole(turn: Callable[[Tensor], Tensor]) -> Spelled:
     return spelled
 
 
+def _widened(turn: Callable[[Tensor], Tensor]) -> Spelled:
+    def spelled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x.float() * cos + turn(x).float() * sin
+
+    return spelled
+
+
 def _partly(turn: Callable[[Tensor], Tensor]) -> Spelled:
     def spelled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]
@@ -128,6 +135,7 @@ rotations = (
     _rotation("partial_interleaved_rotary_embedding", _partly(_neighbours), interleaved=True, part=2),
     _rotation("rotary_embedding_by_parts", _by_parts, half=True),
     _rotation("rotary_embedding_by_wide_angles", _whole(_halves), wide=True),
+    _rotation("interleaved_rotary_embedding_by_wide_angles", _widened(_neighbours), interleaved=True, wide=True),
 )
 """``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated. ``by_wide_angles`` is OLMo
-2's, which rounds once."""
+2's, which rounds once, and ERNIE 4.5's, which widens both before."""

@@ -122,7 +122,8 @@ def _is_wide(module: Any, given: Mapping[str, Tensor], arguments: tuple[Any, ...
         logits, *_ = functional_call(module, dict(given), arguments)
     except Exception:  # It may need all in one dtype.
         return False
-    return isinstance(logits, Tensor) and logits.dtype is torch.float32
+    # Scores in 16 bits that it widens afterwards are none.
+    return logits.dtype is torch.float32 and not torch.equal(logits, logits.bfloat16().float())
 
 
 def _dense(weights: Any, chosen: Any, experts: int) -> Tensor | None:
