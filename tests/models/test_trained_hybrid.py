@@ -1,0 +1,66 @@
+"""The trained checkpoint with recurrent layers, attention and experts: against transformers, over long texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.comparison import difference, their_logits
+from helpers.thorough import MODE, thorough
+
+import hal
+from hal.step import ALL
+
+transformers = pytest.importorskip("transformers", reason="transformers is the reference")
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "checkpoints" / "tiny-python-hybrid"
+DISTANCE = 1200
+NAME = "\n# name: class value return object string method error result"
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    """Return a name, 1,200 tokens of source text, and the marker of the name."""
+    tokenizer = hal.Checkpoint.open(FOLDER).tokenizer()
+    source = (ROOT / "checkpoints" / "train.py").read_text(encoding="utf-8")
+    name, source_ids = tokenizer.encode(NAME).ids, tokenizer.encode(source).ids[:DISTANCE]
+    return [*name, *source_ids, *tokenizer.encode("\n# name:").ids]
+
+
+def open_runner(compiler: str, **cache: object) -> hal.Runner:
+    compilation = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [1, 2]})
+    config = {"backend": "cpu", "dtype": "float32", "compilation": compilation, "max_prefill_tokens": 500}
+    backend = hal.open({**config, "cache": {"num_tokens": 4096, "block_size": 16, "num_sequences": 3, **cache}})
+    return hal.Runner(hal.load_model(FOLDER, backend), backend)
+
+
+def test_a_text_of_1200_tokens_in_steps(text: list[int]) -> None:
+    """Its beginning reaches the end through the states: another name gives other logits there."""
+    runner = open_runner("eager")
+    theirs = their_logits(transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval(), text)
+    other = [text[1], text[0], *text[2:]]
+    ours = []
+    for tokens in (text, other):
+        blocks, slots = runner.blocks.take(runner.spec.blocks_for(len(tokens))) or [], runner.slots.take(1)
+        ours.append(runner.step(runner.batch([tokens], [blocks], slots=slots), ALL).logits.clone())
+    assert difference(ours[:1], [theirs]) <= 1e-4
+    assert not torch.equal(ours[0][-1], ours[1][-1])
+
+
+@thorough(MODE, r"\[graph")
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_texts_that_resume(text: list[int], compiler: str) -> None:
+    plain = open_runner(compiler)
+    reusing = open_runner(compiler, reuse_prefixes=True, saved_states=8, saved_states_interval=256)
+    prompts = [text, text[:-1], text[:900], [*text[:600], *text[:40]]]
+    found = {}
+    for runner in (plain, reusing):
+        runner.backend.activate()
+        made: list[list[int]] = [[] for _ in prompts]
+        for index, prompt in enumerate(prompts):
+            for token in hal.generate(runner, [prompt], hal.SamplingParams(max_new_tokens=12)):
+                made[index].append(token.token_id)
+        found[runner] = made
+    assert found[plain] == found[reusing]
