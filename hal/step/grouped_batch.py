@@ -64,5 +64,6 @@ def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> ty
         class_body={"for_layer": for_layer, "groups": groups},
         frozen=True,
         eq=False,
+        slots=True,  # Else the fields of a base with slots would be written beside them.
     )
     return made

@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers.checkpoints import CONFIG, random_checkpoint, trained_tokenizer, write_json, write_weights
 from helpers.limited import limited
-from helpers.thorough import AGAIN, FAMILY, MODE, thorough
+from helpers.thorough import AGAIN, EXHAUSTIVE, FAMILY, MODE, thorough
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
@@ -153,11 +153,27 @@ ROPE_KEYS = [
 
 OF_ALL = {field.name for field in attrs.fields(DecoderConfig)} | {"rope_parameters", "rope_scaling", "rope_theta"}
 """Keys that one class reads for all families; they are tried with Llama's."""
+OF_HYBRIDS = (
+    "linear_",
+    "full_attention_interval",
+    "mamba_",
+    "mtp_",
+    "layer_types",
+    "attn_output",
+    "use_sliding",
+    "sizes",
+)
+"""Keys that one class reads for the families with recurrent layers; they are tried with Qwen3.5's."""
+OF_SPARSE = ("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
+"""Those of these families' experts; they are tried with Qwen3-Next's."""
 MODEL_KEYS = [(LLAMA, key) for key in sorted(OF_ALL)]
 MODEL_KEYS += [(each, key) for each in ARCHITECTURES for key in sorted(declared(each) - OF_ALL)]
 
 
 @thorough(FAMILY, r"\[(?!Llama)")
+@thorough(
+    EXHAUSTIVE, rf"\[Qwen3(_5Moe|Next)ForCausalLM-({'|'.join(OF_HYBRIDS)})|\[Qwen3_5Moe\w+-({'|'.join(OF_SPARSE)})"
+)
 @pytest.mark.parametrize(("checkpoint", "key"), MODEL_KEYS, indirect=["checkpoint"])
 def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
