@@ -6,7 +6,6 @@ from typing import Any
 
 import attrs
 
-from hal.errors import ModelError
 from hal.step.batch import Batch
 from hal.step.cache_groups import CacheGroups
 from hal.step.fields import fields_of, suffixed
@@ -25,18 +24,10 @@ def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> ty
     ``block_table_1``.
 
     Args:
-        base: :class:`hal.step.Batch` or :class:`hal.step.SlotBatch`.
+        base: the class of the model's batches.
         groups: the groups.
         num_layers: the number of the model's layers.
-
-    Raises:
-        ModelError: the model has other fields in its batches.
     """
-    if base not in (Batch, SlotBatch):
-        raise ModelError(
-            f"the model's batches are of the class {base.__name__}, and its layers are in several cache groups",
-            "run the model with hal.LLM or `hal serve`",
-        )
     declared = attrs.fields_dict(base)
     added: dict[str, Any] = {}
     for names, count in ((TABLES, groups.num_tables), (SLOTS, groups.num_slots)):
@@ -46,8 +37,9 @@ def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> ty
     for group, layers in enumerate(groups.layers):
         for layer in layers:
             of_layer[layer] = groups.number(group)
-    # What a layer of a group reads: the fields of `base`, some with the group's number.
-    own = fields_of(base)
+    # What a layer of a group reads: the fields of a batch, some with the group's number.
+    view = SlotBatch if issubclass(base, SlotBatch) else Batch
+    own = fields_of(view)
     read = tuple(
         tuple(other if (other := suffixed(name, number)) in added else name for name in own)
         for number in range(max(groups.num_tables, groups.num_slots))
@@ -55,7 +47,7 @@ def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> ty
 
     def for_layer(self: Batch, layer: int) -> Batch:
         number = of_layer[layer]
-        return base(*[getattr(self, name) for name in read[number]]) if number else self
+        return view(*[getattr(self, name) for name in read[number]]) if number else self
 
     made: type[Batch] = attrs.make_class(
         base.__name__,

@@ -312,12 +312,13 @@ class InputBatch:
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
             self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
-        if self._type is self._staged and not fields:
+        if not fields and len(layout.tensors) == len(fields_of(self._type)):
             made = self._type(**layout.tensors)
         else:
-            base = {name: each for name, each in layout.tensors.items() if name != "slots"}
-            slots = {"slots": layout.tensors["slots"]} if self.slotted else {}
-            made = self._type.extending(Batch(**base), fields | slots)
+            of_batch = fields_of(Batch)
+            base = {name: layout.tensors[name] for name in of_batch}
+            further = {name: each for name, each in layout.tensors.items() if name not in of_batch}
+            made = self._type.extending(Batch(**base), fields | further)
         if cached is not None:
             self._cached[index] = before
         return made
