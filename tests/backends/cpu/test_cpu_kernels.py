@@ -18,7 +18,8 @@ import torch
 from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
-from hal.backends.cpu.native.kernels import FEW, NATIVE
+from hal.backends.cpu.native.attention_kernels import FEW
+from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
 from helpers.reference import prompts
@@ -322,7 +323,7 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     calls["sample"] = [(*columns[:at], columns[at].double(), *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(*columns[:at], columns[at][:0], *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(columns[0][:, :0], *columns[1:]), (columns[0][0], *columns[1:])]
-    for name in RECURRENT_KERNELS:
+    for name in (*RECURRENT_KERNELS, "packed_attention", "quantized_paged_attention", "store_quantized_kv_cache"):
         first, *others = next(iter(ops.operation(name).samples(Draw())))
         calls[name] = [(first.double(), *others)]
     assert set(calls) == set(NATIVE) - TORCHS

@@ -182,7 +182,9 @@ def test_every_operation_has_a_kernel_where_triton_is() -> None:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     found = table(9, 0)
-    assert of_one_rank() == set(found)
+    # A quantized cache is refused when a model is loaded.
+    assert of_one_rank() - set(found) == {"quantized_paged_attention", "store_quantized_kv_cache"}
+    assert set(found) <= of_one_rank()
     assert found["rms_norm"] in ("torch", "flashinfer")
     assert found["split_qkv_rmsnorm_rope_cache"] == found["store_kv_cache"] == "triton"
 
@@ -204,7 +206,7 @@ def test_the_page_says_which_library_an_operation_gets(repository: Path) -> None
     for name, (_, library, old) in said.items():
         stands_in = "composed" if ops.operation(name).fused else "reference"
         # Only builds of torch for CUDA have the flash attention that is used for long prefills.
-        assert with_triton[name].partition(",")[0] in ("flashinfer", library.partition(",")[0]), name
+        assert with_triton.get(name, stands_in).partition(",")[0] in ("flashinfer", library.partition(",")[0]), name
         assert without.get(name, stands_in) in ("flashinfer", old), name
 
 
