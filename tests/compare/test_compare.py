@@ -322,7 +322,7 @@ class TestModes:
         assert (found.compiler, found.capture_sizes) == ("graph", (4,))
 
     @thorough(MODE)
-    def test_of_the_cpu(self, trained: Path) -> None:
+    def test_of_the_cpu(self, small: Path) -> None:
         arguments = (
             "--backend",
             "cpu",
@@ -337,11 +337,11 @@ class TestModes:
             "--dtype",
             "bfloat16",
         )
-        result = hal_compare(trained, *arguments, *PROMPTS, "--json", status=0)
+        result = hal_compare(small, *arguments, *PROMPTS, "--json", status=0)
         comparisons = json.loads(result.stdout)
         assert [each["second"] for each in comparisons] == ["graph", "piecewise", "piecewise_eager"]
         for each in comparisons:
-            layers = [f"layer {layer} (states)" for layer in range(4)]
+            layers = [f"layer {layer} (states)" for layer in range(2)]
             assert [row["layer"] for row in each["rows"]] == [*layers, LOGITS]
             assert all(row["rounding"] > 0 for row in each["rows"])
 
@@ -351,11 +351,9 @@ class TestModes:
     def test_stale_lengths_in_a_graph(self, faulty: Faulty, small: Path, compilers: str) -> None:
         faulty(fault="stale")
         arguments = (small, "--backend", "faulty", *named("--compiler", compilers), "--prompt", "the cat")
-        departure = found(*arguments, status=1)["departure"]
-        # Attention is wrong in layer 0, and its result first affects the states of layer 1.
-        assert (departure["layer"], departure["step"]) == ("layer 1 (states)", 1)
         text = hal_compare(*arguments, status=1).stdout
         assert "NOT within tolerance" in text
+        # Attention is wrong in layer 0, and its result first affects the states of layer 1.
         assert "the runs first differ by more than rounding in layer 1 (states), step 1 (decode)" in text
         assert "from the attention over layer 0 (states) on, up to layer 1 (states)" in text
 

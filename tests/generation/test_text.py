@@ -6,7 +6,7 @@ from os.path import commonprefix
 
 import pytest
 from helpers.checkpoints import trained_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -61,6 +61,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list
     return [*map(stream.push, tokens), stream.flush()]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=12), TOKENS)
 def test_the_parts_make_the_whole(prompt: str, tokens: list[int]) -> None:
     context = BYTE_LEVEL.encode(prompt).ids
@@ -68,6 +69,7 @@ def test_the_parts_make_the_whole(prompt: str, tokens: list[int]) -> None:
     assert BYTE_LEVEL.decode(context) + "".join(parts) == BYTE_LEVEL.decode(context + tokens)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_characters_are_never_split(text: str) -> None:
     parts = streamed(BYTE_LEVEL, [], BYTE_LEVEL.encode(text).ids)
@@ -89,12 +91,14 @@ def test_a_prompt_may_end_inside_a_character() -> None:
     assert inside
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 261), max_size=20))
 def test_any_tokens_of_any_tokenizer_can_be_read(tokens: list[int]) -> None:
     tokenizer = byte_fallback()
     "".join(streamed(tokenizer, [257], tokens)).encode()
 
 
+@settings(deadline=None)
 @given(st.text("a\u00e9 \u65e5\U0001f600\u0301\U0001f1e9\U0001f1ea", max_size=8), st.data())
 def test_emoji_cut_anywhere_join_to_the_text_with_byte_fallback(text: str, data: st.DataObject) -> None:
     """Each byte is a token, so that every character of more than one byte is cut."""
@@ -118,6 +122,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(st.text("at\u00e9 .'\u65e5\U0001f600\u0301\u200d\U0001f1e9\U0001f1ea", max_size=12), st.data())
 def test_pieces_of_every_kind_of_tokenizer_join_to_the_text(kind: str, text: str, data: st.DataObject) -> None:
     """Wherever the prompt ends, in a character of several tokens, too."""
