@@ -127,14 +127,15 @@ def test_two_samples_of_a_prompt_share_its_image(llm: hal.LLM) -> None:
     assert found[0].token_ids == found[1].token_ids
 
 
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def png_header(width: int, height: int) -> bytes:
     """Return a PNG that says that it has these sizes, and has no pixels."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
     size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    chunks = (b"IHDR", size), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*each) for each in chunks)
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -168,6 +169,28 @@ def test_bad_images_are_refused(name: str, llm: hal.LLM, tmp_path: Path) -> None
         llm.chat(asking(make(tmp_path)), max_new_tokens=1)
 
 
+def black_png(side: int) -> bytes:
+    """Return a small PNG of many black pixels."""
+    stream = zlib.compressobj(9)
+    rows = [stream.compress(bytes(1 + 3 * side)) for _ in range(side)]
+    return png_header(side, side).replace(
+        png_chunk(b"IDAT", zlib.compress(b"")), png_chunk(b"IDAT", b"".join(rows) + stream.flush())
+    )
+
+
+def test_bombs_take_no_memory(llm: hal.LLM) -> None:
+    """A small file that would decode to 243 MB, and one that says 1.2 GB and has no pixels."""
+    import resource
+
+    bombs = black_png(9_000), png_header(20_000, 20_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for each in bombs:
+        assert len(each) < 1 << 20
+        with pytest.raises(BatchError, match=r"too large|pixels; the limit"):
+            llm.chat(asking(each), max_new_tokens=1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
 def test_an_image_of_one_pixel_is_read_and_a_strip_is_refused(llm: hal.LLM) -> None:
     assert len(llm.chat(asking(picture(1, 1)), max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
     with pytest.raises(BatchError, match="2000 x 1 pixels cannot be prepared"):
@@ -179,6 +202,9 @@ def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:
         llm.chat([{"role": "user", "content": [{"type": "audio", "audio": b""}]}], max_new_tokens=1)
     with pytest.raises(BatchError, match="has a part"):
         llm.chat([{"role": "user", "content": [{"type": "image"}]}], max_new_tokens=1)
+    for part in ({"type": "video", "video": "cat.mp4"}, {"type": "video_url", "video_url": {"url": "cat.mp4"}}):
+        with pytest.raises(BatchError, match="message 0 has a video, and hal decodes no files of videos"):
+            llm.chat([{"role": "user", "content": [part]}], max_new_tokens=1)
     with pytest.raises(BatchError, match="placeholders for 2 images or videos, and 1 are given"):
         llm.chat(asking(picture(), text="what <image>"), max_new_tokens=1)
     with pytest.raises(BatchError, match="placeholders for images or videos from token"):

@@ -185,6 +185,8 @@ def test_items_that_do_not_fit_the_prompt_are_refused(seeing: tuple[Any, Path]) 
         refused(runner, [1, *[VIDEO_ID] * 4, 2], [one], "no 4 placeholders in a row")
         refused(runner, [*[IMAGE_ID] * 4, 2], [attrs.evolve(one, values=one.values[:, :5])], "has values")
         refused(runner, [*[IMAGE_ID] * 4, 2], [attrs.evolve(one, grid=(1, 3, 4))], "multiples of 2")
+        empty = attrs.evolve(one, kind="video", grid=(0, 4, 4), values=one.values[:0])
+        refused(runner, [*[VIDEO_ID] * 4, 2], [empty], r"is a video of \(0, 4, 4\) patches")
 
 
 def test_a_model_of_text_refuses_items(trained: Path) -> None:

@@ -103,7 +103,7 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str
     ``{"type": "image_url", "image_url": {"url": ...}}``. The template gets ``{"type": "image"}``.
 
     Raises:
-        BatchError: a part has another type than text and images, or no image.
+        BatchError: a part has another type than text and images, such as a video, or no image.
     """
     found, images = [], []
     for index, message in enumerate(messages):
@@ -117,6 +117,11 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str
             if kind == "text":
                 parts.append(each)
                 continue
+            if kind in ("video", "video_url"):
+                raise BatchError(
+                    f"message {index} has a video, and hal decodes no files of videos",
+                    "give some of its frames as images, or prepare an item and pass it to hal.generate",
+                )
             image = each.get("image") if kind == "image" else None
             if kind == "image_url":
                 url = each.get("image_url")
