@@ -111,7 +111,7 @@ def launches_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
     text = LAUNCHES
     for kind, each in sorted(facts.items()):
         if isinstance(each.get("own"), int) and isinstance(each.get("launches"), int) and each["own"]:
-            text += f"| {kind} | {each['transformers']} | {each['launches']} | {each['own']} |\n"
+            text += f"| {kind} | {each.get('transformers', '')} | {each['launches']} | {each['own']} |\n"
     return text
 
 
