@@ -103,6 +103,15 @@ class TestDecode:
         assert all(each["difference"] < 1e-4 for each in figures["agreements"])
         assert "- batch 3: all contenders agree: logits differ by at most " in result.stdout
 
+    def test_a_cache_in_8_bits(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HAL_CACHE__DTYPE", "int8")
+        file = tmp_path / "decode.json"
+        modes = ("--compiler", "eager", "--compiler", "graph")
+        succeeds("decode", "--shapes", "tiny", "--context", 20, "--repeats", 3, *modes, "--figures", file)
+        figures = json.loads(file.read_text())
+        assert [each["contender"] for each in figures["agreements"]] == ["hal graph"]
+        assert all(each["difference"] < 1e-4 for each in figures["agreements"])
+
     @thorough(MODE)
     def test_every_batch_size_has_its_rows(self, tmp_path: Path) -> None:
         file = tmp_path / "decode.json"

@@ -86,8 +86,12 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
     slots = runner.batch(nobody, blocks).slot_mapping
     with torch.inference_mode():
         for layer, state in enumerate(runner.states.layers):
-            keys, values = inputs.cached(layer)
-            ops.store_kv_cache(keys.flatten(0, 1), values.flatten(0, 1), state["key"], state["value"], slots)
+            keys, values = (each.flatten(0, 1) for each in inputs.cached(layer))
+            if "key_scale" in state:
+                cache = state["key"], state["value"], state["key_scale"], state["value_scale"]
+                ops.store_quantized_kv_cache(keys, values, None, None, *cache, slots)
+            else:
+                ops.store_kv_cache(keys, values, state["key"], state["value"], slots)
 
 
 def routings(hal_side: Side, inputs: Inputs) -> list[Routing]:
