@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.seeing import END_ID, IMAGE_ID, START_ID, VIDEO_ID, Story, build, their_logits
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal.errors import BatchError, CheckpointError, ModelError
@@ -294,6 +294,7 @@ def ask(checkpoint: Path, image: Any, folder: Path, hidden: str, *options: str) 
 
 @pytest.mark.shows("images", "the command")
 @thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[one")
 @pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2")], ids=["one", "two ranks"])
 def test_generate_with_an_image_on_the_command_line(
     options: tuple[str, ...], checkpoint: tuple[Any, Path], tmp_path: Path
