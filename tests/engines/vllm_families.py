@@ -110,7 +110,7 @@ def specifications() -> list[str]:
     state = {"matrix": State(SEQUENCE, (4, 24, 32), torch.float32), "window": State(SEQUENCE, (3, 64))}
     worker.model.states = [state, windows[2], state]
     sizes = {spec.page_size_bytes for spec in worker.get_kv_cache_spec().values()}
-    if sizes != {4 * 24 * 32 * 4 * 2 + 2 * 3 * 64 * 2}:  # 12 blocks of 2,048 bytes are 2 matrices.
+    if sizes != {4 * 24 * 32 * 4 + 3 * 64 * 2}:  # A matrix takes the bytes of 6 blocks.
         wrong.append(f"recurrent layers take pages of {sizes}")
     for states, layers_have_groups, problem in (
         ([state], False, "its layers read one block table"),
