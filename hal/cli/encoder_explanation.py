@@ -11,9 +11,6 @@ from hal.cli.stdout import echo
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hal.compile.optimize import Stage
     from hal.drivers.backend import Backend
     from hal.nn import Encoder
 
@@ -21,11 +18,8 @@ EMBEDDINGS = 16
 """Embeddings of the image whose launches are counted."""
 
 
-def explain_encoder(encoder: Encoder, on: Backend) -> Sequence[Stage]:
+def explain_encoder(encoder: Encoder, on: Backend) -> None:
     """Print how the backend runs an encoder, and its launches on a backend that counts them.
-
-    Returns:
-        The graphs of the stages, if it is traced.
 
     Raises:
         HalError: what a runner would raise.
@@ -33,7 +27,7 @@ def explain_encoder(encoder: Encoder, on: Backend) -> Sequence[Stage]:
     from hal.drivers.compiler_registry import EAGER
     from hal.execution.encoder_steps import GRAPH, INDUCTOR, encoder_compiler, encoder_sizes, optimized_encoder
 
-    chosen, stages = encoder_compiler(on), list[Stage]()
+    chosen = encoder_compiler(on)
     echo(f"\n{type(encoder).__name__}, {on.name}: a step of the encoder, {chosen}\n")
     if chosen == EAGER:
         echo("the encoder's Python code is run eagerly; no rewrite is applied")
@@ -42,7 +36,6 @@ def explain_encoder(encoder: Encoder, on: Backend) -> Sequence[Stage]:
     else:
         with on.translating_errors():
             step = optimized_encoder(encoder, on)
-        stages += step.stages
         print_stages(step.stages)
         echo()
         print_rewrites(step, on)
@@ -50,7 +43,6 @@ def explain_encoder(encoder: Encoder, on: Backend) -> Sequence[Stage]:
             sizes = ", ".join(map(str, encoder_sizes(on)))
             echo(f"\nsteps of up to {sizes} embeddings are captured; larger ones run uncaptured")
     _print_launches(encoder, on)
-    return stages
 
 
 def _print_launches(encoder: Encoder, on: Backend) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.distributions import install
+from helpers.seeing import build
 from helpers.thorough import MODE, thorough
 
 import hal
@@ -83,6 +84,24 @@ class TestExplain:
         line = f"2 calls of paged_attention run {what}: the driver's kernel does not support softcap"
         assert capsys.readouterr().out.splitlines().count(line) == 1
         hal.open("cpu")
+
+    @thorough(MODE, r"\[(eager|optimized)")
+    @pytest.mark.parametrize(
+        ("compiler", "says"),
+        [
+            ("eager", "the encoder's Python code is run eagerly; no rewrite is applied"),
+            ("optimized", "trace    88 "),
+            ("graph", "steps of up to 8, 32 embeddings are captured; larger ones run uncaptured"),
+        ],
+    )
+    def test_an_encoder(self, tmp_path: Path, compiler: str, says: str) -> None:
+        build("Qwen3VL", 1, tmp_path / "checkpoint")
+        compilation = {"encoder": {"compiler": compiler} | ({"capture_sizes": [8, 32]} if compiler == "graph" else {})}
+        lines = self.run(
+            str(tmp_path / "checkpoint"), "--backend", "cpu", "--compilation-config", json.dumps(compilation)
+        )
+        first = lines.index(f"Qwen3VLTower, cpu: a step of the encoder, {compiler}")
+        assert any(line.startswith(says) for line in lines[first:])
 
     def test_pieces(self, trained: Path, tmp_path: Path) -> None:
         config = json.dumps({"compiler": "piecewise", "splitting_ops": ["paged_attention"]})
