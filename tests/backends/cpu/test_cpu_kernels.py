@@ -406,16 +406,23 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert "HAL_CACHE_DIR" in str(caught.value)
 
 
-@thorough(MODE)
-def test_a_damaged_library_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a cache that has the compiled kernels."""
     from hal.backends.cpu.native import build
 
+    monkeypatch.delenv("CXX", raising=False)
+    entry = Path(build.load.__wrapped__()._name).parent
+    shutil.copytree(entry, tmp_path / "cpu" / entry.name)
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
-    build.load.__wrapped__()
-    (library,) = tmp_path.glob("cpu/*/kernels.so")
-    library.unlink()  # The loaded library keeps its own inode.
+    return tmp_path / "cpu"
+
+
+@thorough(MODE)
+def test_a_damaged_library_is_compiled_again(compiled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from hal.backends.cpu.native import build
+
+    (library,) = compiled.glob("*/kernels.so")
     library.write_bytes(b"")
     assert build.load.__wrapped__().rms_norm
     assert f"{library} is damaged" in caplog.text
@@ -516,13 +523,9 @@ class TestTrust:
             assert self.library(folder).stat().st_uid == 0
 
 
-@thorough(PROCESSES)
-def test_what_is_compiled_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_needs_no_compiler(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hal.backends.cpu.native import build
 
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
-    build.load.__wrapped__()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.load.__wrapped__().rms_norm
 
