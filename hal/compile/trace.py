@@ -253,8 +253,9 @@ def trace_encoder(encoder: Encoder, *, whole: Collection[str], decompose: bool =
         CompileError: as :func:`trace_step`.
     """
     fields, mode = fields_of(encoder.batch_type), _fake_mode()
-    rows, sequences = (_symbol(mode.shape_env, name, hint) for name, hint in (("rows", 9), ("sequences", 3)))  # type: ignore[arg-type]
-    sizes = {"tokens": rows * encoder.row_tokens, "sequences": sequences}
+    # Inductor wants each symbol as the size of an input, and no input has a row for each sequence.
+    rows, starts = (_symbol(mode.shape_env, name, hint) for name, hint in (("rows", 9), ("starts", 4)))  # type: ignore[arg-type]
+    sizes = {"tokens": rows * encoder.row_tokens, "sequences": starts - 1}
     device = next(encoder.parameters()).device
     with mode:
         fakes = {

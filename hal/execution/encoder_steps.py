@@ -85,8 +85,12 @@ def _compiled(encoder: Encoder, backend: Backend) -> EncoderStep:
     traced = trace_encoder(encoder, whole=backend.inductor or ())
     collectives_of_one(traced.graph)
     traced.check_any_size(encoder)
+    # Inductor wants each symbol as the size of an input, and the tokens are a multiple of one.
+    graph = traced.graph.graph
+    with traced.mode, graph.inserting_before(next(iter(graph.nodes))):
+        graph.placeholder("rows").meta["val"] = torch.empty(traced.sizes["tokens"] // encoder.row_tokens)
     run = compile_step(traced)
-    return lambda batch: run(batch.tensors())
+    return lambda batch: run([torch.empty(batch.num_tokens // encoder.row_tokens), *batch.tensors()])
 
 
 @attrs.frozen
