@@ -16,7 +16,7 @@ import attrs
 import pytest
 from click.testing import CliRunner, Result
 from helpers import console_script
-from helpers.thorough import AGAIN, PROCESSES, thorough
+from helpers.thorough import AGAIN, EXHAUSTIVE, PROCESSES, thorough
 
 from hal.cli import main
 from hal.cli.commands.new_driver import FILES
@@ -176,6 +176,7 @@ def test_installed_the_short_form_is_offered_and_is_short(installed: Installed, 
     assert "conformance: " not in short
 
 
+@thorough(EXHAUSTIVE)
 @thorough(AGAIN)
 def test_installed_it_passes_conformance(installed: Installed) -> None:
     written = installed.run("-m", "pytest", "-q", "-p", "no:cacheprovider")

@@ -54,6 +54,7 @@ def test_copies_penalize(trained: Path) -> None:
     _check(trained, {"data": 2}, ["graph"], sampling=penalties)
 
 
+@thorough(EXHAUSTIVE, r"\[sizes2")
 @thorough(EXHAUSTIVE, r"\[sizes1")
 @thorough(EXHAUSTIVE, r"\[sizes0-\w+-all_|\[sizes1-\w+-(all_to_all|dispatch)|\[sizes2-\w+-(all_gather|dispatch)")
 @pytest.mark.thorough(MODE)

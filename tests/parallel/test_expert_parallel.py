@@ -224,6 +224,7 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
     return [rank_programs.tokens(**arguments, parallel=each) for each in parallel]
 
 
+@thorough(EXHAUSTIVE, r"\[(trained-bfloat16-2-1|w8a8-float32-2-2)")
 @thorough(EXHAUSTIVE, r"\[.*-4-1-modes[25]")
 @pytest.mark.parametrize(
     ("name", "dtype", "tensor", "data", "modes", "compilers"),

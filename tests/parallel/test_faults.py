@@ -11,6 +11,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 CPU = {"backend": "cpu", "dtype": "float32"}
 
 
+@thorough(EXHAUSTIVE, r"\[late-sampling")
 @thorough(EXHAUSTIVE, r"\[(skips|raises)")
 @thorough(PROCESSES, r"\[(?!killed-replay)")
 @thorough(

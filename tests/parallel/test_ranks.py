@@ -144,6 +144,7 @@ def test_an_engines_groups() -> None:
 LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "hal_command")
 
 
+@thorough(EXHAUSTIVE, r"\[trained_experts-")
 @pytest.mark.shows("tensor parallelism", "the command")
 @pytest.mark.shows("data parallelism", "the command")
 @thorough(EXHAUSTIVE, r"all_to_all|\[trained-\('-m', 'hal_command'\)-\('--data")

@@ -31,6 +31,7 @@ def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     return found
 
 
+@thorough(EXHAUSTIVE, r"\[tiny-python-float32-4")
 @thorough(EXHAUSTIVE, r"\[tiny-python-(moe-)?w8a8_dynamic")
 @thorough(MODE, r"\[(?!tiny-python-float32-2)")
 @thorough(EXHAUSTIVE, r"\[tiny-python-(bfloat16-4|(moe|(moe-)?w8a8|w8a8_dynamic)-float32-2|moe-w8a8-float32-4)")

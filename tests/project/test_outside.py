@@ -50,6 +50,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(folder, request.param)
 
 
+@thorough(EXHAUSTIVE, r"\[LatentForCausalLM-inductor")
 @thorough(EXHAUSTIVE, r"\[(Experts|Pictures)ForCausalLM-inductor")
 @thorough(MODE, r"\[(?!Recurrent).*-(piecewise\w*|inductor)\]|\[(?!Recurrent).*-graph\]|\[Recurrent\w+-inductor")
 @pytest.mark.parametrize("mode", MODES)
