@@ -69,7 +69,7 @@ class ConfigGroup:
             elif not isinstance(found, dict):
                 yield f"{_WHERE} has no {part} of {name}"
             else:
-                yield from _differences(found, wanted, self.settings, f"{part} of {name}")
+                yield from differences(found, wanted, self.settings, f"{part} of {name}")
 
     def written(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the group as JSON, with the settings of its scheme."""
@@ -201,9 +201,10 @@ class CompressedTensors(CheckpointFormat):
         return nearest.configured({**group["weights"], "format": kind})
 
 
-def _differences(
+def differences(
     found: Mapping[str, Any], wanted: Mapping[str, Any], settings: Collection[str], where: str
 ) -> Iterator[str]:
+    """Yield the differences of a section from the wanted keys and values. Keys in ``settings`` have any value."""
     for key, value in wanted.items():
         has = found.get(key, _DEFAULTS.get(key))
         if has != value or type(has) is not type(value):
@@ -232,7 +233,7 @@ def _cache(scheme: object) -> CacheQuantization | None:
     dynamic = scheme.get("dynamic", False)
     if dynamic is not True:
         wanted |= {"dynamic": False, "strategy": "tensor"}
-    for problem in _differences(scheme, wanted, ("group_size", "strategy"), "kv_cache_scheme"):
+    for problem in differences(scheme, wanted, ("group_size", "strategy"), "kv_cache_scheme"):
         raise ConfigError(problem, supported())
     return CacheQuantization("int8" if kind == "int" else "fp8", scales=not dynamic)
 

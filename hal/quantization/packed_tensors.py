@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from hal.nn import QuantizedLinear, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.ops.weight_only import dequantize, pack_int4
-from hal.quantization.compressed_tensors import ConfigGroup
+from hal.quantization.compressed_tensors import ConfigGroup, differences
 from hal.quantization.int8_arithmetic import AGAIN, Activation
 from hal.quantization.packed_integers import (
     FLOATS,
@@ -38,21 +38,28 @@ DIMENSIONS = "dimensions"
 
 @attrs.frozen
 class WeightGroup(ConfigGroup):
-    """A group of weights. Activations may have 8 bits, too, which hal does not round them to."""
+    """A group of weights. Activations may be rounded to 8 bits in each token, too, which hal does not do."""
+
+    rounded: ClassVar[Mapping[str, Any]] = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+    """Keys and values of ``input_activations`` that rounded activations have."""
 
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
-        """Yield the differences of the checkpoint's group ``name``; of activations, only bits and type matter."""
+        """Yield the differences of the checkpoint's group ``name``."""
         yield from super().problems({**group, "input_activations": None}, name, format)
-        found, kind = group.get("input_activations"), self.weights["type"]
-        if found is not None and not (
-            isinstance(found, dict) and (found.get("num_bits"), found.get("type")) == (8, kind)
-        ):
-            yield f"the input_activations of {name} are {found!r:.60}, not of 8 bits and the type {kind!r}"
+        found = group.get("input_activations")
+        if found is None:
+            return
+        if not isinstance(found, dict):
+            yield f"the input_activations of {name} are {found!r:.60}, not a section"
+        else:
+            yield from differences(found, self.rounded, tuple(found), f"input_activations of {name}")
 
 
 @attrs.frozen
 class FloatGroup(WeightGroup):
     """A group of float8 weights, whose checkpoints mostly have activations in float8, too."""
+
+    rounded: ClassVar[Mapping[str, Any]] = {"num_bits": 8, "type": "float"}
 
     def has_parts_of(self, group: Mapping[str, Any]) -> bool:
         return True

@@ -274,7 +274,7 @@ CASES = {
         config(format="pack-quantized"), CheckpointError, "weight_packed is missing", "w8a16"
     ),
     "weights only, in 4 bits": compressed(
-        group("weights", num_bits=4), ConfigError, "'int-quantized', not 'pack-quantized'", "w8a16"
+        group("weights", num_bits=4), CheckpointError, "q_proj.weight has numbers of more than 4 bits", "w8a16"
     ),
     "weights only, with an offset": slim(
         tensor(f"{DOWN}.weight_offset", torch.ones(32, 1)), CheckpointError, "weight_offset other than", "w8a16"
