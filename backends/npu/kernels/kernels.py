@@ -94,9 +94,11 @@ def rotary_embedding(
     """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs.
 
     npu_rotary_mul takes tensors of one dtype, so float32 angles rotate a copy in float32. Query and key that follow
-    each other in a merged projection are rotated together.
+    each other in a merged projection are rotated together if each takes several launches: what is rotated together has
+    to be copied apart for attention and the cache.
     """
-    if (heads := _adjacent(query, key)) is not None:
+    one_launch = cos.dtype is query.dtype and cos.shape[-1] == query.shape[-1]
+    if not one_launch and (heads := _adjacent(query, key)) is not None:
         rotated, _ = rotary_embedding(heads, heads[:, :0], cos, sin, interleaved)
         return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
     cos, sin, mode = cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"

@@ -26,6 +26,7 @@ os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported after
 
 import attrs  # noqa: E402
 import click  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import hal  # noqa: E402
@@ -140,19 +141,20 @@ def count_launches(
     from hal.bench import plan
     from hal.bench.figures import launches
 
-    os.environ["HAL_CACHE__DTYPE"] = cache
-    setting = plan.prepare(
-        plan.Plan(
-            workload="decode",
-            checkpoint=str(path),
-            backend="npu",
-            dtype=dtype,
-            batch_sizes=sizes,
-            compilers=modes,
-            options=options,
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HAL_CACHE__DTYPE", cache)
+        setting = plan.prepare(
+            plan.Plan(
+                workload="decode",
+                checkpoint=str(path),
+                backend="npu",
+                dtype=dtype,
+                batch_sizes=sizes,
+                compilers=modes,
+                options=options,
+            )
         )
-    )
-    return launches.count(setting, lambda text: None)
+        return launches.count(setting, lambda text: None)
 
 
 def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:

@@ -26,7 +26,7 @@ BUCKETS = (1, 2, 4, 8)
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[dict[str, tuple[Path, str]]]:
-    with schemes.checkpoints() as found:
+    with schemes.checkpoints(further=schemes.WEIGHT_ONLY) as found:
         yield found
 
 

@@ -92,7 +92,7 @@ WIDE = {
 
 
 @thorough(FAMILY, r"\[(?!llama)")
-@pytest.mark.parametrize(("family", "launches"), [("llama", 12), ("qwen3", 14), ("glm4", 16), ("stablelm", 18)])
+@pytest.mark.parametrize(("family", "launches"), [("llama", 12), ("qwen3", 14), ("glm4", 16), ("stablelm", 17)])
 def test_the_launches_of_a_layer_of_transformers_own_code(
     family: str, launches: int, npu: Callable[..., hal.Backend], tmp_path: Path
 ) -> None:
