@@ -83,12 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[THOROUGH] = thorough.reasons(ours), len(ours)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Return a worker more than there are cores, since some tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Name the folders whose tests are not in this run."""
     return [
