@@ -132,7 +132,8 @@ def numbers_of(bound: Binding) -> Iterator[tuple[Any, Any]]:
             yield from zip(value(part).shape, value(found).shape, strict=False)
         if part.op == "call_function":
             for reading in _readings_as(part, found):
-                yield from zip(operands(part), reading.operands, strict=False)
+                pairs = zip(operands(part), reading.operands, strict=False)
+                yield from ((one, other) for one, other in pairs if not _is_tensor(other))
 
 
 def is_same_number(one: Any, other: Any) -> bool:
