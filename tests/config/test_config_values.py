@@ -68,6 +68,8 @@ CONFIGS = {"Qwen3NextForCausalLM": "HybridMoeConfig", "Qwen35ForCausalLM": "Hybr
 """Classes of configs that several families share."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The keys of the number of experts, of which a few suffice."""
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
+"""The keys of sizes that are large by default."""
 LLAMA = "LlamaForCausalLM"
 ROPE = {
     "rope_theta": 1e4,
@@ -88,8 +90,9 @@ def declared(architecture: str) -> set[str]:
 
 
 def config_of(architecture: str) -> dict[str, Any]:
-    sizes = {"vocab_size": trained_tokenizer().get_vocab_size(), "tie_word_embeddings": False}
-    config = {**CONFIG, **sizes, "architectures": [architecture]}
+    size = trained_tokenizer().get_vocab_size()
+    sizes = {key: size for key in VOCABULARIES if key in declared(architecture)}
+    config = {**CONFIG, **sizes, "tie_word_embeddings": False, "architectures": [architecture]}
     del config["rope_parameters"]
     experts = {key: 8 for key in EXPERTS if key in declared(architecture)}
     return config | experts | ({"num_experts_per_tok": 2} if experts else {})
