@@ -66,7 +66,6 @@ inline void multiply_pairs() {
 }
 
 #else
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -76,23 +75,24 @@ inline bool tiles_allowed() {
     static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return allowed;
 }
-inline void load_shapes(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
-inline void release_tiles() { _tile_release(); }
+// Not the intrinsics: GCC's are macros that take a tile's number as text, and do not name the memory that they read.
+inline void load_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 template <int T>
 inline void zero_tile() {
-    _tile_zero(T);
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
 template <int T>
 inline void load_tile(const void* from, int64_t stride) {
-    _tile_loadd(T, from, stride);
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
 template <int T>
 inline void store_tile(void* to, int64_t stride) {
-    _tile_stored(T, to, stride);
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
 template <int C, int A, int B>
 inline void multiply_pairs() {
-    _tile_dpbf16ps(C, A, B);
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 #endif
 #endif

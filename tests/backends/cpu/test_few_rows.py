@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,18 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> LinearKernels:
     command = [*build._compiler(), *flags, "-shared", "-DHAL_EMULATED_TILES", *sources, "-o", str(library)]
     subprocess.run(command, check=True)
     return LinearKernels(ctypes.CDLL(str(library)))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is a part of x86 processors")
+@pytest.mark.parametrize("level", ["-O0", "-O1"])
+def test_the_code_of_real_tiles_is_assembled(level: str, tmp_path: Path) -> None:
+    """Few processors have tiles, but each compiler for x86 has their instructions."""
+    flags = [{"-O3": level, "-march=native": "-march=sapphirerapids"}.get(each, each) for each in build.FLAGS]
+    source, made = build.SOURCES / "packed_linear_tiles.cpp", tmp_path / "tiles.o"
+    command = [*build._compiler(), *flags, "-c", str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert bytes.fromhex("c4e27849c0") in made.read_bytes(), "no instruction tilerelease"
 
 
 @pytest.fixture(scope="module")
