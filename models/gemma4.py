@@ -27,7 +27,6 @@ from hal.nn import (
     AlternatingConfig,
     Angles,
     Attention,
-    Batch,
     Decoder,
     DecoderLayer,
     DecoderLM,
@@ -50,6 +49,7 @@ from hal.nn import (
 )
 from hal.nn.mlp import ACTIVATIONS
 from hal.ops import AttentionOptions
+from hal.step import Batch
 
 from .gemma2 import BOUND
 

@@ -45,7 +45,6 @@ from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
 from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
-from hal.step.batch import Batch
 
 __all__ = [
     "FULL",
@@ -63,7 +62,6 @@ __all__ = [
     "AxisPlacement",
     "AxisRotaryEmbedding",
     "AxisSections",
-    "Batch",
     "Block",
     "CausalLM",
     "Concatenated",

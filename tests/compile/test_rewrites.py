@@ -19,8 +19,8 @@ from hal import ops
 from hal.compile.rewrite.proof import check_rewrite
 from hal.compile.rewrite.rewrite import fusions
 from hal.compile.trace import StepSizes, trace_step
-from hal.nn import Batch
 from hal.ops.declaration.samples import Draw
+from hal.step import Batch
 
 FUSED = [name for name, operation in ops.catalogue().items() if operation.fused]
 SIZES = (1, 2, 3, 5, 17, 64, 129, 257)

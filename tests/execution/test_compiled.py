@@ -22,7 +22,8 @@ from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.errors import BatchError, CompileError, ConfigError
 from hal.execution.inductor import InductorForm
-from hal.nn import Batch, CausalLM
+from hal.nn import CausalLM
+from hal.step import Batch
 
 KEPT = ("linear", "paged_attention", "store_kv_cache")
 

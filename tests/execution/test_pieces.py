@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hal
 from hal import ops
 from hal.errors import CaptureError, CompileError, ConfigError, GraphError
-from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
-from hal.step import ALL, LAST, Rows
+from hal.step import ALL, LAST, Batch, Rows
 
 DECODE, PREFILL = [2, 4, 8], [8, 16, 40]
 EVERYTHING = ("paged_attention", "store_kv_cache", "linear")

@@ -20,8 +20,9 @@ from hal import ops
 from hal.errors import BatchError, CheckpointError, CompileError, ConfigError, DriverIncompatible, ModelError
 from hal.execution.capture.capture_sizes import bucket_for, capture_sizes
 from hal.execution.capture.captured_form import CapturedForm
-from hal.nn import Batch, CausalLM, Embedding, WeightUse
+from hal.nn import CausalLM, Embedding, WeightUse
 from hal.nn.model import LayerState
+from hal.step import Batch
 from hal.step.state import key_value_states
 
 

@@ -14,9 +14,9 @@ import hal
 from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.context import Phase
 from hal.execution.pieces.piecewise import PiecewiseForm
-from hal.nn import Batch, CausalLM
+from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
-from hal.step import LAST, Rows
+from hal.step import LAST, Batch, Rows
 from hal.step.rows import taken
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hal.nn import Batch, CausalLM
-from hal.step import StateMemory, StateSpec, StaticBatch, StepShape
+from hal.nn import CausalLM
+from hal.step import Batch, StateMemory, StateSpec, StaticBatch, StepShape
 from hal.step.state import canonical_states
 
 CPU = torch.device("cpu")

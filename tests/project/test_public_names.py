@@ -6,6 +6,7 @@ What an adapter needs, every engine's integrator needs.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def used(node: ast.AST) -> list[str]:
             # An operation has its page, generated from its declaration; a class's attributes belong to it.
             return [f"hal.{module}.{name}"] if module not in hal.__all__ or module in ("nn", "step") else []
     return []
+
+
+BOTH = {"hal.vendor": {"API_VERSION", "Backend"}}
+"""The names of a module that are also those of ``hal``: what a driver returns is what :func:`hal.open` does."""
+
+
+def test_a_public_name_has_one_home() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in ("hal", "hal.nn", "hal.ops", "hal.step", "hal.vendor"):
+        names = getattr(importlib.import_module(module), "__all__", ())
+        for name in set(names) - BOTH.get(module, set()):
+            homes.setdefault(name, []).append(module)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def test_engines_use_public_names_only(repository: Path) -> None:

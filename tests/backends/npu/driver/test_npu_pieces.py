@@ -20,9 +20,9 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.errors import CaptureError, ConfigError, GraphError
-from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
-from hal.step import ALL, LAST
+from hal.step import ALL, LAST, Batch
 
 Opened = Callable[..., hal.Backend]
 DECODE, PREFILL = [2, 4], [8, 16, 140]

@@ -20,8 +20,9 @@ from torch import Tensor
 
 import hal
 from hal.errors import CaptureError, CompileError, DeviceError, DeviceOutOfMemory, GraphError
-from hal.nn import Attention, Batch, CausalLM, Embedding, Linear
+from hal.nn import Attention, CausalLM, Embedding, Linear
 from hal.nn.model import LayerState
+from hal.step import Batch
 
 Opened = Callable[..., hal.Backend]
 SIZES = [1, 2, 4]

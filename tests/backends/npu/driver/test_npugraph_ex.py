@@ -33,8 +33,7 @@ import hal
 from hal.cli import main
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceError, GraphError, HostValueError
 from hal.execution.capture.full_graph import FullGraphForm
-from hal.nn import Batch
-from hal.step import StaticBatch, StepShape
+from hal.step import Batch, StaticBatch, StepShape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Attention, Batch, Concatenated, Consumer, Linear, MergedLinear, RMSNorm, Stacked, Transposed, Weight
+from hal.nn import Attention, Concatenated, Consumer, Linear, MergedLinear, RMSNorm, Stacked, Transposed, Weight
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
+from hal.step import Batch
 
 from .model import ToyLM
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Batch, Linear, RMSNorm
+from hal.nn import Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.ops import FLOATING, Draw, Sample
-from hal.step import TOKEN, State
+from hal.step import TOKEN, Batch, State
 
 from .model import ToyLM
 

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from hal.nn import Attention, Batch, CausalLM, Embedding, Linear, RMSNorm
+from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
+from hal.step import Batch
 
 
 class AttentionLayer(nn.Module):

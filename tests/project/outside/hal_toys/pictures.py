@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hal import ops
-from hal.nn import Batch, Linear
+from hal.nn import Linear
 from hal.nn.model import LayerState
-from hal.step import field
+from hal.step import Batch, field
 
 from .model import AttentionLayer, ToyLM
 
