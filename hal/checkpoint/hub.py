@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from hal.checkpoint.other_formats import no_safetensors_among
+from hal.checkpoint.other_formats import no_folder, no_safetensors_among
 from hal.errors import CheckpointError
 from hal.version import __version__
 
@@ -59,11 +59,22 @@ def folder_of(path: str | Path, revision: str | None = None, *, weights: bool = 
     """
     # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
     found = Path(os.path.expanduser(path))
-    if not os.path.exists(found) and NAME.fullmatch(found.as_posix()) and found.suffix.lower() != ".gguf":
+    if not os.path.exists(found) and _is_name(found):
         return download(found.as_posix(), revision, weights=weights)
     if revision is not None:
         raise CheckpointError(f"{found} has no revision {revision!r}", "leave it out, or name a model of the hub")
     return found
+
+
+def check_path(path: str | Path) -> None:
+    """Raise CheckpointError for a path where nothing is, unless it is a name of the hub. Downloads nothing."""
+    found = Path(os.path.expanduser(path))
+    if not os.path.exists(found) and not _is_name(found):
+        raise no_folder(found)
+
+
+def _is_name(path: Path) -> bool:
+    return NAME.fullmatch(path.as_posix()) is not None and path.suffix.lower() != ".gguf"
 
 
 def download(

@@ -508,13 +508,21 @@ class TestProcess:
             assert run(command, "--help").exit_code == 0
 
     @pytest.mark.parametrize(
-        "arguments", [["generate"], ["generate", "x", "--no-such-option"], ["generate", "x"], ["nothing"]]
+        "arguments", [["generate"], ["generate", "x", "--no-such-option"], ["generate", "."], ["nothing"]]
     )
     def test_wrong_usage_exits_with_2(self, arguments: list[str]) -> None:
         result = run(*arguments)
         assert result.exit_code == 2
         assert result.stdout == ""
         assert "Usage: " in result.stderr
+
+    @pytest.mark.parametrize("command", [["generate"], ["compare", "--backend", "cpu", "--backend", "cpu"]])
+    def test_a_missing_checkpoint_is_told_before_a_missing_prompt(self, command: list[str], checkpoint: Path) -> None:
+        result = run(*command, checkpoint / "nowhere")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: no checkpoint at {checkpoint / 'nowhere'}: found nothing\n")
+        assert "No prompt given" in run(*command, checkpoint).stderr
+        assert "No prompt given" in run(*command, "owner/model-of-the-hub").stderr
 
     @pytest.mark.usefixtures("drivers")
     def test_a_broken_driver_is_told_without_a_traceback(self, checkpoint: Path) -> None:

@@ -69,6 +69,7 @@ def command(
     The exit status is 0 if everything is within tolerance, 1 if not, and 2 if the comparison failed.
     """
     from hal.checkpoint.checkpoint import Checkpoint
+    from hal.checkpoint.hub import check_path
     from hal.compare import comparison_report
     from hal.config import Config, ParallelConfig, read
 
@@ -77,6 +78,7 @@ def command(
         _check_options(named, modes, save_to, compilation_config)
     else:
         _check_ranks(tensor_parallel, named, modes, save_to, compilation_config)
+    check_path(checkpoint)  # before the prompts, whose lack would hide a mistyped path
     given = Prompts.read(prompts, prompts_file)
     settings = settings_of(None, dtype, None, compilation_config)
     source = read(Config, settings, "configuration").model_source

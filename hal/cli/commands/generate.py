@@ -108,6 +108,7 @@ def command(
     """
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
+    from hal.checkpoint.hub import check_path
     from hal.config import bounds, read
     from hal.generation.llm.chat_template import ChatTemplate
     from hal.generation.llm.processor import open_processor, prompt_with
@@ -118,6 +119,7 @@ def command(
         raise click.UsageError("--switch and --tools are for chat templates: add --chat.")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json.")
+    check_path(checkpoint)  # before the prompts, whose lack would hide a mistyped path
     given = Prompts.read(prompts, prompts_file)
     variables = {**switches_of(switches), **({} if tools is None else {"tools": tools_of(tools)})}
     settings = ranks.with_ranks(
