@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,41 @@ def compile_step(step: TracedStep) -> Callable[[list[Tensor]], Outputs]:
     Raises:
         CompileError: Inductor failed, for instance without a C++ compiler.
     """
+    sizes = _add_sizes(step)
     compiled = _compile(step.graph, step.fakes, step.mode, 'use the compiler "graph", which needs no C++ compiler')
     fixed = step.fixed
 
     def run(batch: list[Tensor]) -> Outputs:
-        return tuple(compiled([*batch, *fixed]))
+        return tuple(compiled([*(each(batch) for each in sizes), *batch, *fixed]))
 
     return run
+
+
+def _add_sizes(step: TracedStep) -> list[Callable[[list[Tensor]], Tensor]]:
+    """Add an input for each symbol of which the batch's sizes are multiples only, such as an encoder's tokens of rows.
+
+    Inductor takes the values of symbols from inputs that have them as sizes.
+
+    Returns:
+        For each added input, a function that makes it of the batch's tensors. They precede the other inputs.
+    """
+    graph = step.graph.graph
+    shapes: list[Sequence[Any]] = [fake.shape for fake in step.fakes[: len(step.fields)]]
+    sizes = [(index, axis, size) for index, shape in enumerate(shapes) for axis, size in enumerate(shape)]
+    symbolic = [each for each in sizes if isinstance(each[2], torch.SymInt)]
+    whole = {size.node.expr for *_, size in symbolic if size.node.expr.is_Symbol}
+    made: dict[Any, Callable[[list[Tensor]], Tensor]] = {}
+    for index, axis, size in symbolic:
+        factor, symbol = size.node.expr.as_coeff_Mul()
+        if symbol.is_Symbol and symbol not in whole and symbol not in made:
+            made[symbol] = partial(_of_size, index, axis, int(factor))
+            with step.mode, graph.inserting_before(next(iter(graph.nodes))):
+                graph.placeholder(str(symbol)).meta["val"] = torch.empty(size // int(factor))
+    return list(reversed(made.values()))
+
+
+def _of_size(index: int, axis: int, factor: int, batch: list[Tensor]) -> Tensor:
+    return torch.empty(batch[index].shape[axis] // factor)
 
 
 def compile_graph(module: fx.GraphModule, mode: FakeTensorMode, opaque: Collection[str]) -> Callable[..., Any]:

@@ -253,7 +253,7 @@ def trace_encoder(encoder: Encoder, *, whole: Collection[str], decompose: bool =
         CompileError: as :func:`trace_step`.
     """
     fields, mode = fields_of(encoder.batch_type), _fake_mode()
-    # Inductor wants each symbol as the size of an input, and no input has a row for each sequence.
+    # A symbol stands for two or more, and a step may have one sequence.
     rows, starts = (_symbol(mode.shape_env, name, hint) for name, hint in (("rows", 9), ("starts", 4)))  # type: ignore[arg-type]
     sizes = {"tokens": rows * encoder.row_tokens, "sequences": starts - 1}
     device = next(encoder.parameters()).device

@@ -60,12 +60,17 @@ def encoder_step(encoder: Encoder, backend: Backend) -> EncoderStep:
     """
     chosen = encoder_compiler(backend)
     if chosen == EAGER:
-        return lambda batch: (encoder(batch),)
+        return eager_encoder(encoder)
     if chosen == INDUCTOR:
         return _compiled(encoder, backend)
     lowered = optimized_encoder(encoder, backend).for_any_size(encoder, backend)
     uncaptured: EncoderStep = lambda batch: lowered(*batch.tensors())  # noqa: E731
     return uncaptured if chosen == OPTIMIZED else CapturedEncoder(encoder, backend, uncaptured)
+
+
+def eager_encoder(encoder: Encoder) -> EncoderStep:
+    """Return what runs an encoder's Python code."""
+    return lambda batch: (encoder(batch),)
 
 
 def optimized_encoder(encoder: Encoder, backend: Backend) -> OptimizedStep:
@@ -85,12 +90,8 @@ def _compiled(encoder: Encoder, backend: Backend) -> EncoderStep:
     traced = trace_encoder(encoder, whole=backend.inductor or ())
     collectives_of_one(traced.graph)
     traced.check_any_size(encoder)
-    # Inductor wants each symbol as the size of an input, and the tokens are a multiple of one.
-    graph = traced.graph.graph
-    with traced.mode, graph.inserting_before(next(iter(graph.nodes))):
-        graph.placeholder("rows").meta["val"] = torch.empty(traced.sizes["tokens"] // encoder.row_tokens)
     run = compile_step(traced)
-    return lambda batch: run([torch.empty(batch.num_tokens // encoder.row_tokens), *batch.tensors()])
+    return lambda batch: run(batch.tensors())
 
 
 @attrs.frozen

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from hal.drivers.backend import Backend
 from hal.errors import CaptureError, CompileError, ModelError
-from hal.execution.encoder_steps import GRAPH, INDUCTOR, CapturedEncoder, EncoderStep, encoder_compiler, encoder_step
+from hal.execution.encoder_steps import (
+    GRAPH,
+    INDUCTOR,
+    CapturedEncoder,
+    EncoderStep,
+    eager_encoder,
+    encoder_compiler,
+    encoder_step,
+)
 from hal.nn import Encoder, EncoderItem
 
 log = logging.getLogger("hal.execution")
@@ -57,7 +65,7 @@ class Encoding:
             if self._backend.config.compilation.on_capture_error == "raise":
                 raise
             log.warning("%s runs its Python code: %s", type(self._encoder).__name__, str(error))
-            self._step = lambda batch: (self._encoder(batch),)
+            self._step = eager_encoder(self._encoder)
 
     @property
     def replays(self) -> int:
