@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hal.device.device import Device
@@ -20,16 +19,13 @@ from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, len
 from hal.step.block_table import MORE, BlockTable
 from hal.step.dummies import DUMMY_SLOT
 from hal.step.fields import fields_of
-from hal.step.host_copies import to_device
 from hal.step.new_tokens import NewTokens
+from hal.step.pending_tokens import PENDING, PendingTokens
 from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 
-_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _COLUMNS = 8
 """Block tables have a multiple of so many columns, so that few sizes occur."""
-PENDING = -1
-"""The token id of a token that is still on the device."""
 
 
 class InputBatch:
@@ -52,7 +48,6 @@ class InputBatch:
 
     Attributes:
         slotted: whether the model keeps states per sequence.
-        sampled: ``[max_sequences]``, int64, on the device: the pending token of each row; see :meth:`extend_pending`.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class InputBatch:
         self._size = 0
         self._numbers = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
-        self.sampled = torch.zeros(max_sequences, dtype=torch.int64, device=device.torch)
+        self._sampled = PendingTokens(max_sequences, device)
 
     def __len__(self) -> int:
         return self._size
@@ -193,12 +188,8 @@ class InputBatch:
             BatchError: there is no such row, or it occurs twice, is full, or has a token that is pending; or there are
                 more or fewer tokens. The rows are unchanged then.
         """
-        index, count = rows_of(rows, self._size), len(rows)
-        if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
-            found = tokens.dtype if isinstance(tokens, Tensor) else repr(tokens)
-            raise BatchError(f"tokens is {found!s:.70}, not a tensor of integers", "pass the tokens that were sampled")
-        if tokens.shape != (count,):
-            raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
+        index = rows_of(rows, self._size)
+        self._sampled.check(tokens, len(rows))
         ends, pending = self._lengths[index], self._pending[index]
         if np.count_nonzero(pending) or max(ends.tolist(), default=0) >= self.max_length:
             at = int((pending + (ends >= self.max_length)).argmax())
@@ -206,10 +197,7 @@ class InputBatch:
                 f"row {rows[at]} has {'a pending token' if pending[at] else f'{self.max_length} tokens, the most'}",
                 "replace the pending token with extend_each first, or end the sequence",
             )
-        if isinstance(index, slice):
-            self.sampled[index].copy_(tokens)
-        else:
-            self.sampled[to_device(index, self.sampled.device)] = tokens.to(torch.int64)
+        self._sampled.put(index, tokens)
         self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
 
     def set_cached(self, row: int, cached: int) -> None:
@@ -311,7 +299,7 @@ class InputBatch:
             layout.host[name][:] = of_group[index]
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
-            self._insert_pending(layout.tensors["token_ids"], tokens == PENDING, of_token)
+            self._sampled.insert(layout.tensors["token_ids"], tokens == PENDING, of_token)
         if not fields and len(layout.tensors) == len(fields_of(self._type)):
             made = self._type(**layout.tensors)
         else:
@@ -369,15 +357,6 @@ class InputBatch:
             "allocate more blocks for it before the step",
         )
 
-    def _insert_pending(self, token_ids: torch.Tensor, where: Any, of_token: Any) -> None:
-        """Copy the sampled tokens that the host does not know yet into a batch, on the device."""
-        with torch.inference_mode():
-            if where.all() and np.array_equal(of_token, self._numbers[: len(of_token)]):
-                token_ids.copy_(self.sampled[: len(of_token)])
-                return
-            places = to_device(np.stack((where.nonzero()[0], of_token[where])), token_ids.device)
-            token_ids[places[0]] = self.sampled[places[1]]
-
     def _move(self, sources: list[int], targets: list[int]) -> None:
         width = int(self._lengths[sources].max())
         for array in (self._lengths, self._cached, self._pending, *self._slots):
@@ -386,8 +365,7 @@ class InputBatch:
         for each in self._tables:
             each.move(sources, targets)
         if self._pending[targets].any():
-            device = self.sampled.device
-            self.sampled[to_device(targets, device)] = self.sampled[to_device(sources, device)]
+            self._sampled.move(sources, targets)
 
     def _clear(self, row: int) -> None:
         for table in self._tables:
