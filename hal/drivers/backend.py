@@ -45,7 +45,7 @@ from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
 from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.parallel import collectives, expert_exchange
-from hal.parallel.mesh import Mesh, connect
+from hal.parallel.mesh import Mesh, joined
 
 if TYPE_CHECKING:
     from hal.nn.weights.weight import WeightUse
@@ -274,26 +274,9 @@ class Backend(BackendResources):
 
     def _join(self, config: Config) -> None:
         """Join the ranks that ``config.parallel`` asks for."""
-        wanted = config.parallel.tensor, config.parallel.data
-        if wanted in ((1, 1), (self.mesh.tensor.size, self.mesh.data.size)):
-            if config.parallel.experts != "split" and self.mesh.expert.size != self.mesh.size:
-                raise ConfigError(
-                    f"parallel.experts is {config.parallel.experts!r}, and the mesh has no group of all ranks",
-                    "open another backend; an engine passes the group of all ranks as expert= to hal.parallel.Mesh.of",
-                )
-            return
-        if self.mesh.size > 1:
-            raise ConfigError(
-                f"parallel asks for {wanted[0]} x {wanted[1]} ranks, and this backend works with "
-                f"{self.mesh.tensor.size} x {self.mesh.data.size}",
-                "open another backend",
-            )
-        if self.distributed is None:
-            raise ConfigError(
-                f"the backend {self.name} does not work with several devices", "leave parallel out of the configuration"
-            )
-        self.mesh = connect(config.parallel, self.distributed)
-        self._joined = self.mesh
+        mesh = joined(config.parallel, self.mesh, self.name, self.distributed)
+        if mesh is not self.mesh:
+            self.mesh = self._joined = mesh
 
     def splitting_ops(self, config: CompilationConfig, called: Collection[str] | None = None) -> set[str]:
         """Return hal's names of the operations at which a phase is split: of the default, those ``called``."""

@@ -137,6 +137,39 @@ def _registered(name: str, process_group: Any, timeout: float) -> Group:
     return made
 
 
+def joined(config: ParallelConfig, mesh: Mesh, name: str, distributed: str | None) -> Mesh:
+    """Return the mesh that a configuration asks for: the present one if it fits, or that of ranks that join now.
+
+    Args:
+        config: the sizes of the mesh.
+        mesh: the present one.
+        name: the name of the driver, for errors.
+        distributed: the driver's backend of ``torch.distributed``; None for none.
+
+    Raises:
+        ConfigError: the configuration does not fit the mesh or the driver, or as :func:`connect`.
+        CommunicationError: as :func:`connect`.
+    """
+    if (config.tensor, config.data) in ((1, 1), (mesh.tensor.size, mesh.data.size)):
+        if config.experts != "split" and mesh.expert.size != mesh.size:
+            raise ConfigError(
+                f"parallel.experts is {config.experts!r}, and the mesh has no group of all ranks",
+                "open another backend; an engine passes the group of all ranks as expert= to hal.parallel.Mesh.of",
+            )
+        return mesh
+    if mesh.size > 1:
+        raise ConfigError(
+            f"parallel asks for {config.tensor} x {config.data} ranks, and this backend works with "
+            f"{mesh.tensor.size} x {mesh.data.size}",
+            "open another backend",
+        )
+    if distributed is None:
+        raise ConfigError(
+            f"the backend {name} does not work with several devices", "leave parallel out of the configuration"
+        )
+    return connect(config, distributed)
+
+
 def connect(config: ParallelConfig, backend: str) -> Mesh:
     """Join the ranks that ``torchrun``, ``hal`` or an engine started, and arrange them in a mesh.
 
