@@ -153,17 +153,10 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     elif plan.tensor_parallel is not None:
         settings["parallel"] = {**settings.get("parallel", {}), "tensor": plan.tensor_parallel}
     backend = hal.open(read(hal.Config, settings, "configuration"), mesh=mesh)
-    served, where, modes = backend.compilers, "", plan.compilers or backend.compilers
-    if plan.workload == "prefill":
-        # The other compilers run prefill eagerly, so their figures would equal eager's.
-        served, where = (
-            tuple(each for each in served if each == EAGER or backend.compiler(each).any_shape),
-            " for prefill",
-        )
-        modes = plan.compilers or ("eager",)
+    modes = plan.compilers or (backend.compilers if plan.workload == "decode" else (EAGER,))
     for mode in modes:
-        if mode not in served:
-            raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}{where}", nearest(mode, served))
+        if mode not in backend.compilers:
+            raise ConfigError(f"the backend {backend.name} has no compiler {mode!r}", nearest(mode, backend.compilers))
     if plan.trace:
         with backend.counting_launches():
             pass  # raises if the backend cannot count launches

@@ -6,8 +6,8 @@
     python tests/helpers/npu/schemes.py --experts
 
 Prints the held-out perplexity by decoding and by prefill, and the number of greedy tokens that equal the CPU's after
-the same text. With --launches, prints the table of docs/reference/npu-launches.md instead: the launches of a decode
-layer. Needs the package installed with its extra ``test``, and no NPU.
+the same text. With --launches, prints the tables of docs/reference/npu-launches.md instead: the launches of a decode
+layer, and of one of a prefill. Needs the package installed with its extra ``test``, and no NPU.
 """
 
 from __future__ import annotations
@@ -135,9 +135,15 @@ def expert_table(made: dict[str, tuple[Path, str]]) -> list[str]:
 
 
 def count_launches(
-    path: Path, dtype: str, options: dict[str, Any], sizes: tuple[int, ...], modes: tuple[str, ...], cache: str = "auto"
+    path: Path,
+    dtype: str,
+    options: dict[str, Any],
+    sizes: tuple[int, ...],
+    modes: tuple[str, ...],
+    cache: str = "auto",
+    **workload: Any,
 ) -> list[Any]:
-    """Return the launches of a decode step on the emulated NPU, for each batch size and mode."""
+    """Return the launches of a step, by default of decode, on the emulated NPU, for each batch size and mode."""
     from hal.bench import plan
     from hal.bench.figures import launches
 
@@ -145,7 +151,7 @@ def count_launches(
         patched.setenv("HAL_CACHE__DTYPE", cache)
         setting = plan.prepare(
             plan.Plan(
-                workload="decode",
+                **{"workload": "decode", **workload},
                 checkpoint=str(path),
                 backend="npu",
                 dtype=dtype,
@@ -177,6 +183,15 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
     return rows
 
 
+def prefill_table(path: Path) -> list[str]:
+    """Return rows in Markdown: mode, launches per layer, and launches outside the layers."""
+    modes = ("eager", "graph", "piecewise")
+    return [
+        f"| {each.contender.removeprefix('hal ')} | {each.per_layer} | {each.outside.total()} |"
+        for each in count_launches(path, "bfloat16", {}, (4,), modes, workload="prefill", length=64)
+    ]
+
+
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
 @click.option("--sequences", default=4, show_default=True)
 @click.option("--window", default=64, show_default=True)
@@ -190,7 +205,7 @@ def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
     source = EXPERTS if experts else TRAINED
     if launches:
         with checkpoints(source, () if experts else WEIGHT_ONLY) as made:
-            click.echo("\n".join(expert_table(made) if experts else launch_table(made)))
+            click.echo("\n".join(expert_table(made) if experts else [*launch_table(made), *prefill_table(TRAINED)]))
         return
     stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
     with checkpoints(source) as made:
