@@ -9,10 +9,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from hal.config import Config
+from hal.device.memory import out_of_memory_message
 from hal.drivers.backend import Backend
 from hal.drivers.backend_checks import check_opened
 from hal.drivers.driver import Driver, Probe
-from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, describe_exception
+from hal.errors import (
+    ConfigError,
+    DeviceOutOfMemory,
+    DriverError,
+    DriverIncompatible,
+    DriverUnavailable,
+    HalError,
+    describe_exception,
+)
 from hal.ops.kernels.kernel_table import Table, withdraw
 
 REPORT = "report it to the driver's vendor"
@@ -46,6 +55,7 @@ def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
     Raises:
         DriverUnavailable: a library that the driver needs is missing.
         DriverIncompatible: the result is not a complete backend.
+        DeviceOutOfMemory: the device has too little free memory.
         DriverError: the driver raised another exception. A HalError is passed on, with the driver's name added.
     """
     with _name_driver(driver.name):
@@ -59,10 +69,7 @@ def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
                 "install the missing library, or choose another backend",
             ) from error
         except (Exception, SystemExit) as error:
-            raise DriverError(
-                f"opening the driver {driver.name} raised {describe_exception(error)}",
-                f"{REPORT}, or choose another backend",
-            ) from error
+            raise _error_of_driver(f"opening the driver {driver.name}", error) from error
         if not isinstance(backend, Backend):
             raise DriverIncompatible(
                 f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
@@ -85,6 +92,7 @@ def configure_backend(backend: Backend, settings: Config) -> None:
 
     Raises:
         ConfigError: the configuration asks for a feature that the backend lacks.
+        DeviceOutOfMemory: the device has too little free memory.
         DriverError: the driver's code raised.
     """
     try:
@@ -92,10 +100,16 @@ def configure_backend(backend: Backend, settings: Config) -> None:
     except HalError:
         raise
     except Exception as error:  # raised by an override in the driver
-        raise DriverError(
-            f"configuring the backend of the driver {backend.name} raised {describe_exception(error)}",
-            f"{REPORT}, or choose another backend",
-        ) from error
+        raise _error_of_driver(f"configuring the backend of the driver {backend.name}", error) from error
+
+
+def _error_of_driver(what: str, error: BaseException) -> HalError:
+    """Return the error for what a driver's code raised."""
+    if problem := out_of_memory_message(error):
+        return DeviceOutOfMemory(
+            f"{what}: {problem}", "end other processes that use the device's memory, or choose another device"
+        )
+    return DriverError(f"{what} raised {describe_exception(error)}", f"{REPORT}, or choose another backend")
 
 
 @contextmanager

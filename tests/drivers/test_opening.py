@@ -18,7 +18,15 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.drivers.registry import load_driver
-from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverUnavailable, HalError, OperationError
+from hal.errors import (
+    ConfigError,
+    DeviceOutOfMemory,
+    DriverError,
+    DriverIncompatible,
+    DriverUnavailable,
+    HalError,
+    OperationError,
+)
 from hal.ops import FLOATING, Draw, Sample, op
 
 MODULE = """
@@ -219,6 +227,25 @@ def test_a_refused_backend_resolves_no_new_operation(opens: Opens, forget_operat
     finally:
         gc.enable()
     assert torch.equal(declared_after_a_refusal(torch.ones(2, 4)), torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("hook", ["open", "configure"])
+def test_a_device_whose_memory_others_use(hook: str, opens: Opens) -> None:
+    full = torch.OutOfMemoryError("card 0 is full\nof other things")
+
+    class Full(hal.Backend):
+        def configure(self, settings: Any) -> None:
+            raise full
+
+    def make(name: str) -> hal.Backend:
+        if hook == "open":
+            raise full
+        return Full("acme", hal.vendor.HostDevice(), kernels={})
+
+    opens(make)
+    with pytest.raises(DeviceOutOfMemory, match=r"acme: the device has no memory left: card 0 is full\n") as caught:
+        hal.open("acme")
+    assert "choose another device" in caught.value.remedy
 
 
 def test_a_subclass_whose_configuring_raises(opens: Opens) -> None:
