@@ -315,3 +315,20 @@ class TestCleanUp:
 
         for function in (source_is_written, copy_is_written, is_returned, has_other_strides):
             assert self.count(needless_copies, function, *inputs((5, 8))) == 0, function
+
+    def test_products_with_one(self) -> None:
+        x = inputs((5, 8))
+        assert self.count(needless_copies, lambda x: ((x.sin() * 1.0).cos() + x / 1,), *x) == 2
+
+        def source_is_written(x: Tensor) -> tuple[Tensor, ...]:
+            old = x * 1.0
+            x.add_(1)
+            return old + x, x.sin()
+
+        for function in (
+            source_is_written,
+            lambda x: (x * 1.0, x + 1),
+            lambda x: ((x * 1.5).sin(), (x * -1.0).sin()),
+            lambda x: ((x.int() * 1.0).sin(), (x.int() / 1).sin()),
+        ):
+            assert self.count(needless_copies, function, *x) == 0, function

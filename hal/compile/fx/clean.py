@@ -82,6 +82,7 @@ def needless_copies(graph: fx.GraphModule) -> int:
             continue
         fakes = value(source), value(node)
         alike = all(isinstance(each, Tensor) for each in fakes) and str(fakes[0].stride()) == str(fakes[1].stride())
+        alike = alike and fakes[0].dtype is fakes[1].dtype
         if alike and node not in returned and node not in busy and source not in busy:
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
@@ -126,10 +127,12 @@ CLEANUPS = (common_subexpressions, reciprocals, needless_copies, constants)
 
 
 def _copied(node: fx.Node) -> Any:
-    """Return what a node copies, or None: also a concatenation of one tensor is a copy."""
+    """Return what a node copies, or None: a concatenation of one tensor and a product with 1 are copies, too."""
     if node.target is aten.cat.default:
         tensors: Any = node.args[0]
         return tensors[0] if len(tensors) == 1 else None
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        return node.args[0] if type(node.args[1]) in (int, float) and node.args[1] == 1 else None
     return node.args[0] if node.target in COPIES else None
 
 
