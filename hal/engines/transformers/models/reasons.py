@@ -13,7 +13,10 @@ def why(error: Exception) -> str:
     """
     name = _class_of(error)
     if "nonzero" in str(error) or "meta tensor" in str(error) or "data-dependent" in str(error):
-        return f"{name} computes by the values of tensors, such as which experts or languages occur"
+        return (
+            f"{name} chooses what it computes by the values of tensors, such as which experts or languages occur, "
+            "which a captured step does not see"
+        )
     first = str(error).partition("\n")[0]
     return f"{name} does not compute the tokens of a step one by one ({type(error).__name__}: {first:.120})"
 
