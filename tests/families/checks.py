@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
-from helpers.transformers_families import config_of, is_size, kinds, model_of
+from helpers.transformers_families import config_of, is_size, kinds, layer_keys, model_of
 
 import hal
 from hal.checkpoint.model_registry import knows
@@ -175,14 +175,7 @@ def _layers(kind: str, layers: int) -> dict[str, Any]:
     small = config_of(kind).get_text_config()
     fits = all(is_size(small, name) for name in WIDE) and not hasattr(small, "kv_lora_rank")
     wide = WIDE if fits and small.num_key_value_heads == 2 else {}
-    config = config_of(kind, **wide)
-    more: dict[str, Any] = {"num_hidden_layers": layers}
-    if hasattr(config, "attention_types"):  # of GPT-Neo, whose layers it counts
-        more = {"num_layers": layers, "attention_types": [[["global"], layers]]}
-    for name in ("layer_types", "mlp_layer_types"):
-        if kinds := getattr(config, name, None):
-            more[name] = [kinds[-1]] * layers
-    return {**wide, **more}
+    return {**wide, **layer_keys(kind, layers)}
 
 
 def _launches(runner: hal.Runner, backend: hal.Backend) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import select
 import sys
 import time
@@ -34,6 +35,8 @@ CHECKS = {
 """The facts that each check finds, the first of which it always does."""
 LIMIT = 600
 """The longest time of a check, in seconds."""
+MOST_BYTES = 14 << 30
+"""The most address space of a check."""
 
 
 def checked(kind: str, check: str) -> dict[str, Any]:
@@ -42,6 +45,7 @@ def checked(kind: str, check: str) -> dict[str, Any]:
     child = os.fork()
     if not child:
         os.close(reading)
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         with os.fdopen(writing, "w") as output:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

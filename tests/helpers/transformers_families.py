@@ -209,8 +209,15 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 """Whole configs of families that the rules do not fit, by model_type."""
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 BESIDE: dict[str, dict[str, Any]] = {
     **{kind: {"is_decoder": True} for kind in DECODERS},
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _GRANITE),
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
         "rope_parameters": {
@@ -220,6 +227,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3": {"image_token_id": 100},  # a token of the small vocabulary, as in published models
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
@@ -271,6 +279,25 @@ def config_of(kind: str, **more: Any) -> Any:
         if getattr(base, name, None) is not None:
             parts[name] = _small_part(getattr(base, name))
     return made(**{**parts, **beside})
+
+
+def layer_keys(kind: str, layers: int) -> dict[str, Any]:
+    """Return the keys of a small config of a model_type that give it so many equal layers.
+
+    Args:
+        kind: the model_type.
+        layers: the number of layers.
+    """
+    config = config_of(kind)
+    if hasattr(config, "attention_types"):  # of GPT-Neo, whose layers it counts
+        return {"num_layers": layers, "attention_types": [[["global"], layers]]}
+    # For an encoder and a decoder, num_hidden_layers is another name of the encoder's number, and sizes the cache.
+    halves = [name for name in ("encoder_layers", "decoder_layers") if hasattr(config, name)]
+    keys: dict[str, Any] = dict.fromkeys(halves or ["num_hidden_layers"], layers)
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := getattr(config, name, None):
+            keys[name] = [kinds[-1]] * layers
+    return keys
 
 
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
