@@ -69,6 +69,7 @@ class Glm4MoeConfig(DecoderConfig):
             groups=(self.n_group, self.topk_group),
             correction=True,
             dtype=torch.float32,
+            wide_weights=True,
         )
         width = self.moe_intermediate_size
         return SparseMLP(router, width, shared_experts=dense(width * self.n_shared_experts), activation=self.hidden_act)

@@ -74,7 +74,9 @@ class MiniMaxM2ForCausalLM(DecoderLM):
 
         def layer(index: int) -> DecoderLayer:
             attention = SelfAttention(minimax, rotary, norm=norm, norm_over="width")
-            router = Router(minimax.hidden_size, *numbers, sigmoid=True, renormalize=True, correction=True)
+            router = Router(
+                minimax.hidden_size, *numbers, sigmoid=True, renormalize=True, correction=True, wide_weights=True
+            )
             names = "w1", "w3", "w2"
             mlp = SparseMLP(router, minimax.intermediate_size, names=names, activation=minimax.hidden_act)
             return DecoderLayer(minimax, attention, mlp)

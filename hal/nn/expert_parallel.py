@@ -49,7 +49,7 @@ class ExpertExchange(ABC):
         Args:
             compute: computes this rank's experts.
             hidden: this rank's tokens, ``[tokens, hidden_size]``.
-            weights: ``[tokens, top_k]``, of hidden's dtype.
+            weights: ``[tokens, top_k]``, of hidden's dtype, or float32.
             experts: ``[tokens, top_k]``, int32.
         """
 
@@ -76,9 +76,13 @@ class AllGather(ExpertExchange):
 def _of_all(group: str, hidden: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens of all ranks of a group, with one collective."""
     top_k = experts.shape[1]
-    message = torch.cat([hidden, weights, *to_digits(experts, hidden.dtype)], -1)
-    hidden, weights, high, low = ops.all_gather_rows(message, group).split([hidden.shape[1], *[top_k] * 3], -1)
-    return hidden, weights, from_digits(high, low)
+    # The bits of wider weights are several numbers of hidden's dtype.
+    wide = weights.dtype is not hidden.dtype
+    sent = weights.contiguous().view(hidden.dtype) if wide else weights
+    message = torch.cat([hidden, sent, *to_digits(experts, hidden.dtype)], -1)
+    parts = [hidden.shape[1], sent.shape[1], top_k, top_k]
+    hidden, sent, high, low = ops.all_gather_rows(message, group).split(parts, -1)
+    return hidden, sent.contiguous().view(weights.dtype) if wide else sent, from_digits(high, low)
 
 
 class AllToAll(ExpertExchange):

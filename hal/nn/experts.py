@@ -165,7 +165,7 @@ class Experts(nn.Module):
 
         Args:
             hidden: the tokens.
-            weights: ``[tokens, top_k]``: the weight of each of a token's experts.
+            weights: ``[tokens, top_k]``: the weight of each of a token's experts, in hidden's dtype or float32.
             experts: ``[tokens, top_k]``, int32.
         """
         if self.exchange is not None:

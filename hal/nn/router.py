@@ -68,6 +68,7 @@ class Router(Gate):
         correction: whether the tensor ``e_score_correction_bias`` is added to the scores for the choice.
         bias: whether the gate has a bias.
         dtype: see :class:`Gate`.
+        wide_weights: whether the weights of a token's experts stay in float32; else they have the tokens' dtype.
 
     Attributes:
         e_score_correction_bias: ``[num_experts]``, or ``[1, num_experts]`` as in ERNIE, float32; or None.
@@ -89,6 +90,7 @@ class Router(Gate):
         correction: bool = False,
         bias: bool = False,
         dtype: torch.dtype | None = None,
+        wide_weights: bool = False,
     ) -> None:
         if num_experts > MAX_EXPERTS:
             raise ConfigError(
@@ -103,7 +105,7 @@ class Router(Gate):
             )
         super().__init__(hidden_size, num_experts, bias=bias, dtype=dtype)
         self.top_k, self.groups, self.factor = top_k, groups, scale
-        self.renormalize, self.sigmoid = renormalize, sigmoid
+        self.renormalize, self.sigmoid, self.wide_weights = renormalize, sigmoid, wide_weights
         self.e_score_correction_bias: nn.Parameter | None
         values = nn.Parameter(torch.empty(num_experts), requires_grad=False) if correction else None
         self.register_parameter("e_score_correction_bias", values)
@@ -123,10 +125,11 @@ class Router(Gate):
             hidden: ``[tokens, hidden_size]``.
 
         Returns:
-            ``[tokens, top_k]``, of hidden's dtype, and ``[tokens, top_k]``, int32.
+            ``[tokens, top_k]``, of hidden's dtype or float32, and ``[tokens, top_k]``, int32.
         """
+        scores = self(hidden)
         weights, experts = ops.topk_route(
-            self(hidden),
+            scores.float() if self.wide_weights else scores,
             None if self.e_score_correction_bias is None else self.e_score_correction_bias.flatten(),
             self.top_k,
             self.sigmoid,
@@ -135,7 +138,7 @@ class Router(Gate):
             *self.groups,
             2 if self.groups[0] > 1 else 1,
         )
-        return weights.to(hidden.dtype), experts
+        return weights if self.wide_weights else weights.to(hidden.dtype), experts
 
 
 def _check_groups(num_experts: int, groups: int, taken: int) -> None:

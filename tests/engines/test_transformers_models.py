@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.pages import lay_out
 from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
-from helpers.transformers_families import config_of, model_of
+from helpers.transformers_families import config_of, layer_keys, model_of
 
 import hal
 from hal.checkpoint.loading import check_shared
@@ -144,7 +145,12 @@ def adapt(config: dict[str, Any]) -> Any:
     [
         ("mamba", {}, "another state than keys and values|does not call attention"),
         ("openai-gpt", {}, "calls no attention by transformers' interface, and stores no keys and values"),
-        ("jetmoe", {}, "JetMoeTopKGating computes by the values of tensors, such as which experts"),
+        ("jetmoe", {}, "JetMoeTopKGating chooses what it computes by the values of tensors, such as which experts"),
+        (
+            "xmod",
+            {},
+            "XmodOutput chooses what it computes by the values of tensors, such as which experts or languages",
+        ),
         ("deepseek_v4", {}, "keeps another state than keys and values"),
     ],
 )
@@ -237,6 +243,49 @@ def test_a_router_is_found_wherever_its_tensors_are(family: str) -> None:
     }
 
 
+def weights_of_experts(model: Any, run: Callable[[], Any]) -> set[torch.dtype]:
+    """Return the dtypes of the weights that the experts of a model are given."""
+    found = set()
+
+    def note(_: Any, args: tuple[Any, ...]) -> None:
+        found.update(each.dtype for each in args[1:] if each.is_floating_point())
+
+    hooks = [
+        each.register_forward_pre_hook(note) for each in model.modules() if type(each).__name__.endswith("Experts")
+    ]
+    run()
+    for each in hooks:
+        each.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "source", "dtype"),
+    [
+        ("minimax_m2", "transformers", torch.float32),  # from scores in bfloat16
+        ("minimax_m2", "hal", torch.float32),
+        ("glm4_moe", "transformers", torch.float32),  # from scores in float32
+        ("glm4_moe", "hal", torch.float32),
+        ("ernie4_5_moe", "transformers", torch.bfloat16),
+        ("ernie4_5_moe", "hal", torch.bfloat16),
+        ("qwen3_moe", "transformers", torch.bfloat16),
+        ("qwen3_moe", "hal", torch.bfloat16),
+    ],
+)
+def test_weights_of_experts_have_the_dtype_of_transformers(
+    family: str, source: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = model_of(family).bfloat16()
+    model.save_pretrained(tmp_path)
+    rows = tokens_for(101)
+    assert weights_of_experts(model, lambda: own_logits(model, rows[:1])) == {dtype}
+    config = config_for("eager", check_model=False, dtype="bfloat16", model_source=source)
+    with hal.open(config) as backend:
+        made = hal.load_model(tmp_path, backend)
+        with hal.Runner(made, backend) as runner:
+            assert weights_of_experts(made, lambda: runner.step(runner.batch(rows[:1], [[1, 2]]))) == {dtype}
+
+
 def test_layers_are_replaced_by_what_they_compute() -> None:
     model = adapt(config_of("deepseek_v3", first_k_dense_replace=1, n_routed_experts=8, n_group=2).to_dict())
     assert model.replaced["Router"] == 1
@@ -251,6 +300,14 @@ def test_layers_are_replaced_by_what_they_compute() -> None:
     cohere = adapt(config_of("cohere").to_dict())
     assert type(cohere.model.norm) is hal.nn.LayerNorm
     assert cohere.model.norm.bias is None
+
+
+@pytest.mark.parametrize("family", ["bart", "trocr", "gpt_neo", "gemma2"])
+def test_a_small_model_of_one_layer_runs(family: str) -> None:
+    """`make families` counts the launches of one more layer."""
+    model = model_of(family, **layer_keys(family, 1))
+    assert len(adapt(model.config.to_dict()).hal_attention) == 1
+    assert own_logits(model, tokens_for(101)[:1])[0].isfinite().all()
 
 
 def test_random_weights_of_another_family(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ class ExpertKernels(Bindings):
         pointers = [c_void_p] * 6
         self._route = function("topk_route", None, *pointers[:4], c_int, *[c_int64] * 3, c_int, c_float, *[c_int64] * 3)
         self._permute = function("expert_permute", c_int64, *pointers[:5], *[c_int64] * 4)
-        self._unpermute = function("expert_unpermute", c_int64, *pointers[:4], c_int, *[c_int64] * 3)
+        self._unpermute = function("expert_unpermute", c_int64, *pointers[:4], c_int, c_int, *[c_int64] * 3)
         self._grouped = function("grouped_linear", c_int64, *pointers[:5], c_int, c_int, *[c_int64] * 4)
         gating = c_int, c_float, c_float, c_int
-        self._mlp = function("expert_mlp", c_int64, *[c_void_p] * 8, c_int, c_int, *gating, *[c_int64] * 5)
+        self._mlp = function("expert_mlp", c_int64, *[c_void_p] * 8, *[c_int] * 3, *gating, *[c_int64] * 5)
 
     def topk_route(
         self,
@@ -116,7 +116,7 @@ class ExpertKernels(Bindings):
             OperationError: a position is outside the rows, or shapes or dtypes differ.
         """
         (tokens, top_k), width, positions = weights.shape, rows.shape[1], integers(positions, "positions")
-        fits = rows.shape[0] == tokens * top_k == positions.numel() and weights.dtype is rows.dtype
+        fits = rows.shape[0] == tokens * top_k == positions.numel() and weights.dtype in (rows.dtype, torch.float32)
         require(fits, "expert_unpermute", rows, weights, indices=(positions,))
         rows, weights = rows.contiguous(), weights.contiguous()
         y = empty((tokens, width), rows) if out is None else out
@@ -126,6 +126,7 @@ class ExpertKernels(Bindings):
             weights.data_ptr(),
             y.data_ptr(),
             DTYPES[rows.dtype],
+            weights.dtype is torch.float32,
             tokens,
             top_k,
             width,
@@ -191,7 +192,7 @@ class ExpertKernels(Bindings):
         (tokens, hidden), (num_experts, _, width), experts = x.shape, down.shape, integers(experts, "experts")
         fits = gate_up.shape == (num_experts, 2 * width, hidden) and down.shape == (num_experts, hidden, width)
         fits = fits and weights.shape == experts.shape and experts.dim() == 2 and experts.shape[0] == tokens
-        fits = fits and x.dtype is gate_up.dtype is down.dtype is weights.dtype
+        fits = fits and x.dtype is gate_up.dtype is down.dtype and weights.dtype in (x.dtype, torch.float32)
         fits = fits and _fits(gate_up_bias, x, (num_experts, 2 * width)) and _fits(down_bias, x, (num_experts, hidden))
         require(
             fits and activation.approximate in ACTIVATIONS, "expert_mlp", x, gate_up, down, weights, indices=(experts,)
@@ -212,6 +213,7 @@ class ExpertKernels(Bindings):
             *(None if bias is None else bias.data_ptr() for bias in biases),
             y.data_ptr(),
             DTYPES[x.dtype],
+            weights.dtype is torch.float32,
             wide,
             ACTIVATIONS.index(activation.approximate) if activation.alpha is None else len(ACTIVATIONS),
             activation.alpha or 0.0,

@@ -83,6 +83,16 @@ struct Bias {
     }
 };
 
+// The weights of each token's experts, of the rows' type or float32.
+template <class T>
+struct Scores {
+    const void* values;
+    bool wide;
+    float operator[](int64_t i) const {
+        return wide ? static_cast<const float*>(values)[i] : float(static_cast<const T*>(values)[i]);
+    }
+};
+
 // The product of the activated gate and up. The order of the functions is that of ACTIVATIONS in expert_kernels.py.
 struct Gating {
     enum Function { kSilu, kGelu, kGeluTanh, kClippedSilu };
@@ -113,7 +123,7 @@ struct Gating {
 };
 
 template <class T>
-void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const T* down, const T* weights,
+void run_experts(const Assignments& sorted, const T* x, const T* gate_up, const T* down, Scores<T> weights,
                  Bias<T> gate_up_bias, Bias<T> down_bias, Gating gating, T* output, int64_t tokens, int64_t hidden,
                  int64_t width, int64_t top_k) {
     const int64_t assignments = tokens * top_k, experts = sorted.experts();
@@ -267,14 +277,14 @@ extern "C" void topk_route(const float* scores, const float* bias, void* weights
 // Returns 0, or 1 + the index of an assignment to an expert that does not exist. All contiguous. Biases may be null.
 extern "C" int64_t expert_mlp(const void* x, const void* gate_up, const void* down, const void* weights,
                               const int32_t* experts, const void* gate_up_bias, const void* down_bias, void* output,
-                              int dtype, int wide_bias, int function, float alpha, float limit, int interleaved,
+                              int dtype, int wide_weights, int wide_bias, int function, float alpha, float limit, int interleaved,
                               int64_t tokens, int64_t hidden, int64_t width, int64_t num_experts, int64_t top_k) {
     Assignments sorted;
     if (const int64_t wrong = sorted.sort(experts, tokens * top_k, num_experts)) return wrong;
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         run_experts(sorted, static_cast<const T*>(x), static_cast<const T*>(gate_up), static_cast<const T*>(down),
-                    static_cast<const T*>(weights), Bias<T>{gate_up_bias, bool(wide_bias)},
+                    Scores<T>{weights, bool(wide_weights)}, Bias<T>{gate_up_bias, bool(wide_bias)},
                     Bias<T>{down_bias, bool(wide_bias)}, Gating{function, alpha, limit, bool(interleaved)},
                     static_cast<T*>(output), tokens, hidden, width, top_k);
     });
@@ -312,17 +322,18 @@ extern "C" int64_t expert_permute(const char* x, const int32_t* experts, char* r
 
 // Returns 0, or 1 + the index of a position outside the rows. All contiguous.
 extern "C" int64_t expert_unpermute(const void* rows, const int32_t* positions, const void* weights, void* output,
-                                    int dtype, int64_t tokens, int64_t top_k, int64_t width) {
+                                    int dtype, int wide_weights, int64_t tokens, int64_t top_k, int64_t width) {
     for (int64_t i = 0; i < tokens * top_k; i++)
         if (positions[i] < 0 || positions[i] >= tokens * top_k) return i + 1;
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
+        const Scores<T> scores{weights, bool(wide_weights)};
 #pragma omp parallel for if (tokens * top_k * width > 1 << 15)
         for (int64_t token = 0; token < tokens; token++) {
             std::vector<float> total(width, 0.0f);
             for (int64_t k = token * top_k; k < (token + 1) * top_k; k++) {
                 const T* row = static_cast<const T*>(rows) + positions[k] * width;
-                const float weight = static_cast<const T*>(weights)[k];
+                const float weight = scores[k];
                 for (int64_t i = 0; i < width; i++) total[i] += weight * float(row[i]);
             }
             for (int64_t i = 0; i < width; i++) static_cast<T*>(output)[token * width + i] = T(total[i]);

@@ -130,9 +130,11 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, **options: Any) ->
 
 
 def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    """See :func:`hal.ops.expert_unpermute`."""
+    """See :func:`hal.ops.expert_unpermute`. npu_moe_finalize_routing takes float32 weights with bfloat16 rows only."""
     if not weights.shape[0]:
         return rows.new_empty(0, rows.shape[1])
+    if rows.dtype is torch.float16:
+        weights = weights.to(rows.dtype)
     return torch_npu.npu_moe_finalize_routing(  # type: ignore[no-any-return]
         rows, None, None, None, weights, positions, None, drop_pad_mode=BY_TOKEN
     )

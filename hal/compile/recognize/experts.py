@@ -93,7 +93,7 @@ def _operations(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     rows, counts, positions = hal.expert_permute.default(x, experts.int(), gate_up.shape[0])
     activated = hal.silu_and_mul.default(hal.grouped_linear.default(rows, gate_up, counts))
     output = hal.grouped_linear.default(activated, down, counts)
-    return hal.expert_unpermute.default(output, positions, weights.to(x.dtype))  # type: ignore[no-any-return]
+    return hal.expert_unpermute.default(output, positions, weights)  # type: ignore[no-any-return]
 
 
 def _experts_samples(draw: Draw) -> Iterator[Sample]:

@@ -33,6 +33,16 @@ def gate_of(module: Any) -> Gate | None:
     return None
 
 
+def routing_weights(weights: Tensor, x: Tensor) -> Tensor:
+    """Return the weights of a token's experts as :func:`hal.ops.expert_unpermute` takes them: in float32 or x's dtype.
+
+    Args:
+        weights: ``[tokens, top_k]``, of any floating dtype.
+        x: the tokens.
+    """
+    return weights if weights.dtype is torch.float32 else weights.to(x.dtype)
+
+
 def _gates(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield hal's gated activations, by the names of their operations, and the options that may fit a module."""
     yield "silu_and_mul", {}

@@ -20,7 +20,7 @@ from hal.ops.collectives import all_to_all
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
+from hal.ops.experts.routing import ROUTINGS, WEIGHTS, expert_permute, expert_unpermute, routing
 
 BASE = 256
 """The base of the two digits by which an expert travels with its row: bfloat16 holds all integers up to it."""
@@ -151,7 +151,7 @@ def _combined(shards: Sequence[Sample]) -> list[Tensor]:
             slots = received.shape[0] // ranks
             parts.append(rows[received.long()][rank * slots : (rank + 1) * slots])
         own = torch.cat(parts)[sent.long()].unflatten(0, weights.shape).float()
-        found.append((own * weights.float().unsqueeze(-1)).sum(1).to(weights.dtype))
+        found.append((own * weights.float().unsqueeze(-1)).sum(1).to(parts[0].dtype))
     return found
 
 
@@ -168,7 +168,7 @@ def _combined(shards: Sequence[Sample]) -> list[Tensor]:
     dtypes={
         "rows": FLOATING,
         "experts": torch.int32,
-        "weights": "rows",
+        "weights": WEIGHTS,
         "sent": torch.int32,
         "received": torch.int32,
         "return": "rows",
@@ -186,7 +186,7 @@ def expert_combine(
     Args:
         rows: ``[capacity, width]``, floating: the results of this rank's experts, in the order of the dispatched rows.
         experts: ``[tokens, top_k]``, int32, as they were dispatched.
-        weights: ``[tokens, top_k]``, of the dtype of rows.
+        weights: ``[tokens, top_k]``, of the dtype of rows, or float32.
         sent: the third result of :func:`expert_dispatch`.
         received: its fourth result.
         num_experts: the number of experts of all ranks.

@@ -92,7 +92,7 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
         )
         biases = draw.normal(num_experts, 2 * width), draw.normal(num_experts, hidden)
         yield *given, None, None, GatedActivation()
-        yield *given, None, None, GatedActivation("tanh")
+        yield *given[:3], given[3].float(), given[4], None, None, GatedActivation("tanh")
         yield *given, *biases, GatedActivation(alpha=1.702, limit=1.5, interleaved=True)
         yield *given, *biases, GatedActivation(alpha=1.0, limit=7.0)
 
@@ -113,7 +113,7 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
         "x": FLOATING,
         "gate_up": "x",
         "down": "x",
-        "weights": "x",
+        "weights": ("x", torch.float32),
         "experts": torch.int32,
         "gate_up_bias": BIAS,
         "down_bias": BIAS,
@@ -140,7 +140,7 @@ def expert_mlp(
         x: ``[tokens, hidden]``, floating.
         gate_up: ``[num_experts, 2 * width, hidden]``, of x's dtype, in the layout that the driver prepared.
         down: ``[num_experts, hidden, width]``, of x's dtype, in the layout that the driver prepared.
-        weights: ``[tokens, top_k]``, of x's dtype.
+        weights: ``[tokens, top_k]``, of x's dtype, or float32.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
         gate_up_bias: ``[num_experts, 2 * width]``, as in :func:`grouped_linear`, or None.
         down_bias: ``[num_experts, hidden]``, as in :func:`grouped_linear`, or None.

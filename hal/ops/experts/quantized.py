@@ -149,13 +149,14 @@ def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor
             draw.integers(50, 200, num_experts, out, dtype=torch.int64).float() * 1e-2 / 127 * width**-0.5
             for out, width in sizes
         ]
+        x, scores = draw.normal(tokens, hidden), draw.normal(tokens, top_k).abs()
         yield (
-            draw.normal(tokens, hidden),
+            x,
             weights[0],
             scales[0],
             weights[1],
             scales[1],
-            draw.normal(tokens, top_k).abs(),
+            scores.float() if top_k == 4 else scores,
             routing(draw, tokens, num_experts, top_k),
         )
 
@@ -186,7 +187,7 @@ def _mlp_dynamic_samples(draw: Draw) -> Iterator[Sample]:
         "gate_up_scale": SCALES,
         "down": torch.int8,
         "down_scale": SCALES,
-        "weights": "x",
+        "weights": ("x", torch.float32),
         "experts": torch.int32,
         "return": "x",
     },
@@ -211,7 +212,7 @@ def quant_expert_mlp_dynamic(
         gate_up_scale: ``[num_experts, 2 * width]``, float32, or as the driver prepared it.
         down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
         down_scale: ``[num_experts, hidden]``, float32, or as the driver prepared it.
-        weights: ``[tokens, top_k]``, of x's dtype.
+        weights: ``[tokens, top_k]``, of x's dtype, or float32.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
 
     Returns:
@@ -289,7 +290,7 @@ def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
         "down": torch.int8,
         "down_scale": SCALES,
         "down_bias": torch.int32,
-        "weights": "x",
+        "weights": ("x", torch.float32),
         "experts": torch.int32,
         "return": "x",
     },
@@ -326,7 +327,7 @@ def quant_expert_mlp_static(
         down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
         down_scale: ``deq_scale`` of :func:`quant_grouped_linear_static`, ``[num_experts, hidden]``.
         down_bias: ``[num_experts, hidden]``, int32, or None.
-        weights: ``[tokens, top_k]``, of x's dtype.
+        weights: ``[tokens, top_k]``, of x's dtype, or float32.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
 
     Returns:

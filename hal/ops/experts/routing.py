@@ -130,10 +130,15 @@ def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
     return rows, counts, order.argsort().to(torch.int32)
 
 
+WEIGHTS = ("rows", torch.float32)
+"""The dtypes of the weights of a token's experts: routers may compute them in float32."""
+
+
 def _unpermute_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, _, top_k in ROUTINGS:
         rows = draw.permutation(tokens * top_k)
         yield draw.normal(tokens * top_k, 48 * top_k), rows, draw.normal(tokens, top_k).abs()
+    yield draw.normal(6, 48), draw.permutation(6), draw.normal(2, 3).abs().float()
 
 
 @op(
@@ -144,7 +149,7 @@ def _unpermute_samples(draw: Draw) -> Iterator[Sample]:
         "weights": "tokens top_k",
         "return": "tokens width",
     },
-    dtypes={"rows": FLOATING, "positions": torch.int32, "weights": "rows", "return": "rows"},
+    dtypes={"rows": FLOATING, "positions": torch.int32, "weights": WEIGHTS, "return": "rows"},
     rowwise=None,
 )
 def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     Args:
         rows: ``[tokens * top_k, width]``, floating.
         positions: ``[tokens * top_k]``, int32, as :func:`expert_permute` returns them.
-        weights: ``[tokens, top_k]``, of the dtype of rows.
+        weights: ``[tokens, top_k]``, of the dtype of rows, or float32.
 
     Returns:
         ``[tokens, width]``, of the dtype of rows.

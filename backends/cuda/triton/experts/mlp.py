@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hal.ops import GatedActivation
@@ -45,5 +46,5 @@ def require_mlp(operation: str, x: Tensor, gate_up: Tensor, down: Tensor, weight
     require_routing(operation, x, experts)
     fits = gate_up.dim() == down.dim() == 3 and gate_up.shape[0] == down.shape[0] > 0 and gate_up.shape[1] % 2 == 0
     fits = fits and gate_up.shape[2] == down.shape[1] == x.shape[1] and down.shape[2] * 2 == gate_up.shape[1]
-    fits = fits and weights.shape == experts.shape and weights.dtype is x.dtype
+    fits = fits and weights.shape == experts.shape and weights.dtype in (x.dtype, torch.float32)
     require(fits, operation, x, gate_up, down, weights, experts)

@@ -185,7 +185,7 @@ def _gather(
 def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """See :func:`hal.ops.expert_unpermute`."""
     fits = rows.dim() == weights.dim() == 2 and positions.shape == (weights.numel(),) == rows.shape[:1]
-    fits = fits and positions.dtype is torch.int32 and weights.dtype is rows.dtype
+    fits = fits and positions.dtype is torch.int32 and weights.dtype in (rows.dtype, torch.float32)
     require(fits, "expert_unpermute", rows, positions, weights)
     rows, weights, positions = unit_stride(rows), unit_stride(weights), positions.contiguous()
     (tokens, top_k), width = weights.shape, rows.shape[1]

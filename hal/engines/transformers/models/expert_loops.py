@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hal import ops
-from hal.engines.transformers.experts import Gate
+from hal.engines.transformers.experts import Gate, routing_weights
 from hal.engines.transformers.models.conversions import Conversions, Regions
 from hal.nn import Consumer, Weight
 from hal.nn.weights.assembly import Region
@@ -126,7 +126,7 @@ class LoopedExperts(nn.Module):
         rows, counts, positions = ops.expert_permute(x, experts.int(), self._experts)
         inner = self._gate(ops.grouped_linear(rows, self.gate_up_proj, counts))
         output = ops.grouped_linear(inner, self.down_proj, counts)
-        output = ops.expert_unpermute(output, positions, weights.to(output.dtype))
+        output = ops.expert_unpermute(output, positions, routing_weights(weights, output))
         return (output + (x * kept).to(x.dtype) if self._same else output).view(hidden.shape)
 
 

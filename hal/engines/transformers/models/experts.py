@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.engines.transformers.experts import Gate, gate_of
+from hal.engines.transformers.experts import Gate, gate_of, routing_weights
 from hal.engines.transformers.models.conversions import Conversions, spelling, whole_weight
 from hal.engines.transformers.models.phase import REMEDY
 from hal.errors import ConfigError
@@ -27,7 +27,7 @@ class RoutedExperts(Experts):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape."""
-        return super().forward(hidden, top_k_weights.to(hidden.dtype), top_k_index.int())
+        return super().forward(hidden, routing_weights(top_k_weights, hidden), top_k_index.int())
 
 
 class StackedExperts(nn.Module):
@@ -80,7 +80,7 @@ class StackedExperts(nn.Module):
         rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
         inner = self._activated(self._project(rows, counts, self._first))
         output = self._project(inner, counts, "down_proj")
-        return ops.expert_unpermute(output, positions, top_k_weights.to(output.dtype))
+        return ops.expert_unpermute(output, positions, routing_weights(top_k_weights, output))
 
     def _project(self, rows: Tensor, counts: Tensor, name: str) -> Tensor:
         return ops.grouped_linear(rows, getattr(self, name), counts, getattr(self, f"{name}_bias", None))

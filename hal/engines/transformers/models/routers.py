@@ -25,6 +25,7 @@ class Router(nn.Module):
         tensors: ``weight``, and ``bias`` and the correction if it has them, each with its name in the checkpoint and
             transformers' tensor on the meta device.
         wide: whether the scores are computed in float32.
+        wide_weights: whether the weights stay in float32; else they have the dtype of the tokens.
         options: of the operation.
     """
 
@@ -32,9 +33,11 @@ class Router(nn.Module):
     bias: Tensor | None
     e_score_correction_bias: Tensor | None
 
-    def __init__(self, tensors: Mapping[str, tuple[str, Tensor]], wide: bool, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, tuple[str, Tensor]], wide: bool, wide_weights: bool, options: Mapping[str, Any]
+    ) -> None:
         super().__init__()
-        self._wide, self._options = wide, dict(options)
+        self._wide, self._wide_weights, self._options = wide, wide_weights, dict(options)
         self._names = {own: name for own, (name, _) in tensors.items()}
         for own in ("weight", "bias", CORRECTION):
             _, tensor = tensors.get(own, ("", None))
@@ -60,8 +63,9 @@ class Router(nn.Module):
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = ops.linear(rows.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias if e_score_correction_bias is None else e_score_correction_bias
-        weights, experts = ops.topk_route(logits, None if bias is None else bias.flatten().float(), **self._options)
-        return logits, weights, experts
+        scores = logits.float() if self._wide_weights else logits
+        weights, experts = ops.topk_route(scores, None if bias is None else bias.flatten().float(), **self._options)
+        return logits, weights if self._wide_weights else weights.to(hidden.dtype), experts
 
 
 def router_of(module: Any) -> Router | None:
@@ -97,7 +101,8 @@ def router_of(module: Any) -> Router | None:
                 wide = tensors["weight"][1].dtype is torch.float32
                 narrow = {name: each if CORRECTION in name else each.bfloat16() for name, each in given.items()}
                 arguments = (x.bfloat16(), correction) if asks else (x.bfloat16(),)
-                return Router(tensors, wide and _is_wide(module, narrow, arguments), options)
+                scores, weights = _in_float32(module, narrow, arguments)
+                return Router(tensors, wide and scores, weights, options)
     return None
 
 
@@ -116,14 +121,17 @@ def _tensors(module: Any) -> dict[str, tuple[str, Tensor]] | None:
     return found if alike else None
 
 
-def _is_wide(module: Any, given: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> bool:
-    """Return whether a router computes its scores in float32 whatever the dtype of its input."""
+def _in_float32(module: Any, given: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Return whether a router computes its scores, and its weights, in float32 whatever the dtype of its input."""
     try:
-        logits, *_ = functional_call(module, dict(given), arguments)
+        logits, weights, _ = functional_call(module, dict(given), arguments)
     except Exception:  # It may need all in one dtype.
-        return False
-    # Scores in 16 bits that it widens afterwards are none.
-    return logits.dtype is torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+        return False, False
+    # Those in 16 bits that it widens afterwards are none.
+    scores, weights = (
+        each.dtype is torch.float32 and not torch.equal(each, each.bfloat16().float()) for each in (logits, weights)
+    )
+    return scores, weights
 
 
 def _dense(weights: Any, chosen: Any, experts: int) -> Tensor | None:
