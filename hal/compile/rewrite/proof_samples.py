@@ -158,7 +158,8 @@ def _other_dtype(constraints: Constraints, given: dict[str, Any], name: str) -> 
     allowed: Dtypes = declared[name]
     bound = [other for other in declared if other != name and isinstance(given.get(other), Tensor)]
     alone = allowed == (FLOATING,) and not any(
-        FLOATING in declared[other] or name in declared[other] for other in bound
+        FLOATING in declared[other] or (name in declared[other] and given[other].dtype not in declared[other])
+        for other in bound
     )
     taken = {given[name].dtype, *(each for each in allowed if isinstance(each, torch.dtype))}
     for each in allowed:
