@@ -302,7 +302,7 @@ def test_layers_are_replaced_by_what_they_compute() -> None:
     assert cohere.model.norm.bias is None
 
 
-@pytest.mark.parametrize("family", ["bart", "trocr", "gpt_neo", "gemma2"])
+@pytest.mark.parametrize("family", ["bart", "trocr", "gpt_neo", "gemma2", "gemma3n_text", "gemma4_text"])
 def test_a_small_model_of_one_layer_runs(family: str) -> None:
     """`make families` counts the launches of one more layer."""
     model = model_of(family, **layer_keys(family, 1))

@@ -294,9 +294,11 @@ def layer_keys(kind: str, layers: int) -> dict[str, Any]:
     # For an encoder and a decoder, num_hidden_layers is another name of the encoder's number, and sizes the cache.
     halves = [name for name in ("encoder_layers", "decoder_layers") if hasattr(config, name)]
     keys: dict[str, Any] = dict.fromkeys(halves or ["num_hidden_layers"], layers)
-    for name in ("layer_types", "mlp_layer_types"):
-        if kinds := getattr(config, name, None):
-            keys[name] = [kinds[-1]] * layers
+    for name in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(each := getattr(config, name, None), list):
+            keys[name] = each[-1:] * layers
+    if getattr(config, "num_kv_shared_layers", None):
+        keys["num_kv_shared_layers"] = 0  # Equal layers have keys of their own.
     return keys
 
 
