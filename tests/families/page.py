@@ -24,8 +24,8 @@ run. [Launches](launches.md) compares kernels of a decode layer.
   more layer in a decode step there.
 - *difference*: the power of ten that no difference of logits on the CPU exceeds, in parts of the largest logit.
 - Reasons of models that cannot be made small, or that fail without one, are from the code of transformers.
-- An empty cell was not tried: {graph} types were tried in `graph`, {piecewise} in `piecewise`, {inductor} in
-  `inductor`, {ranks} with 2 ranks, {npu} on the NPU.
+- An empty cell was not tried: {graph} types were tried in `graph`, {piecewise} in `piecewise`,
+  {inductor} in `inductor`, {ranks} with 2 ranks, {npu} on the NPU.
 
 ## Run
 
