@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 LIBRARIES = ("flashinfer", "triton", "torch", "reference")
 """Valid values in the option ``kernels``."""
 INDUCTOR = (
+    "causal_conv1d",
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",
     "fp8_grouped_linear",
+    "fp8_linear",
+    "gated_delta_rule",
     "grouped_linear",
     "grouped_linear_int8",
+    "linear_int8",
     "paged_attention",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",
@@ -44,6 +48,7 @@ INDUCTOR = (
     "store_kv_cache",
     "topk_route",
     "weight_only_grouped_linear",
+    "weight_only_linear",
 )
 """Operations that Inductor calls as opaque kernels; it decomposes the others, and calls cuBLAS for projections."""
 

@@ -30,8 +30,12 @@ from .experts.quantized import (
     quant_grouped_linear_static,
 )
 from .experts.routing import topk_route
+from .low_bits.projections import fp8_linear, linear_int8, weight_only_linear
 from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
 from .quantization import dynamic_quantize, quantize
+from .recurrent.convolution import causal_conv1d
+from .recurrent.delta_rule import gated_delta_rule
+from .recurrent.row_norms import delta_rule_gates, gated_rms_norm, l2_norm
 from .rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -39,15 +43,22 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "add_rms_norm": add_rms_norm,
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
+        "causal_conv1d": causal_conv1d,
         "clipped_silu_and_mul": clipped_silu_and_mul,
+        "delta_rule_gates": delta_rule_gates,
         "dynamic_quantize": dynamic_quantize,
         "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
         "fp8_grouped_linear": fp8_grouped_linear,
+        "fp8_linear": fp8_linear,
+        "gated_delta_rule": gated_delta_rule,
+        "gated_rms_norm": gated_rms_norm,
         "gelu_and_mul": gelu_and_mul,
         "grouped_linear": grouped_linear,
         "grouped_linear_int8": grouped_linear_int8,
+        "l2_norm": l2_norm,
+        "linear_int8": linear_int8,
         "paged_attention": paged_attention,
         "quant_expert_mlp_dynamic": quant_expert_mlp_dynamic,
         "quant_expert_mlp_static": quant_expert_mlp_static,
@@ -64,6 +75,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "store_kv_cache": store_kv_cache,
         "topk_route": topk_route,
         "weight_only_grouped_linear": weight_only_grouped_linear,
+        "weight_only_linear": weight_only_linear,
     }
 )
 """Triton kernels by operation."""

@@ -23,6 +23,7 @@ from hal.ops import AttentionOptions
 
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
+from .sequences import owner
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64
@@ -37,23 +38,6 @@ def _slope(head, num_heads: tl.constexpr, whole: tl.constexpr):
     if whole != num_heads:
         power = tl.where(head < whole // 2, 2 * head + 2, 2 * head + 1 - whole)
     return tl.exp2(power * (-8.0 / whole))
-
-
-@triton.jit
-def _owner(block, query_start_loc, sequences, queries: tl.constexpr):
-    """Return the sequence of a block of queries: ``sequences`` for padding tokens.
-
-    A sequence whose first token is ``start`` begins at block ``start // queries + its index``. For all lengths, this
-    leaves room for its blocks, of which the last may be partial, within ``tokens // queries + sequences + 1``.
-    """
-    owner = 0
-    for first in range(1, bound(sequences + 1), 128):
-        index = first + tl.arange(0, 128)
-        start = tl.load(query_start_loc + index, mask=index <= sequences, other=0).to(tl.int32)
-        if queries > 1:
-            start = start // queries + index
-        owner += tl.sum(((start <= block) & (index <= sequences)).to(tl.int32), 0)
-    return owner
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "splits", "table_sequence"])
@@ -94,7 +78,7 @@ def _attend(
     """Write ``result``; or if ``sums`` is given, a part: weighted sums of values, the largest score, the weights."""
     group: tl.constexpr = num_heads // num_kv_heads
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = _owner(block, query_start_loc, sequences, queries)
+    sequence = owner(block, query_start_loc, sequences, queries)
     begin = tl.load(query_start_loc + sequence).to(tl.int32)
     end = tl.load(query_start_loc + sequence + 1, mask=sequence < sequences, other=tokens).to(tl.int32)
     length = tl.load(kv_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
@@ -307,7 +291,7 @@ def paged_attention(
 
 
 def blocks(tokens: int, sequences: int, queries: int) -> int:
-    """Return the number of query blocks for any lengths with sum ``tokens``; some may be empty. See :func:`_owner`."""
+    """Return the number of query blocks for any lengths with sum ``tokens``; some may be empty. See ``owner``."""
     return tokens if queries == 1 else tokens // queries + sequences + 1
 
 

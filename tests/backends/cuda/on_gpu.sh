@@ -50,7 +50,8 @@ part text hal generate checkpoints/tiny-python --backend cuda --dtype bfloat16 -
 # Without torch's cache of memory each tensor is an allocation of its own, past whose end the sanitizer sees.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 kernels="$python -m pytest -q -x -p no:cacheprovider tests/backends/cuda/test_cuda_gpu_kernels.py -k triton"
-edges="$python -m pytest -q -x -p no:cacheprovider tests/backends/cuda/triton_rows.py tests/backends/cuda/triton_attention.py tests/backends/cuda/triton_experts.py"
+files=$(for each in rows attention experts low_bits recurrent; do echo "tests/backends/cuda/triton_$each.py"; done)
+edges="$python -m pytest -q -x -p no:cacheprovider $(echo $files)"
 for tool in memcheck racecheck initcheck; do
     part "sanitizer-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all $kernels
     part "sanitizer-$tool-edges" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all $edges

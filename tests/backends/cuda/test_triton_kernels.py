@@ -20,7 +20,7 @@ from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, PROCESSES, thorough
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-FILES = ("triton_rows.py", "triton_attention.py", "triton_experts.py")
+FILES = ("triton_rows.py", "triton_attention.py", "triton_experts.py", "triton_low_bits.py", "triton_recurrent.py")
 
 
 def passes(file: str, *, interpret: bool, marked: str = "") -> None:
@@ -51,7 +51,7 @@ def passes(file: str, *, interpret: bool, marked: str = "") -> None:
     assert "skipped" not in ran.stdout
 
 
-@thorough(AGAIN, r"\[triton_attention|\[triton_rows")
+@thorough(AGAIN, r"\[triton_(attention|recurrent|rows)")
 @pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True, marked="not thorough")
@@ -59,13 +59,14 @@ def test_in_the_interpreter(file: str) -> None:
 
 @thorough(EXHAUSTIVE)
 @thorough(DRAW)
-def test_further_cases_in_the_interpreter() -> None:
-    passes("triton_experts.py", interpret=True, marked="thorough")
+@pytest.mark.parametrize("file", FILES[2:])
+def test_further_cases_in_the_interpreter(file: str) -> None:
+    passes(file, interpret=True, marked="thorough")
 
 
-@thorough(EXHAUSTIVE, r"\[triton_compiled_experts")
+@thorough(EXHAUSTIVE, r"\[triton_compiled_(experts|layers)")
 @thorough(AGAIN)
-@pytest.mark.parametrize("file", ["triton_compiled.py", "triton_compiled_experts.py"])
+@pytest.mark.parametrize("file", ["triton_compiled.py", "triton_compiled_experts.py", "triton_compiled_layers.py"])
 def test_compiled_for_gpus(file: str) -> None:
     passes(file, interpret=False)
 

@@ -1,4 +1,4 @@
-"""Tests that compile all Triton kernels except those of experts for GPUs that are not present.
+"""Tests that compile the Triton kernels of attention, of single rows and of the cache for GPUs that are not present.
 
 Run by test_triton_kernels.py in a subprocess.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import EXPERTS
+from helpers.triton_checking import EXPERTS, LOW_BITS, RECURRENT
 from helpers.triton_compiling import Compiling, empty
 
 from hal.bench.contenders.shapes import SHAPES
@@ -36,7 +36,7 @@ def attend(
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
-    """Arguments of the size that Qwen3-8B has, of every kernel but attention and experts'."""
+    """Arguments of the size that Qwen3-8B has, of every kernel of single rows and of the cache."""
     config = SHAPES["qwen3-8b"]
     heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -67,7 +67,7 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
     arguments = rows()
-    assert arguments.keys() | EXPERTS | {"paged_attention"} == KERNELS.keys()
+    assert arguments.keys() | EXPERTS | LOW_BITS | RECURRENT | {"paged_attention"} == KERNELS.keys()
     for name, sample in arguments.items():
         before = len(compiling.compiled)
         KERNELS[name](*sample)

@@ -1,12 +1,12 @@
-"""Triton's kernels but attention and experts' against the references. Run by test_triton_kernels.py, in a process of
-its own."""
+"""Triton's kernels of rows and of the cache against the references. Run by test_triton_kernels.py, in a process of its
+own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, check, clones
+from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, LOW_BITS, RECURRENT, check, clones
 from torch import Tensor
 
 from hal import ops
@@ -23,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.mark.parametrize("seed", [0], ids="seed={}".format)
-@pytest.mark.parametrize("name", sorted(KERNELS.keys() - EXPERTS - {"paged_attention"}))
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - EXPERTS - LOW_BITS - RECURRENT - {"paged_attention"}))
 def test_declared_samples(name: str, dtype: torch.dtype, seed: int) -> None:
     cases = 0
     for sample in ops.operation(name).samples(Draw(dtype, seed=seed)):

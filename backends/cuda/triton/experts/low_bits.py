@@ -1,12 +1,15 @@
-"""Projections of experts with weights of 8 and 4 bits. The weights are widened by torch first."""
+"""Projections of experts with weights of 8 and 4 bits. A launch widens the weights of all experts first."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from hal.ops.float8 import widen
-from hal.ops.weight_only import dequantize
+from hal.ops import float8, weight_only
 
+from ..low_bits.projections import columns_of_block
+from ..low_bits.unpack import FLOAT8, INT4, INT8
+from ..low_bits.widen import widen
 from .grouped import grouped_linear
 
 
@@ -20,7 +23,14 @@ def weight_only_grouped_linear(
     group_size: int,
 ) -> Tensor:
     """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    wide = dequantize(weight, weight_scale, weight_zero_point, group_size).to(x.dtype)
+    columns = columns_of_block(group_size, weight_scale.shape[-1], x.shape[-1])
+    if columns is None:
+        wide = weight_only.dequantize(weight, weight_scale, weight_zero_point, group_size).to(x.dtype)
+    else:
+        kind = INT4 if weight.dtype is torch.int32 else INT8
+        zeros = None if weight_zero_point is None else weight_zero_point.flatten(0, 1)
+        rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), zeros, kind, (1, columns), x.dtype)
+        wide = rows.view(*weight.shape[:2], -1)
     return grouped_linear(x, wide, counts, bias)
 
 
@@ -34,4 +44,11 @@ def fp8_grouped_linear(
     block_columns: int,
 ) -> Tensor:
     """See :func:`hal.ops.fp8_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    return grouped_linear(x, widen(weight, weight_scale, block_rows, block_columns).to(x.dtype), counts, bias)
+    columns = columns_of_block(block_columns, weight_scale.shape[-1], x.shape[-1])
+    if columns is None or weight.shape[1] % block_rows:  # Rows of blocks would not be those of all experts in turn.
+        wide = float8.widen(weight, weight_scale, block_rows, block_columns).to(x.dtype)
+    else:
+        block = (block_rows, columns)
+        rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), None, FLOAT8, block, x.dtype)
+        wide = rows.view(weight.shape)
+    return grouped_linear(x, wide, counts, bias)

@@ -1,0 +1,164 @@
+"""Products of few rows with packed weights.
+
+A program reads a tile of packed weights, widens it in registers to the activations' dtype, and multiplies it with
+tensor cores. So a product takes about the time of reading the packed weights.
+"""
+
+from __future__ import annotations
+
+import attrs
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..arguments import unit_stride
+from ..interpreter import dot, rounded
+from .unpack import numbers, of_blocks, scaled
+
+
+@triton.jit(do_not_specialize=["count"])
+def _project(
+    x,
+    weight,
+    scale,
+    zero_point,
+    bias,
+    result,
+    count,
+    x_row,
+    in_features: tl.constexpr,
+    out_features: tl.constexpr,
+    kind: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    blocks: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """Write a tile of ``rows`` by ``columns``. A row of scales has ``blocks``, each for ``block_columns``."""
+    parts: tl.constexpr = depth // block_columns if block_columns < depth else 1
+    width: tl.constexpr = in_features // 8 if kind == 2 else in_features
+    step: tl.constexpr = depth // 8 if kind == 2 else depth
+    exact: tl.constexpr = in_features % depth == 0
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    # Rows and columns past the end repeat the first, and are not stored.
+    own = tl.where(column < out_features, column, 0)
+    inner, outer = tl.arange(0, depth), tl.arange(0, step)
+    x_at = x + tl.where(row < count, row, 0).to(tl.int64)[:, None] * x_row + inner[None, :]
+    weight_at = weight + own.to(tl.int64)[:, None] * width + outer[None, :]
+    block_row = (own // block_rows * blocks)[:, None]
+    next_scales = of_blocks(scale + block_row, 0, block_columns, blocks, parts)
+    if zero_point is not None:
+        next_zeros = of_blocks(zero_point + block_row, 0, block_columns, blocks, parts)
+    total = tl.zeros([rows, columns], tl.float32)
+    for done in range(0, in_features, depth):
+        if exact:
+            values, packed = tl.load(x_at), tl.load(weight_at)
+        else:
+            values = tl.load(x_at, mask=(inner < in_features - done)[None, :], other=0.0)
+            packed = tl.load(weight_at, mask=(outer < width - done // depth * step)[None, :], other=0)
+        # The scales of the next iteration are loaded in this one.
+        scales = next_scales.to(tl.float32)
+        next_scales = of_blocks(scale + block_row, done + depth, block_columns, blocks, parts)
+        zeros = None
+        if zero_point is not None:
+            zeros = next_zeros
+            next_zeros = of_blocks(zero_point + block_row, done + depth, block_columns, blocks, parts)
+        if parts == 1:
+            # Numbers are exact in each dtype, and the sums are scaled.
+            wide = numbers(packed, zeros, kind, values.dtype)
+            total += dot(values, tl.trans(wide)) * tl.trans(scales)
+        else:
+            wide = scaled(packed, scales, zeros, kind, values.dtype, depth, parts)
+            total += dot(values, tl.trans(wide))
+        x_at += depth
+        weight_at += step
+    if bias is not None:
+        total += tl.load(bias + own).to(tl.float32)[None, :]
+    to = result + row.to(tl.int64)[:, None] * out_features + column[None, :]
+    tl.store(
+        to, rounded(total, result.dtype.element_ty), mask=(row < count)[:, None] & (column < out_features)[None, :]
+    )
+
+
+@attrs.frozen
+class Tiles:
+    """Tile sizes and launch parameters.
+
+    Attributes:
+        rows: rows per program; a power of two of at least 16, for the tensor cores.
+        columns: outputs per program.
+        depth: inputs per iteration.
+        warps: warps per program.
+        stages: pipeline stages of loads.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiles(count: int, itemsize: int) -> Tiles:
+    """Return the tiles for given shapes.
+
+    Args:
+        count: rows of the activations.
+        itemsize: bytes per element of the activations.
+    """
+    if itemsize > 2:  # products without tensor cores, which take more registers
+        return Tiles(16 if count <= 16 else 32, 32, 32, 4, 2)
+    if count <= 16:
+        return Tiles(16, 64, 128, 4, 4)
+    return Tiles(32 if count <= 32 else 64, 64, 128, 4, 3)
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    kind: int,
+    block: tuple[int, int],
+    chosen: Tiles,
+) -> Tensor:
+    """Launch the product. Arguments must have been checked.
+
+    Args:
+        x: ``[..., in_features]``, floating.
+        weight: ``[out_features, in_features]``, or an eighth of the columns.
+        scale: for each block.
+        zero_point: as ``scale``, or None.
+        bias: ``[out_features]``, or None.
+        kind: what the weight holds, such as :data:`INT4`.
+        block: rows and columns of the weight with one scale; the latter a power of two, at least 16.
+        chosen: tiles.
+    """
+    rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[0]
+    count, in_features = rows.shape
+    result = x.new_empty((*x.shape[:-1], out_features))
+    _project[triton.cdiv(out_features, chosen.columns), triton.cdiv(count, chosen.rows)](
+        rows,
+        weight.contiguous(),
+        scale.contiguous(),
+        None if zero_point is None else zero_point.contiguous(),
+        None if bias is None else bias.contiguous(),
+        result,
+        count,
+        rows.stride(0),
+        in_features,
+        out_features,
+        kind,
+        *block,
+        scale.shape[-1],
+        chosen.rows,
+        chosen.columns,
+        chosen.depth,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+    )
+    return result

@@ -1,0 +1,109 @@
+"""Reading packed weights: device functions for the kernels of this package."""
+
+import triton
+import triton.language as tl
+
+from ..interpreter import INTERPRETED, rounded
+
+FLOAT8, INT8, INT4 = 0, 1, 2
+"""The kinds of weights: bits of float8_e4m3fn, int8, and eight 4-bit numbers in an int32."""
+
+
+@triton.jit
+def _nibble(words, shift: tl.constexpr):
+    """Return the numbers from -8 to 7 at a place of each int32, as float32."""
+    # Plus 8, a number is the last bits of a float32 between 2**23 and 2**24.
+    bits = (((words >> shift) & 15) ^ 8) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def _nibbles(words):
+    """Return eight numbers of each int32 ``[rows, width]`` in order, float32 ``[rows, width * 8]``."""
+    first = tl.interleave(_nibble(words, 0), _nibble(words, 16))
+    third = tl.interleave(_nibble(words, 8), _nibble(words, 24))
+    second = tl.interleave(_nibble(words, 4), _nibble(words, 20))
+    fourth = tl.interleave(_nibble(words, 12), _nibble(words, 28))
+    return tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+
+
+@triton.jit
+def _half_nibbles(words, zeros, kind: tl.constexpr):
+    """Return the numbers minus zero points, as :func:`_nibbles` in a 16-bit type, exactly: two at a time until the end.
+
+    ``zeros`` is int8 ``[rows, 1]``, with numbers of four bits, or None.
+    """
+    # Plus 8, a number is the last bits of a bfloat16 between 128 and 256, or of a float16 between 1024 and 2048.
+    magic: tl.constexpr = 0x43084308 if kind == tl.bfloat16 else 0x64086408
+    offset: tl.constexpr = 136.0 if kind == tl.bfloat16 else 1032.0
+    pair, second = (words & 0x000F000F) ^ magic, ((words >> 4) & 0x000F000F) ^ magic
+    third, fourth = ((words >> 8) & 0x000F000F) ^ magic, ((words >> 12) & 0x000F000F) ^ magic
+    even = tl.interleave(_halves(pair, kind), _halves(third, kind))
+    odd = tl.interleave(_halves(second, kind), _halves(fourth, kind))
+    numbers = tl.interleave(even, odd)
+    shifts = tl.full([1, 1], offset, tl.float32)
+    if zeros is not None:
+        shifts = zeros.to(tl.float32) + offset
+    if INTERPRETED:  # in which 16-bit types may be bits
+        numbers = rounded(numbers.to(tl.float32) - shifts, kind)
+    else:
+        numbers -= shifts.to(kind)
+    return numbers
+
+
+@triton.jit
+def _halves(pairs, kind: tl.constexpr):
+    """Return the lower and the upper half of each int32 in turn."""
+    lower, upper = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    return tl.interleave(lower.to(kind, bitcast=True), upper.to(kind, bitcast=True))
+
+
+@triton.jit
+def _float8(bits):
+    """Return the numbers of the bits of float8 (e4m3), uint8, as float32. Some GPUs have no instruction for it."""
+    wide = bits.to(tl.int16)
+    half = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _float32(packed, kind: tl.constexpr):
+    """Return the numbers of a tile of packed weights."""
+    if kind == 2:
+        numbers = _nibbles(packed)
+    elif kind == 1:
+        # Plus 128, a number is the last bits of a float32 between 2**23 and 2**24.
+        bits = ((packed.to(tl.int32) & 255) ^ 128) | 0x4B000000
+        numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        numbers = _float8(packed)
+    return numbers
+
+
+@triton.jit
+def numbers(packed, zeros, kind: tl.constexpr, dtype: tl.constexpr):
+    """Return the numbers of a tile minus zero points, ``[rows, 1]`` or None, in ``dtype``."""
+    if kind == 2 and dtype != tl.float32 and (zeros is None or zeros.dtype == tl.int8):
+        numbers = _half_nibbles(packed, zeros, dtype)
+    elif zeros is None:
+        numbers = rounded(_float32(packed, kind), dtype)
+    else:
+        numbers = rounded(_float32(packed, kind) - zeros.to(tl.float32), dtype)
+    return numbers
+
+
+@triton.jit
+def of_blocks(rows_at, start, block_columns: tl.constexpr, blocks: tl.constexpr, parts: tl.constexpr):
+    """Return scales or zero points of the blocks from a column on, ``[rows, parts]``."""
+    block = start // block_columns + tl.arange(0, parts)[None, :]
+    return tl.load(rows_at + block, mask=block < blocks, other=0)
+
+
+@triton.jit
+def scaled(packed, scales, zeros, kind: tl.constexpr, dtype: tl.constexpr, width: tl.constexpr, parts: tl.constexpr):
+    """Return the scaled numbers of a tile whose rows of ``width`` have ``parts`` blocks."""
+    rows: tl.constexpr = packed.shape[0]
+    numbers = tl.reshape(_float32(packed, kind), [rows, parts, width // parts])
+    if zeros is not None:
+        numbers -= zeros.to(tl.float32)[:, :, None]
+    return rounded(tl.reshape(numbers * scales[:, :, None], [rows, width]), dtype)
