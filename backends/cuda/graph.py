@@ -207,8 +207,8 @@ class CudaGraph(Graph):
             twin, twins = arguments.get(name.removesuffix("_host")), self._twins.setdefault(replayed, [])
             if isinstance(twin, Tensor) and twin.is_cuda and all(each.data_ptr() != twin.data_ptr() for each in twins):
                 twins.append(twin)
-        starts = arguments.get(QUERIES)
-        if starts is not None and one_query_each(arguments["query"].shape[0], starts.tolist()):
+        starts, tokens = arguments.get(QUERIES), next(iter(arguments.values()))  # the queries, or the rows of others
+        if starts is not None and one_query_each(tokens.shape[0], starts.tolist()):
             self._decodes = starts.clone()
 
     def _launch(self, host_values: Mapping[str, Tensor]) -> None:

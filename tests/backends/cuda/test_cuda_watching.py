@@ -125,6 +125,15 @@ def test_those_of_a_prefill_are_not(graph: CudaGraph, kernels: tuple[Kernel, Ker
     assert graph._decodes is None
 
 
+def test_operations_without_queries_are_recorded(graph: CudaGraph) -> None:
+    starts = torch.arange(ROWS + 1, dtype=torch.int32)
+    window, slots = torch.zeros(ROWS, 3, 8), torch.arange(ROWS, dtype=torch.int32)
+    with watched(graph):
+        ops.causal_conv1d(torch.ones(ROWS, 8), torch.ones(4, 8), None, window, slots, None, starts, starts, True)
+    assert [name for name, _ in graph.host_values.items()] == ["query_start_loc_host"]
+    assert graph._decodes is not None
+
+
 def test_one_name_for_two_tensors_is_refused(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
     with watched(graph):
         call([1])

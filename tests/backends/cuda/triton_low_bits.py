@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.low_bits.product import tiles
 from helpers.thorough import DRAW
 from helpers.triton_checking import DEVICE, DTYPES, LOW_BITS, check
 from torch import Tensor
@@ -108,10 +107,6 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     found = KERNELS["fp8_linear"](*moved((torch.ones(2, 64), weight, torch.ones(1, 1), None, 3, 64)))
     assert found[:, 1].isnan().all()
     assert (found[:, [0, 2]] == 0).all()
-
-
-def test_the_tiles_cover_few_rows() -> None:
-    assert [tiles(count, 2).rows for count in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
 
 
 def test_what_does_not_fit_is_refused() -> None:

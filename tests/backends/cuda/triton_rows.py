@@ -188,7 +188,8 @@ def test_padding_tokens_share_a_slot(dtype: torch.dtype) -> None:
             expected[slots[token]] = written[token]
         kept = new.cpu().view(24, 2, 64)
         assert torch.equal(kept[1:], expected[1:])
-        assert any(torch.equal(kept[0], written[token]) for token in (1, 3, 4))
+        # Programs of a GPU write at the same time, each element from one of the tokens.
+        assert sum(kept[0] == written[token] for token in (1, 3, 4)).bool().all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

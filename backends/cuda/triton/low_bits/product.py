@@ -111,9 +111,7 @@ def tiles(count: int, itemsize: int) -> Tiles:
     """
     if itemsize > 2:  # products without tensor cores, which take more registers
         return Tiles(16 if count <= 16 else 32, 32, 32, 4, 2)
-    if count <= 16:
-        return Tiles(16, 64, 128, 4, 4)
-    return Tiles(32 if count <= 32 else 64, 64, 128, 4, 3)
+    return Tiles(16, 64, 128, 4, 4) if count <= 16 else Tiles(32, 64, 128, 4, 3)
 
 
 def project(

@@ -22,8 +22,6 @@ LEVELS = 6
 """The logarithm of :data:`CHUNK`."""
 COLUMNS = 32
 """The most columns of the state in a program: elements of the value."""
-WARPS = 8
-"""Warps of such a program."""
 
 
 @triton.jit
@@ -261,6 +259,6 @@ def by_chunks(
         columns,
         # States are float32. Beside 16 bits, their products need not be more precise than TF32.
         "tf32x3" if query.dtype is torch.float32 else "tf32",
-        num_warps=WARPS,
+        num_warps=4 if width > 64 else 8,
         num_stages=1,
     )

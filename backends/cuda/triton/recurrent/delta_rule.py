@@ -108,10 +108,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """See :func:`hal.ops.gated_delta_rule`. It reads lengths on the device and ignores those on the host.
 
-    Sequences of more than :data:`FEW` tokens advance by chunks, unless all have few tokens on average.
+    Sequences of more than :data:`FEW` tokens advance by chunks, unless all have few tokens on average, or are float32.
     """
     saves = 1 if write_slots is None else write_slots.shape[-1]
-    chunks = query.shape[0] > max(FEW, saves) * read_slots.shape[0]
+    chunks = query.shape[0] > max(FEW, saves) * read_slots.shape[0] and query.dtype is not torch.float32
     return advance(query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, scale, chunks)
 
 
@@ -128,7 +128,11 @@ def advance(
     scale: float,
     chunks: bool,
 ) -> Tensor:
-    """Run :func:`gated_delta_rule`, with or without chunks for long sequences."""
+    """Run :func:`gated_delta_rule`, with or without chunks for long sequences.
+
+    In float32, use chunks in the interpreter only: on an H200 with Triton 3.6, small tiles gave wrong results and
+    illegal accesses.
+    """
     (tokens, key_heads, key_dim), (_, heads, value_dim) = query.shape, value.shape
     read, written, saves = slots(read_slots, write_slots)
     fits = key.shape == query.shape and value.shape[0] == tokens and heads % key_heads == 0
