@@ -2,7 +2,6 @@
 
     python checkpoints/train.py                          # writes checkpoints/tiny-python
     python checkpoints/train.py --experts                # writes checkpoints/tiny-python-moe, a mixture of experts
-    python checkpoints/train.py --recurrent              # writes checkpoints/tiny-python-hybrid, with recurrent layers
     python checkpoints/train.py --output DIR --steps 50  # a quick trial somewhere else
 
 The text is the standard library of the interpreter that runs the script, so nothing is downloaded. A byte-level BPE
@@ -13,8 +12,6 @@ Python, libraries and processor give the same weights again. It takes about a qu
 The shapes are chosen to be awkward rather than typical: head_dim is not hidden_size / heads, keys and values have
 fewer heads than queries, and the embedding is tied, so that code loading this checkpoint can assume none of these.
 """
-
-from __future__ import annotations
 
 import hashlib
 import math
@@ -42,8 +39,6 @@ with only_imported_extensions():
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
     )
 
 END_OF_TEXT = "<|endoftext|>"
@@ -71,29 +66,6 @@ SPARSE_SHAPE: dict[str, Any] = {
     "mlp_only_layers": [0],
 }
 """The mixture of experts: the first layer is dense, and the others have experts."""
-
-HYBRID_SHAPE: dict[str, Any] = {
-    **SPARSE_SHAPE,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
-    "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 96,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-}
-"""Three recurrent layers and one of attention, the first with a dense MLP, the others with experts."""
-KINDS: dict[str, tuple[dict[str, Any], type[Any], type[Any]]] = {
-    "tiny-python": (SHAPE, Qwen3Config, Qwen3ForCausalLM),
-    "tiny-python-moe": (SPARSE_SHAPE, Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "tiny-python-hybrid": (HYBRID_SHAPE, Qwen3NextConfig, Qwen3NextForCausalLM),
-}
 BALANCE = 0.02
 """Factor of the loss that grows as experts get unequal shares of the tokens."""
 
@@ -111,13 +83,9 @@ THREADS = 2  # Sums split over another number of threads round differently, so t
 HELD_OUT_EVERY = 20
 SAMPLE_PROMPT, SAMPLE_TOKENS = "def read_file(path):\n", 80
 
-# The text of the model with recurrent layers also asks for memory: half of its windows have a name of random words
-# behind a marker, several times.
-NAME_MARKER, NAME_WORDS, NAMED_SHARE = "\n# name:", 8, 0.5
-RECALLS, RECALL_DISTANCE = 20, 1200
-
 # Folders that are tests, other people's packages, or tables; and files that are mostly generated or literal tables.
 LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+TESTS = ("test/test_", "unittest/test/")
 LEFT_OUT_FILES = {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "stringprep.py", "this.py"}
 
 # Every newline is a token of its own and the indentation after it another, so that a prompt ending in a newline is cut
@@ -129,14 +97,20 @@ def log(text: str) -> None:
     click.echo(text, err=True)
 
 
-def read_library() -> tuple[list[str], list[str]]:
-    """The standard library's files as training and held-out texts, split by a stable hash of each path."""
-    root = Path(sysconfig.get_path("stdlib"))
+def read_library(root: Path | None = None, tests: bool = False) -> tuple[list[str], list[str]]:
+    """The standard library's files as training and held-out texts, split by a stable hash of each path.
+
+    Args:
+        root: The library's folder; by default, the interpreter's.
+        tests: Whether the library's tests are training texts, too.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
     training: list[str] = []
     held_out: list[str] = []
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         generated = name in LEFT_OUT_FILES or name.startswith(("_sysconfigdata", "config-"))
-        if generated or LEFT_OUT_FOLDERS.intersection(name.split("/")):
+        test = tests and name.startswith(TESTS)
+        if generated or (LEFT_OUT_FOLDERS.intersection(name.split("/")) and not test):
             continue
         try:
             text = (root / name).read_text(encoding="utf-8")
@@ -144,7 +118,7 @@ def read_library() -> tuple[list[str], list[str]]:
             continue
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         if text.strip():
-            (held_out if digest % HELD_OUT_EVERY == 0 else training).append(text)
+            (held_out if digest % HELD_OUT_EVERY == 0 and not test else training).append(text)
     return training, held_out
 
 
@@ -188,7 +162,7 @@ class Batches:
         self.window = 0
         self.starts = torch.empty(0, dtype=torch.long)
 
-    def take(self, window: int, names: Names | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = TOKENS_PER_STEP // window
         if window != self.window:
             self.window, self.starts = window, self.starts[:0]
@@ -199,41 +173,7 @@ class Batches:
             self.starts = torch.cat([self.starts, shuffled])
         chosen, self.starts = self.starts[:count], self.starts[count:]
         rows = torch.stack([self.stream[start : start + window + 1] for start in chosen.tolist()])
-        if names is not None:
-            names.write(rows)
         return rows[:, :-1], rows[:, 1:]
-
-
-class Names:
-    """Random names, and the places in windows of source text where they stand.
-
-    Args:
-        tokenizer: spells them. Each word is one token.
-        seed: decides the names and places.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        self.marker = torch.tensor(tokenizer.encode(NAME_MARKER).ids)
-        texts = {token: tokenizer.decode([token]) for token in range(VOCABULARY)}
-        whole = [token for token, text in texts.items() if text[:1] == " " and text[1:].isalpha() and text.islower()]
-        self.words = torch.tensor([token for token in whole if tokenizer.encode(texts[token]).ids == [token]])
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def draw(self) -> torch.Tensor:
-        """A name behind its marker."""
-        chosen = torch.randint(len(self.words), (NAME_WORDS,), generator=self.generator)
-        return torch.cat([self.marker, self.words[chosen]])
-
-    def write(self, rows: torch.Tensor) -> None:
-        """Write a name into some of the rows, once in the first quarter, then once or twice."""
-        for row in rows:
-            if float(torch.rand((), generator=self.generator)) > NAMED_SHARE:
-                continue
-            name, size = self.draw(), len(row)
-            parts = [(0, size // 4), (size // 4, size // 2), (size // 2, size)]
-            for first, end in parts[:: 1 + int(torch.randint(2, (), generator=self.generator))]:
-                at = first + int(torch.randint(end - first - len(name), (), generator=self.generator))
-                row[at : at + len(name)] = name
 
 
 def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -243,25 +183,20 @@ def loss_of(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor)
 
 def training_loss(model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The loss of the next tokens and, for a mixture of experts, of unequal shares."""
-    if not isinstance(model, Qwen3MoeForCausalLM | Qwen3NextForCausalLM):
+    if not isinstance(model, Qwen3MoeForCausalLM):
         return loss_of(model, inputs, targets)
     made = model(input_ids=inputs, use_cache=False, output_router_logits=True)
     return functional.cross_entropy(made.logits.float().flatten(0, 1), targets.flatten()) + BALANCE * made.aux_loss
 
 
-def stacked(name: str) -> bool:
-    """Whether a parameter has the matrices of all experts."""
-    return ".experts." in name
-
-
 def matrices_of(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """The float32 masters of a parameter: of stacked experts, one for each."""
     wide = parameter.detach().float().clone()
-    parts = {f"{name}.{number}": part for number, part in enumerate(wide)} if stacked(name) else {name: wide}
+    parts = {f"{name}.{number}": part for number, part in enumerate(wide)} if wide.ndim == 3 else {name: wide}
     return {each: part.clone().requires_grad_() for each, part in parts.items()}
 
 
-def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int, names: Names | None) -> None:
+def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int) -> None:
     """Leave the model, in bfloat16, trained.
 
     Forward and backward run in bfloat16, the fastest type here and the one the weights are kept in; the optimizers
@@ -273,7 +208,7 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int, n
     model.set_attn_implementation("eager")  # Faster than the fused kernel on short windows; slower on long ones.
     embedding = [p for name, p in masters.items() if "embed" in name]
     matrices = [p for name, p in masters.items() if p.ndim == 2 and "embed" not in name]
-    norms = [p for p in masters.values() if p.ndim in (1, 3)]  # with the depthwise convolutions
+    norms = [p for p in masters.values() if p.ndim == 1]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(
@@ -287,13 +222,13 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int, n
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: min(1.0, (step + 1) / WARM_UP, (steps - step) / decay))
         for one in optimizers
     ]
-    batches, long_window = Batches(stream, seed), min(2048, model.config.max_position_embeddings)
+    batches = Batches(stream, seed)
     long_from = round(steps * (1 - LONG_SHARE))
     started = time.perf_counter()
     for step in range(steps):
         if step == long_from:
             model.set_attn_implementation("sdpa")
-        inputs, targets = batches.take(WINDOW if step < long_from else long_window, names)
+        inputs, targets = batches.take(WINDOW if step < long_from else LONG_WINDOW)
         rows = max(1, TOKENS_PER_PASS // inputs.shape[1])
         total = 0.0
         for first in range(0, len(inputs), rows):
@@ -304,7 +239,7 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int, n
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
                 mine, grad = list(parts[name].values()), parameter.grad.float()
-                for master, part in zip(mine, grad if stacked(name) else [grad], strict=True):
+                for master, part in zip(mine, grad if grad.ndim == 3 else [grad], strict=True):
                     master.grad = part.clone()
                 parameter.grad = None
             torch.nn.utils.clip_grad_norm_(masters.values(), CLIP * TOKENS_PER_STEP / TOKENS_PER_PASS)
@@ -313,7 +248,7 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int, seed: int, n
                 scheduler.step()
             for name, parameter in model.named_parameters():
                 mine = list(parts[name].values())
-                parameter.copy_(torch.stack(mine) if stacked(name) else mine[0])
+                parameter.copy_(torch.stack(mine) if parameter.ndim == 3 else mine[0])
         if step % 25 == 0 or step == steps - 1:
             mean = total * rows / len(inputs)
             log(f"step {step + 1:5d}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:6.1f} s")
@@ -347,18 +282,6 @@ def shares(model: PreTrainedModel, stream: torch.Tensor) -> list[torch.Tensor]:
     for hook in hooks:
         hook.remove()
     return [each.double() / each.sum() for _, each in sorted(counts.items())]
-
-
-@torch.inference_mode()
-def recalled(model: PreTrainedModel, stream: torch.Tensor, names: Names) -> int:
-    """How many of some names the model repeats, greedily and word by word, at a distance, from held-out text."""
-    found = 0
-    for number in range(RECALLS):
-        name, start = names.draw(), number * RECALL_DISTANCE
-        text = torch.cat([name, stream[start : start + RECALL_DISTANCE], names.marker])[None]
-        made = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=NAME_WORDS)
-        found += torch.equal(made[0, -NAME_WORDS:], name[-NAME_WORDS:])
-    return found
 
 
 def measure_unigram(training: torch.Tensor, stream: torch.Tensor) -> float:
@@ -398,7 +321,7 @@ the tokenizer nor the model has seen.
 |---|---|---|
 | this model | {perplexity:.2f} | {bits:.3f} |
 | unigram model (how often each token occurs, add-one smoothed) | {unigram_perplexity:.1f} | {unigram_bits:.3f} |
-{balance}{recall}
+{balance}
 Its greedy continuation of `{prompt}` is:
 
 ```python
@@ -424,16 +347,6 @@ EXPERTS = """| layers without experts | {mlp_only_layers} |
 """
 
 
-RECURRENT = """| layers with attention | each {full_attention_interval}th; the others have the gated delta rule |
-| key heads, value heads, their sizes | {linear_num_key_heads}, {linear_num_value_heads}, {linear_key_head_dim} and \
-{linear_value_head_dim} |
-"""
-RECALL = """
-Half of the training's windows have a name of {words} random words behind `# name:`, several times. Of {count} new names
-at the beginning of a text, the model repeats {found} in full behind that marker, {distance} tokens later.
-"""
-
-
 def balance(found: list[torch.Tensor], tokens: int) -> str:
     """A table of the experts' shares."""
     rows = [
@@ -456,14 +369,13 @@ def balance(found: list[torch.Tensor], tokens: int) -> str:
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
 @click.option("--output", type=click.Path(path_type=Path), help="The folder to write; one beside this file by default.")
 @click.option("--experts", is_flag=True, help="Train the mixture of experts.")
-@click.option("--recurrent", is_flag=True, help="Train the model with recurrent layers, attention and experts.")
 @click.option("--steps", type=click.IntRange(min=1), default=STEPS, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=THREADS, show_default=True)
-def main(output: Path | None, experts: bool, recurrent: bool, steps: int, seed: int, threads: int) -> None:
-    name = "tiny-python-hybrid" if recurrent else "tiny-python-moe" if experts else "tiny-python"
+def main(output: Path | None, experts: bool, steps: int, seed: int, threads: int) -> None:
+    name = "tiny-python-moe" if experts else "tiny-python"
     output = output or Path(__file__).parent / name
-    shape, configuration, kind = KINDS[name]
+    shape = SPARSE_SHAPE if experts else SHAPE
     started = time.perf_counter()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
@@ -477,10 +389,11 @@ def main(output: Path | None, experts: bool, recurrent: bool, steps: int, seed: 
 
     (end,) = tokenizer.encode(END_OF_TEXT).ids
     special = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
-    model = kind(configuration(**special, **shape))
+    kind = Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM
+    model = kind((Qwen3MoeConfig if experts else Qwen3Config)(**special, **shape))
     parameters = sum(p.numel() for p in model.parameters())
     log(f"{parameters} parameters")
-    train(model, training, steps, seed, Names(tokenizer, seed) if recurrent else None)
+    train(model, training, steps, seed)
 
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     model.save_pretrained(output)
@@ -495,20 +408,13 @@ def main(output: Path | None, experts: bool, recurrent: bool, steps: int, seed: 
         raise RuntimeError("the saved tokenizer is not the one the model was trained with")
     nats, unigram = measure(saved, held_out), measure_unigram(training, held_out)
     nats_to_bits_per_byte = len(held_out) / sum(len(text.encode()) for text in held_out_texts) / math.log(2)
-    recall = ""
-    if recurrent:
-        found = recalled(saved, held_out, Names(tokenizer, seed + 1))
-        recall = RECALL.format(words=NAME_WORDS, count=RECALLS, found=found, distance=RECALL_DISTANCE)
-        log(f"names repeated: {found} of {RECALLS}")
-    sparse = experts or recurrent
     card = CARD.format(
         **shape,
         name=name,
         architecture=kind.__name__,
-        experts=(EXPERTS.format(**shape) if sparse else "") + (RECURRENT.format(**shape) if recurrent else ""),
-        balance=balance(shares(saved, held_out), len(held_out)) if sparse else "",
-        recall=recall,
-        option=(" --recurrent" if recurrent else " --experts" if experts else "")
+        experts=EXPERTS.format(**shape) if experts else "",
+        balance=balance(shares(saved, held_out), len(held_out)) if experts else "",
+        option=(" --experts" if experts else "")
         + (f" --steps {steps}" if steps != STEPS else "")
         + (f" --threads {threads}" if threads != THREADS else ""),
         millions=parameters / 1e6,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import repeated_names
 from helpers.comparison import difference, their_logits
+from helpers.repeated_names import FOLDER
 from helpers.thorough import MODE, thorough
 
 import hal
@@ -14,25 +14,22 @@ from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "checkpoints" / "tiny-python-hybrid"
-DISTANCE = 1200
-NAME = "\n# name: class value return object string method error result"
+
+@pytest.fixture(scope="module")
+def texts() -> tuple[list[list[int]], list[list[int]]]:
+    """Return texts that ask for a name 1,200 tokens later, and the names."""
+    return repeated_names.prompts(hal.Checkpoint.open(FOLDER))
 
 
 @pytest.fixture(scope="module")
-def text() -> list[int]:
-    """Return a name, 1,200 tokens of source text, and the marker of the name."""
-    tokenizer = hal.Checkpoint.open(FOLDER).tokenizer()
-    source = (ROOT / "checkpoints" / "train.py").read_text(encoding="utf-8")
-    name, source_ids = tokenizer.encode(NAME).ids, tokenizer.encode(source).ids[:DISTANCE]
-    return [*name, *source_ids, *tokenizer.encode("\n# name:").ids]
+def text(texts: tuple[list[list[int]], list[list[int]]]) -> list[int]:
+    return texts[0][0]
 
 
 def open_runner(compiler: str, **cache: object) -> hal.Runner:
     compilation = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [1, 2]})
     config = {"backend": "cpu", "dtype": "float32", "compilation": compilation, "max_prefill_tokens": 500}
-    backend = hal.open({**config, "cache": {"num_tokens": 4096, "block_size": 16, "num_sequences": 3, **cache}})
+    backend = hal.open({**config, "cache": {"num_tokens": 4096, "block_size": 16, "num_sequences": 4, **cache}})
     return hal.Runner(hal.load_model(FOLDER, backend), backend)
 
 
@@ -64,3 +61,12 @@ def test_texts_that_resume(text: list[int], compiler: str) -> None:
                 made[index].append(token.token_id)
         found[runner] = made
     assert found[plain] == found[reusing]
+
+
+@thorough(MODE, r"\[graph")
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_a_name_is_repeated_after_1200_tokens(texts: tuple[list[list[int]], list[list[int]]], compiler: str) -> None:
+    """It is not if a state is lost between two chunks, or is that of another sequence."""
+    prompts, names = texts
+    runner = open_runner(compiler)
+    repeated_names.check(runner, prompts, names)

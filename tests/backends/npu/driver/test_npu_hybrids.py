@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hal.backends.npu.emulator import trace
-from helpers import toys
+from helpers import repeated_names, toys
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
@@ -67,3 +67,14 @@ def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) ->
     with trace() as launches:
         assert toys.check(runner, schedule, expected, "", slack) > 30
     assert bool(launches.counts()["RecurrentGatedDeltaRule"]) == (state == "bfloat16")
+
+
+@thorough(MODE, r"\[graph")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_name_is_repeated_after_1200_tokens(npu: Opened, mode: str) -> None:
+    """It is not if a state is lost between two chunks, or is that of another sequence."""
+    compilation = {"compiler": mode} | ({} if mode == "eager" else {"capture_sizes": [2]})
+    cache = {"num_tokens": 24 * 128, "block_size": 128, "num_sequences": 4}
+    backend = npu(compilation=compilation, cache=cache, dtype="float16", max_prefill_tokens=512)
+    runner = hal.Runner(hal.load_model(repeated_names.FOLDER, backend), backend)
+    repeated_names.check(runner, *repeated_names.prompts(hal.Checkpoint.open(repeated_names.FOLDER)))
