@@ -134,6 +134,15 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, A
             return {"logits": runner.step(batch).logits.clone(), "held": held, "experts": experts, "read": read}
 
 
+def image_logits(checkpoint: str, stories: list[Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    """Return the logits of all tokens of :class:`helpers.seeing.Story`, which ranks compute together."""
+    from helpers.seeing import our_logits
+
+    backend = hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel})
+    with backend, hal.Runner(hal.load_model(checkpoint, backend), backend) as runner:
+        return {"logits": torch.cat(our_logits(runner, stories))}
+
+
 def _nbytes(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in [*module.parameters(), *module.buffers()])
 

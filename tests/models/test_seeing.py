@@ -13,7 +13,7 @@ import torch
 from helpers.comparison import TOLERANCE, difference
 from helpers.reference import open_runner
 from helpers.seeing import HYBRIDS, IMAGE_ID, VIDEO_ID, Story, build, item, our_logits, story, text, their_logits
-from helpers.thorough import DRAW, EXHAUSTIVE, LONG, MODE, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, LONG, MODE, thorough
 
 import hal
 from hal.errors import BatchError, ModelError
@@ -103,14 +103,19 @@ def reusing(path: Path, **cache: Any) -> hal.Runner:
     return hal.Runner(hal.load_model(path, backend), backend)
 
 
-def test_prefixes_are_shared_only_with_equal_images(seeing: tuple[Any, Path]) -> None:
+@thorough(FAMILY, r"\[Qwen3_5")
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("Qwen3VL", {}), ("Qwen3_5", {"saved_states": 8, "saved_states_interval": 4, "num_sequences": 2})],
+)
+def test_prefixes_are_shared_only_with_equal_images(family: str, saved: dict[str, int], tmp_path: Path) -> None:
     """Equal tokens with other pixels are another prefix. An image in a shared prefix is not encoded again."""
-    model, path = seeing
+    model, path = build(family, 3, tmp_path), tmp_path
     draw = random.Random(8)
     first = story(draw, model, ["image", "image"])
     other = item(draw, model, size=first.items[0].grid)
     changed = attrs.evolve(first, items=[other, first.items[1]])
-    with reusing(path, num_embeddings=1) as runner:
+    with reusing(path, num_embeddings=1, **saved) as runner:
         expected = [their_tokens(model, each) for each in (first, changed, first)]
         assert expected[0] != expected[1]
         assert [generated(runner, [each])[0] for each in (first, changed, first)] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,17 @@ def check(name: str, tmp_path: Path, parallel: dict[str, Any]) -> None:
     for rank in in_ranks("logits", 2, checkpoint=checkpoint, dtype="float32", parallel=parallel):
         torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)
         assert rank["held"] < 0.7 * alone["held"]
+
+
+@thorough(FAMILY)
+@thorough(EXHAUSTIVE, r"\[Qwen(3VL|2_5|3_5Moe)")
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe"])
+def test_the_same_logits_of_images(family: str, tmp_path: Path) -> None:
+    """The text model is split, and the tower is not."""
+    from helpers.seeing import build, story  # needs transformers
+
+    model, draw = build(family, 3, tmp_path), random.Random(3)
+    stories = [story(draw, model, kinds) for kinds in (["image"], [], ["image", "video"])]
+    alone = rank_programs.image_logits(str(tmp_path), stories, {})
+    for rank in in_ranks("image_logits", 2, checkpoint=str(tmp_path), stories=stories, parallel={"tensor": 2}):
+        torch.testing.assert_close(rank["logits"], alone["logits"], rtol=1e-4, atol=1e-4)

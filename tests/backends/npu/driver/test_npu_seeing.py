@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,22 @@ import hal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+Seeing = Callable[[str], tuple[Path, list[Story]]]
 RATIO = 2.0
 """How much larger the error may be than the CPU's in the same dtype. Both differ from float32 by a few roundings."""
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Story]]]:
-    found = {}
-    for family, seed in (("Qwen3VL", 1), ("Qwen3VLMoe", 1), ("Qwen2_5_VL", 1)):
-        path, draw = tmp_path_factory.mktemp(family), random.Random(seed)
-        model = build(family, seed, path)
-        found[family] = path, [story(draw, model, kinds) for kinds in (["image"], [], ["image", "video"])]
-    return found
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    """Return what writes the checkpoint of a family once, and draws its stories."""
+
+    @functools.cache
+    def written(family: str) -> tuple[Path, list[Story]]:
+        path, draw = tmp_path_factory.mktemp(family), random.Random(1)
+        model = build(family, 1, path)
+        return path, [story(draw, model, kinds) for kinds in (["image"], [], ["image", "video"])]
+
+    return written
 
 
 def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
@@ -39,6 +45,7 @@ def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
 
 
 @thorough(MODE, r"\[Qwen")
+@thorough(EXHAUSTIVE, r"\[Qwen3_5(-bfloat16-eager|-float16|Moe)")
 @pytest.mark.parametrize(
     ("family", "dtype", "compiler"),
     [
@@ -47,10 +54,14 @@ def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
         ("Qwen3VL", "float16", "graph"),
         ("Qwen3VLMoe", "bfloat16", "graph"),
         ("Qwen2_5_VL", "bfloat16", "graph"),
+        ("Qwen3_5", "bfloat16", "graph"),
+        ("Qwen3_5", "bfloat16", "eager"),
+        ("Qwen3_5", "float16", "graph"),
+        ("Qwen3_5Moe", "bfloat16", "graph"),
     ],
 )
-def test_logits(family: str, dtype: str, compiler: str, seeing: dict[str, tuple[Path, list[Story]]]) -> None:
-    path, stories = seeing[family]
+def test_logits(family: str, dtype: str, compiler: str, seeing: Seeing) -> None:
+    path, stories = seeing(family)
     exact = logits(path, stories, backend="cpu", dtype="float32")
     rounded = logits(path, stories, backend="cpu", dtype=dtype)
     compilation = {"compiler": compiler, **({"capture_sizes": [2, 4]} if compiler == "graph" else {})}
@@ -64,9 +75,9 @@ def test_logits(family: str, dtype: str, compiler: str, seeing: dict[str, tuple[
 @pytest.mark.parametrize(
     ("family", "dtype"), [("Qwen2_5_VL", "bfloat16"), ("Qwen3VL", "bfloat16"), ("Qwen3VL", "float16")]
 )
-def test_captured_towers(family: str, dtype: str, seeing: dict[str, tuple[Path, list[Story]]]) -> None:
+def test_captured_towers(family: str, dtype: str, seeing: Seeing) -> None:
     """A graph takes images of other sizes, and Qwen2.5-VL's two lists of lengths. Only float16 rounds otherwise."""
-    path, stories = seeing[family]
+    path, stories = seeing(family)
     items = [item for each in stories for item in each.items]
     groups = [[items[0]], items, items[1:]]
     rows, found = sum(each.values.shape[0] for each in items) // 4, []
@@ -82,9 +93,9 @@ def test_captured_towers(family: str, dtype: str, seeing: dict[str, tuple[Path, 
     torch.testing.assert_close(*found, rtol=0, atol=0 if dtype == "bfloat16" else 1e-3 * float(found[0].abs().max()))
 
 
-def test_launches_of_the_tower(seeing: dict[str, tuple[Path, list[Story]]]) -> None:
+def test_launches_of_the_tower(seeing: Seeing) -> None:
     """Attention within all frames of all images is one launch in each layer."""
-    path, stories = seeing["Qwen3VL"]
+    path, stories = seeing("Qwen3VL")
     backend = hal.open({"backend": "npu", "dtype": "bfloat16"})
     with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
         depth = runner.model.encoder.config.depth  # type: ignore[union-attr]
