@@ -7,6 +7,7 @@ tensor cores. So a product takes about the time of reading the packed weights.
 from __future__ import annotations
 
 import attrs
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -138,7 +139,7 @@ def project(
     """
     rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[0]
     count, in_features = rows.shape
-    result = x.new_empty((*x.shape[:-1], out_features))
+    result = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     _project[triton.cdiv(out_features, chosen.columns), triton.cdiv(count, chosen.rows)](
         rows,
         weight.contiguous(),

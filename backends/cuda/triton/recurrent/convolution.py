@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,7 +119,7 @@ def causal_conv1d(
     fits = fits and same_sequences(read, written, saves, query_start_loc)
     optional = () if bias is None else (bias,)
     require(fits, "causal_conv1d", x, weight, window, read, written, query_start_loc, *optional)
-    result = x.new_empty((count, channels))
+    result = torch.empty((count, channels), dtype=x.dtype, device=x.device)
     x, sequences = unit_stride(x), read.shape[0]
     block = min(triton.next_power_of_2(channels), CHANNELS)
     # A block has the tokens that a sequence's second block looks back at, so that it reads no window.

@@ -145,7 +145,7 @@ def advance(
     require(fits, "gated_delta_rule", *tensors)
     query, key, value = (unit_stride(each) for each in (query, key, value))
     decay, beta, starts = decay.contiguous(), beta.contiguous(), query_start_loc.contiguous()
-    result = query.new_empty((tokens, heads, value_dim))
+    result = torch.empty((tokens, heads, value_dim), dtype=query.dtype, device=query.device)
     sequences, few = read.shape[0], max(FEW, saves)
     _recur[sequences, heads, triton.cdiv(value_dim, ROWS)](
         query,
