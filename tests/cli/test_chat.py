@@ -63,7 +63,7 @@ def test_a_conversation_has_a_memory_until_it_is_reset(talker: Path) -> None:
     )
     assert result.stdout == "".join(f"{text}\n" for text in (first, second, first, last))
     assert len(re.findall(r"\[6 tokens in [\d.]+ s: [\d.]+ tokens/s\]", result.stderr)) == 4
-    assert "/system TEXT" in result.stderr, "an unknown command shows the known ones"
+    assert "there is no command /nonsense\n/image FILE" in result.stderr, "the known ones follow"
 
 
 def test_a_conversation_that_is_too_long_can_be_reset(talker: Path) -> None:

@@ -233,6 +233,20 @@ def test_a_checkpoint_without_processor_and_a_model_of_text(
         prompt_with(text, open_processor(llm.checkpoint), [1, 2], [picture()])
 
 
+def test_an_image_for_a_model_of_text_on_the_command_line(trained: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from hal.cli import main
+
+    (tmp_path / "cat.png").write_bytes(encoded(picture()))
+    options = ["generate", str(trained), "--backend", "cpu", "--prompt", "what is this", "--image"]
+    result = CliRunner().invoke(main, [*options, str(tmp_path / "cat.png")])
+    assert "has no preprocessor_config.json" in result.stderr, "not the template, which images would break"
+    assert "leave the images out" in result.stderr
+    result = CliRunner().invoke(main, [*options, str(tmp_path / "none.png")])
+    assert "none.png' does not exist" in result.stderr
+
+
 @pytest.mark.shows("images", "hal serve")
 def test_an_image_in_the_api_of_openai(checkpoint: tuple[Any, Path], llm: hal.LLM) -> None:
     pytest.importorskip("starlette", reason="hal serve needs the extra serve")
@@ -256,7 +270,7 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
     from hal.cli import main
 
     (tmp_path / "cat.png").write_bytes(encoded(picture(23, 17, 8)))
-    lines = f"/image {tmp_path / 'none.png'}\nwhat\n/image {tmp_path / 'cat.png'}\nwhat is this\n/exit\n"
+    lines = f"/image {tmp_path / 'none.png'}\n/image {tmp_path / 'cat.png'}\nwhat is this\n/exit\n"
     options = [
         "chat",
         str(checkpoint[1]),
@@ -270,7 +284,7 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
     ]
     result = CliRunner().invoke(main, options, input=lines)
     assert result.exit_code == 0, result.stderr
-    assert "is no file" in result.stderr
+    assert f"there is no file {tmp_path / 'none.png'}" in result.stderr
     (expected,) = llm.chat(asking(tmp_path / "cat.png"), max_new_tokens=4, temperature=0.0)
     assert result.stdout == f"{expected.text}\n"
 

@@ -122,9 +122,14 @@ class Conversation:
                     self.reset(self.system)
                 elif word == "/system":
                     self.reset(rest.strip() or None)
-                elif word == "/image" and rest.strip():
-                    self.images.append(rest.strip())
+                elif word == "/image" and (file := rest.strip()):
+                    if Path(file).is_file():
+                        self.images.append(file)
+                    else:
+                        click.echo(f"there is no file {file}", err=True)
                 elif word.startswith("/"):
+                    if word not in ("/help", "/image"):
+                        click.echo(f"there is no command {word}", err=True)
                     click.echo(HELP, err=True, nl=False)
                 elif line:
                     self.answer(line)

@@ -53,7 +53,14 @@ log = logging.getLogger("hal.cli")
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @sampling_options(SEED)
 @click.option("--chat", is_flag=True, help=CHAT)
-@click.option("--image", "images", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help=IMAGE)
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help=IMAGE,
+)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
@@ -128,6 +135,7 @@ def command(
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
+    preparation = open_processor(opened) if images else None  # before the template, which would be blamed for an image
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
     tokens = given.encode(tokenizer, template, variables, len(images))
@@ -145,8 +153,7 @@ def command(
         with progress_bar("loading", shown=on.mesh.first) as progress:
             model = hal.load_model(opened, on, progress=progress)
         items: list[list[EncoderItem]] | None = None
-        if images:
-            preparation = open_processor(opened)
+        if preparation is not None:
             prepared = [prompt_with(model, preparation, each, images) for each in tokens]
             tokens, items = [each for each, _ in prepared], [each for _, each in prepared]
         if "num_tokens" not in settings.get("cache", {}):

@@ -33,7 +33,8 @@ class TransformersProcessor(Processor):
         folder = Path(checkpoint.path)
         if not (folder / FILE).is_file():
             raise CheckpointError(
-                f"{folder} has no {FILE}, which says how images are prepared", "download the whole checkpoint"
+                f"{folder} has no {FILE}, which says how images are prepared",
+                "leave the images out, or download the whole checkpoint of a model that reads them",
             )
         need("PIL", "vision", "an image")
         check_version("transformers", "an image")
