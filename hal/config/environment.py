@@ -12,8 +12,9 @@ import attrs
 from hal.config.compile_cache import CACHE_DIR
 from hal.config.settings import Config
 from hal.config.text import parse_json
-from hal.errors import ConfigError
+from hal.errors import ConfigError, nearest
 
+_KEYS = frozenset(field.name for field in attrs.fields(Config))
 OTHERS = frozenset({CACHE_DIR, "HAL_VLLM", "HAL_API_KEY"})
 """Variables that are not keys: the folder of caches, the switch of an engine, and the key of ``hal serve``."""
 
@@ -22,7 +23,10 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
     """Read ``HAL_*`` variables into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets ``num_tokens`` of the table ``cache``.
 
     A value is parsed as JSON if possible (``HAL_STRICT=true``), else it is a string. :func:`environment_options` reads
-    ``HAL_<DRIVER>_*``, and :func:`cache_folder` reads ``HAL_CACHE_DIR``. :func:`read` rejects other unknown variables.
+    ``HAL_<DRIVER>_*``, and :func:`cache_folder` reads ``HAL_CACHE_DIR``. :func:`read` rejects unknown keys of tables.
+
+    Raises:
+        ConfigError: a variable is unknown, or two set the same key.
     """
     environ = os.environ if environ is None else environ
     drivers = tuple(driver_names)
@@ -34,6 +38,12 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
         if any(_option_of(variable, driver) for driver in drivers):
             continue
         path = variable.removeprefix("HAL_").lower().split("__")
+        if path[0] not in _KEYS:
+            names = {*OTHERS, *(f"HAL_{key.upper()}" for key in _KEYS)}
+            raise ConfigError(
+                f"hal reads no environment variable {variable} ({nearest(variable, names)})",
+                "correct or unset it; drivers that are installed add HAL_DRIVER_OPTION",
+            )
         table = mapping
         for depth, key in enumerate(path[:-1], start=1):
             if tuple(path[:depth]) in wholes:

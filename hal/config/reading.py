@@ -68,6 +68,7 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
 # Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.
 INERT_MODEL_KEYS = frozenset(
     {
+        "_model_name_or_path",
         "_name_or_path",
         "architectures",
         "attention_dropout",
@@ -101,6 +102,7 @@ INERT_MODEL_KEYS = frozenset(
         "router_jitter_noise",
         "torch_dtype",
         "transformers_version",
+        "unk_token_id",
         "use_cache",
     }
 )
