@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hal.errors import CheckpointError
+from hal.errors import LISTED, CheckpointError
 
 SAFETENSORS = "hal reads safetensors from folders"
 ORIGINAL = "download the model that the file was made from, in safetensors; the file's page usually names it"
@@ -38,14 +39,29 @@ def no_folder(path: Path) -> CheckpointError:
                 return CheckpointError(f"{path} is {name}, and {SAFETENSORS}", remedy)
         if any(path.match(pattern) for pattern in PICKLES):
             return _pickle(path, path.parent)
+    elif close := _close_path(path):
+        problem += f" (did you mean {close}?)"
     return CheckpointError(
         problem,
         "give the path of a checkpoint's folder or GGUF file, or a model's name on the hub, such as Qwen/Qwen3-0.6B",
     )
 
 
+def _close_path(path: Path) -> Path | None:
+    """Return the path beside this one that is most like it, or None."""
+    try:
+        names = os.listdir(path.parent)
+    except (OSError, ValueError):
+        return None
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return path.with_name(close[0]) if close else None
+
+
 def no_safetensors(folder: Path) -> CheckpointError:
     """Return the error for a folder without a safetensors file, or without a config.json."""
+    inside = sorted(str(each.parent) for each in folder.glob("*/config.json"))
+    if inside and not (folder / "config.json").exists():
+        return CheckpointError(f"{folder} is no checkpoint, but holds some", f"give one: {', '.join(inside[:LISTED])}")
     return no_safetensors_among(sorted(each.name for each in folder.iterdir()), str(folder))
 
 

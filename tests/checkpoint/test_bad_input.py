@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -347,6 +348,15 @@ def test_a_path_that_is_no_folder(
         Checkpoint.open(path)
     assert problem in caught.value.problem
     assert remedy in caught.value.remedy
+
+
+def test_a_mistyped_path_and_a_folder_of_checkpoints(checkpoint: Path) -> None:
+    mistyped = checkpoint.with_name(f"{checkpoint.name}z")
+    with pytest.raises(CheckpointError, match=rf"found nothing \(did you mean {re.escape(str(checkpoint))}\?\)"):
+        Checkpoint.open(mistyped)
+    with pytest.raises(CheckpointError, match="holds some") as caught:
+        Checkpoint.open(checkpoint.parent)
+    assert str(checkpoint) in caught.value.remedy
 
 
 def test_nothing_is_wrong_with_the_checkpoint_itself(checkpoint: Path) -> None:
