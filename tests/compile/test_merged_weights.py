@@ -81,7 +81,15 @@ WAYS: dict[str, Callable[[Block], object]] = {
 
 def assert_follows(compiled: Callable[[Tensor], object], block: Block, x: Tensor, way: str) -> None:
     x = x.to(block.down.bias.dtype)
-    torch.testing.assert_close(compiled(x), block(x), msg=lambda problem: f"{way}: {problem}")
+    expected = block(x)
+    # In 16 bits, each rounds other inner values, and sums of both signs magnify that.
+    rounding = {"rtol": 0, "atol": 0.03 * max(float(each.abs().max()) for each in expected)}
+    torch.testing.assert_close(
+        compiled(x),
+        expected,
+        msg=lambda problem: f"{way}: {problem}",
+        **(rounding if x.dtype == torch.bfloat16 else {}),
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
