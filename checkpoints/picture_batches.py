@@ -1,6 +1,6 @@
 """Pictures and conversations about them as tensors, for the training of the checkpoint that reads images.
 
-Worker processes draw what is in a picture and what is asked. The device paints, in `pictures.Painter`. All batches have
+Worker processes choose the objects and the questions. The device paints, in `pictures.Painter`. All batches have
 the same shapes: pictures are padded to the most slots, and conversations to LENGTH.
 """
 

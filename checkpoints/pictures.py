@@ -124,7 +124,7 @@ class Arrangement:
 
 
 def arrange(draw: random.Random, grid: tuple[int, int], *, held_out: bool) -> Arrangement:
-    """Draw an arrangement of at least two objects, of which one has a shape of its own."""
+    """Draw an arrangement of at least two objects. One of them has a shape that no other has."""
     while True:
         slots = tuple(None if draw.random() < EMPTY else draw.choice(THINGS) for _ in range(grid[0] * grid[1]))
         found = Arrangement(*grid, slots)

@@ -1,4 +1,4 @@
-"""Triton's kernels of recurrent layers against the references. Run by test_triton_kernels.py, in a process of its own.
+"""Triton's kernels of recurrent layers against the references. test_triton_kernels.py runs this in a separate process.
 
 The interpreter takes its time: `make test` runs what is not marked as thorough.
 """

@@ -1,4 +1,4 @@
-"""The scaled weight as a launch of its own, for products of many rows."""
+"""A separate launch that widens packed weights, before products of many rows."""
 
 from __future__ import annotations
 
