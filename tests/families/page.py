@@ -1,7 +1,8 @@
-"""The page of the families, from the facts about them."""
+"""The pages about families, from the facts about them."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ HEAD = """\
 
 Every causal language model of transformers {version}, run by hal [with transformers'
 code](../how-to/run-other-models.md) from a small random checkpoint: its logits in prompts, chunks, a shared prefix and
-eight decode steps are compared with transformers' own in float32 on a CPU. `make families` tries them again and writes
-this page; tests of hal run some.
+eight decode steps are compared with transformers' own in float32 on a CPU. `make families` tries them and writes this
+page; tests of hal run some.
 
 Of {total} model types, {runs} run and give transformers' logits{wrong}. The others are refused, for the reasons
 [below](#refused). {stateful} of those keep another state than keys and values; of the {keyed} types that do not, {runs}
@@ -58,21 +59,44 @@ UNTRIED = {
 COLUMNS = ("eager", "graph", "piecewise", "inductor", "ranks", "npu", "launches")
 
 
-def page_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of the page."""
-    import transformers
+def kept(kind: str, found: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return facts without what depends on the machine or on a checkpoint's sizes.
 
+    Differences become the power of ten that they do not exceed, and reasons lose the name of the class and of folders.
+    """
+    facts = dict(found)
+    for name, value in found.items():
+        if name.endswith(" difference"):
+            facts[name] = float(f"1e{math.ceil(math.log10(max(value, 1e-7)))}")
+        elif name.endswith(" reason"):
+            text = UNTRIED.get(kind, value) if name == "eager reason" else value
+            text = text.removeprefix(f"{architecture}: ").removeprefix(f"{architecture} of transformers ")
+            text = re.sub(r"/tmp/\S+", "the checkpoint", text)
+            text = re.sub(r": they differ by .* of the largest", "", text)
+            facts[name] = text.replace(architecture, "the class")
+    return facts
+
+
+def written(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the JSON of the facts, one type a line."""
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(each)}" for kind, each in sorted(facts.items()))
+    return f"{{\n{lines}\n}}\n"
+
+
+def pages(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the text of each page, by its file's name."""
+    return {"families.md": _families(facts), "launches.md": _launches(facts)}
+
+
+def _families(facts: Mapping[str, Mapping[str, Any]]) -> str:
     tried = {kind: each for kind, each in sorted(facts.items()) if "eager" in each}
-    for kind, each in tried.items():
-        if each["eager"] == "no" and kind in UNTRIED:
-            each["eager reason"] = UNTRIED[kind]
     run = {kind: each for kind, each in tried.items() if each["eager"] == "yes"}
     wrong = [kind for kind, each in tried.items() if "wrong" in each.values()]
     stateful = sum(STATE in each.get("eager reason", "") for each in tried.values() if each["eager"] != "yes")
     text = HEAD.format(
         stateful=stateful,
         keyed=len(tried) - stateful,
-        version=transformers.__version__,
+        version=", ".join(sorted({each["version"] for each in tried.values()})),
         total=len(tried),
         **{
             name: sum(name in each for each in run.values())
@@ -82,20 +106,21 @@ def page_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
         wrong=f"; {len(wrong)} give others somewhere ({', '.join(wrong)})" if wrong else "",
     )
     for kind, each in run.items():
-        worst = _power(max(value for name, value in each.items() if name.endswith("difference") and name[:3] != "npu"))
+        worst = max(value for name, value in each.items() if name.endswith("difference") and name[:3] != "npu")
         cells = [kind, f"`{each['architecture']}`", "yes" if each["native"] else ""]
-        text += f"| {' | '.join([*cells, *(str(each.get(name, '')) for name in COLUMNS), worst])} |\n"
+        cells += [*(str(each.get(name, "")) for name in COLUMNS), f"1e{round(math.log10(worst))}"]
+        text += f"| {' | '.join(cells)} |\n"
     modes: dict[str, list[str]] = {}
     for kind, each in run.items():
         for name in COLUMNS:
             if each.get(name) == "no" and (reason := each.get(f"{name} reason")):
-                modes.setdefault(f"{name}: {_reason(reason, each)}", []).append(kind)
+                modes.setdefault(f"{name}: {reason}", []).append(kind)
     if modes:
         text += "\n## Refused in one mode\n\n" + _grouped(modes)
     refused: dict[str, list[str]] = {}
     for kind, each in tried.items():
         if kind not in run:
-            refused.setdefault(_reason(each.get("eager reason", each["eager"]), each), []).append(kind)
+            refused.setdefault(each.get("eager reason", each["eager"]), []).append(kind)
     return text + "\n## Refused\n\n" + _grouped(refused)
 
 
@@ -110,8 +135,7 @@ alone, of hal with transformers' code in `graph`, and of hal's own model. `make 
 """
 
 
-def launches_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of the page of launches."""
+def _launches(facts: Mapping[str, Mapping[str, Any]]) -> str:
     text = LAUNCHES
     for kind, each in sorted(facts.items()):
         if isinstance(each.get("own"), int) and isinstance(each.get("launches"), int) and each["own"]:
@@ -121,19 +145,9 @@ def launches_of(facts: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _grouped(kinds: Mapping[str, list[str]]) -> str:
     rows = sorted(kinds.items(), key=lambda each: (-len(each[1]), each[0]))
-    lines = "".join(f"| {reason} | {', '.join(each)} |\n" for reason, each in rows)
+    lines = "".join(f"| {_escaped(reason)} | {', '.join(each)} |\n" for reason, each in rows)
     return f"| reason | model_type |\n|---|---|\n{lines}"
 
 
-def _reason(text: str, facts: Mapping[str, Any]) -> str:
-    """Return a refusal without the name of the class, and without what depends on its sizes."""
-    name = str(facts.get("architecture"))
-    text = text.removeprefix(f"{name}: ").removeprefix(f"{name} of transformers ")
-    text = re.sub(r"/tmp/\S+", "the checkpoint", text)
-    text = re.sub(r": they differ by .* of the largest", "", text)
-    return text.replace(name, "the class").replace("|", "\\|").replace("<", "\\<")
-
-
-def _power(value: float) -> str:
-    """Return the power of ten that a difference does not exceed, because its digits depend on the machine."""
-    return f"1e{math.ceil(math.log10(max(value, 1e-7)))}"
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "\\<")

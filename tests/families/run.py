@@ -1,17 +1,19 @@
-"""``make families``: try every causal language model of transformers, and write what came out as a page.
+"""``make families``: try causal language models of transformers, and write facts about them and a page from the facts.
 
-    python tests/families/run.py --facts build/families.json [--checks eager,graph,ranks,npu] [--minutes N] [MODEL_TYPE]
-    python tests/families/run.py --facts build/families.json --page docs/reference/families.md
+    python tests/families/run.py [--checks eager,graph,ranks,inductor] [--minutes N] [MODEL_TYPE...]
+    python tests/families/run.py --page
 
-The second writes launches.md beside that page, too.
+The first adds to docs/reference/families.json. Without types, it tries what the file does not have, so that a run can
+go on later; types that are named are tried again. The second writes families.md and launches.md beside the file.
 
-Facts are kept between calls, so that a run can go on later. Each check of a family has a process of its own. The check
-``npu`` needs a Python with torch_npu, and not in the same call as the others: an emulated CANN stays in a process.
+Each check of a family has its own process. The checks ``npu`` and ``beside`` need a Python with torch_npu, in a call
+without the others, because an emulated CANN stays in a process.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import resource
@@ -22,8 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from page import kept, pages, written
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+FACTS = Path(__file__).parents[2] / "docs" / "reference" / "families.json"
 CHECKS = {
     "eager": ("eager",),
     "graph": ("graph", "piecewise"),
@@ -92,18 +97,16 @@ def _function(check: str) -> Callable[..., None]:
 def main() -> None:
     """Run the checks that have no facts yet, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--facts", type=Path, required=True)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--facts", type=Path, default=FACTS)
+    parser.add_argument("--page", action="store_true")
     parser.add_argument("--checks", default="eager")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("kinds", nargs="*")
     given = parser.parse_args()
     facts: dict[str, dict[str, Any]] = json.loads(given.facts.read_text()) if given.facts.exists() else {}
     if given.page:
-        from page import launches_of, page_of
-
-        given.page.write_text(page_of(facts), encoding="utf-8")
-        (given.page.parent / "launches.md").write_text(launches_of(facts), encoding="utf-8")
+        for name, text in pages(facts).items():
+            (given.facts.parent / name).write_text(text, encoding="utf-8")
         return
     import hal  # noqa: F401 - so that each fork has it
 
@@ -126,12 +129,14 @@ def main() -> None:
             if time.monotonic() > end:
                 return
             for name in CHECKS[check]:
-                known.pop(f"{name} reason", None)
-            known |= checked(kind, check)
+                for fact in (name, f"{name} reason", f"{name} difference"):
+                    known.pop(fact, None)
+            found = checked(kind, check)
+            known |= kept(kind, found, found.get("architecture") or known["architecture"])
+            known["version"] = importlib.metadata.version("transformers")
             sys.stdout.write(f"{kind} {check} { {name: known.get(name) for name in CHECKS[check]} }\n")
             sys.stdout.flush()
-            given.facts.parent.mkdir(parents=True, exist_ok=True)
-            given.facts.write_text(json.dumps(facts, indent=1))
+            given.facts.write_text(written(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 
 import attrs
 import pytest
+from families import page as families_page
 from helpers import ROOT, clones
 from helpers.forked_scripts import run_script
 from helpers.pages import DOCS, MODULE, PAGES, blocks, lay_out
@@ -232,6 +234,12 @@ def test_models_page_has_every_rope_type_and_its_keys() -> None:
         )
         for rope_type, cls in ROPE_TYPES.items()
     }
+
+
+def test_pages_of_families_are_made_from_their_facts() -> None:
+    facts = json.loads((DOCS / "reference" / "families.json").read_text(encoding="utf-8"))
+    for name, text in families_page.pages(facts).items():
+        assert (DOCS / "reference" / name).read_text(encoding="utf-8") == text, "run tests/families/run.py --page"
 
 
 def test_picture_stands_alone() -> None:
