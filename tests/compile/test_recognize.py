@@ -14,7 +14,7 @@ from torch.nn import functional
 import hal
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.experts import grouped_experts, routings
-from hal.compile.recognize.recognition import empty_parts
+from hal.compile.recognize.recognition import empty_parts, masked_assignments
 from hal.compile.recognize.rotations import rotations
 from hal.compile.rewrite.proof import check_rewrite
 
@@ -53,6 +53,20 @@ def test_a_concatenation_with_an_empty_part_is_left_out(start: int, removed: int
     module = make_fx(half_rotated, tracing_mode="fake")(x)
     assert empty_parts(module) == removed
     assert torch.equal(module(x), half_rotated(x))
+
+
+@pytest.mark.parametrize(("place", "replaced"), [("whole", 1), ("rows", 0), ("one", 0)])
+def test_an_assignment_by_a_mask_becomes_a_masked_fill(place: str, replaced: int) -> None:
+    def assigned(x: Tensor) -> Tensor:
+        places = {"whole": x == 4, "rows": x[:, 0] == 4, "one": x[0].to(torch.int64)}
+        filled = x.clone()
+        filled[places[place]] = 7
+        return filled + 1
+
+    x = torch.arange(24.0).view(6, 4)
+    module = make_fx(assigned, tracing_mode="fake")(x)
+    assert masked_assignments(module) == replaced
+    assert torch.equal(module(x), assigned(x))
 
 
 class Block(nn.Module):

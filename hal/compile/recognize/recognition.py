@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
-from hal.compile.fx.symbolic_sizes import value
+from hal.compile.fx.symbolic_sizes import same_shape, value
 from hal.compile.recognize import decoder_layers
 from hal.compile.recognize.complex_pairs import complex_pairs
 from hal.compile.recognize.experts import grouped_experts, routings
@@ -55,6 +55,24 @@ def empty_parts(module: fx.GraphModule) -> int:
         if len(kept) == 1 and value(kept[0]).dtype is value(node).dtype and not written:
             node.replace_all_uses_with(kept[0])
             module.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def masked_assignments(module: fx.GraphModule) -> int:
+    """Replace ``x[mask] = number`` by a masked fill. Return the number replaced.
+
+    A device may compute the assignment from the indices of the mask's true elements, whose number a capture does not
+    know.
+    """
+    count = 0
+    for node in module.graph.nodes:
+        if node.target is not aten.index_put_.default or len(node.args) != 3 or len(node.args[1]) != 1:
+            continue
+        target, (mask,), number = node.args
+        whole = value(mask).dtype is torch.bool and same_shape(value(mask).shape, value(target).shape)
+        if whole and not value(number).dim():
+            node.target, node.args = aten.masked_fill_.Tensor, (target, mask, number)
             count += 1
     return count
 
@@ -112,6 +130,7 @@ def recognition_passes(backend: Backend) -> tuple[Rewrite | Callable[..., Any], 
         common_subexpressions,
         complex_pairs,
         empty_parts,
+        masked_assignments,
         *(each for each in found if each not in LATE),
         integer_round_trips,
         early_views,
