@@ -227,7 +227,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma3": {"image_token_id": 100},  # a token of the small vocabulary, as in published models
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
@@ -274,7 +273,8 @@ def config_of(kind: str, **more: Any) -> Any:
     place = next((name for name, value in vars(base).items() if value is text), None)
     if place is None:  # an encoder and a decoder in one config
         return made(**{"is_decoder": True, **_small(base), **beside})
-    parts: dict[str, Any] = {place: type(text)(**_small(text)).to_dict()}
+    inner = {name: beside.pop(name) for name in [*beside] if hasattr(text, name) and not hasattr(base, name)}
+    parts: dict[str, Any] = {place: type(text)(**{**_small(text), **inner}).to_dict()}
     for name in ("vision_config", "audio_config"):
         if getattr(base, name, None) is not None:
             parts[name] = _small_part(getattr(base, name))
@@ -288,12 +288,13 @@ def layer_keys(kind: str, layers: int) -> dict[str, Any]:
         kind: the model_type.
         layers: the number of layers.
     """
-    config = config_of(kind)
+    config = config_of(kind).get_text_config(decoder=True)
     if hasattr(config, "attention_types"):  # of GPT-Neo, whose layers it counts
         return {"num_layers": layers, "attention_types": [[["global"], layers]]}
     # For an encoder and a decoder, num_hidden_layers is another name of the encoder's number, and sizes the cache.
     halves = [name for name in ("encoder_layers", "decoder_layers") if hasattr(config, name)]
-    keys: dict[str, Any] = dict.fromkeys(halves or ["num_hidden_layers"], layers)
+    whole = "num_layers" if "num_layers" in vars(config) else "num_hidden_layers"  # LongCat-Flash has two in a layer.
+    keys: dict[str, Any] = dict.fromkeys(halves or [whole], layers)
     for name in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
         if isinstance(each := getattr(config, name, None), list):
             keys[name] = each[-1:] * layers
