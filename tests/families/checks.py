@@ -31,6 +31,8 @@ WIDE: dict[str, Any] = {
     "head_dim": 64,
 }
 """Sizes that the NPU's attention takes."""
+LATENT: dict[str, Any] = {"qk_nope_head_dim": 24, "qk_head_dim": 32}
+"""The same for keys of two parts, of which the other has 8 elements."""
 Tell = Callable[..., None]
 
 
@@ -173,8 +175,11 @@ def _eager_launches(model: Any) -> int:
 def _layers(kind: str, layers: int) -> dict[str, Any]:
     """Return the keys of a config with so many layers, and of wide heads if the family has keys for their sizes."""
     small = config_of(kind).get_text_config()
-    fits = all(is_size(small, name) for name in WIDE) and not hasattr(small, "kv_lora_rank")
-    wide = WIDE if fits and small.num_key_value_heads == 2 else {}
+    if hasattr(small, "kv_lora_rank"):
+        wide = {name: size for name, size in LATENT.items() if is_size(small, name)}
+    else:
+        fits = all(is_size(small, name) for name in WIDE) and small.num_key_value_heads == 2
+        wide = WIDE if fits else {}
     return {**wide, **layer_keys(kind, layers)}
 
 
