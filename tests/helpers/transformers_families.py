@@ -268,17 +268,17 @@ def config_of(kind: str, **more: Any) -> Any:
     base = made()
     text = base.get_text_config(decoder=True)
     beside = {**BESIDE.get(kind, {}), **more}
+    others = {
+        name: _small_part(part) for name in ("vision_config", "audio_config") if (part := getattr(base, name, None))
+    }
     if text is base:
-        return made(**{**_small(text), **beside})
+        return made(**{**_small(text), **others, **beside})
     place = next((name for name, value in vars(base).items() if value is text), None)
     if place is None:  # an encoder and a decoder in one config
         return made(**{"is_decoder": True, **_small(base), **beside})
     inner = {name: beside.pop(name) for name in [*beside] if hasattr(text, name) and not hasattr(base, name)}
     parts: dict[str, Any] = {place: type(text)(**{**_small(text), **inner}).to_dict()}
-    for name in ("vision_config", "audio_config"):
-        if getattr(base, name, None) is not None:
-            parts[name] = _small_part(getattr(base, name))
-    return made(**{**parts, **beside})
+    return made(**{**parts, **others, **beside})
 
 
 def layer_keys(kind: str, layers: int) -> dict[str, Any]:
