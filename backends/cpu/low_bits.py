@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -96,6 +97,44 @@ def fp8_grouped_linear(
     return output
 
 
+def quant_linear_int4(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sums: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    product: Kernel = weight_only_linear,
+) -> Tensor:
+    """See :func:`hal.ops.quant_linear_int4`. The product is that of weights only, in float32."""
+    values = product(x.float(), weight, weight_scale, None, None, group_size).mul_(x_scale.unsqueeze(-1))
+    if bias is not None:
+        values += bias
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
+def quant_grouped_linear_int4(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sums: Tensor,
+    counts: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    product: Kernel = weight_only_grouped_linear,
+) -> Tensor:
+    """See :func:`hal.ops.quant_grouped_linear_int4`. The product is that of weights only, in float32."""
+    values = product(x.float(), weight, weight_scale, None, counts, None, group_size).mul_(x_scale.unsqueeze(-1))
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
 def _group_rows(weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, start: int, end: int) -> Tensor:
     return dequantize(weight[start:end], scale[start:end], None if zero is None else zero[start:end], group_size)
 
@@ -126,6 +165,8 @@ def _project(x: Tensor, rows: Widen, bias: Tensor | None, output: Tensor, unit: 
 KERNELS: dict[str, Kernel] = {
     "fp8_grouped_linear": fp8_grouped_linear,
     "fp8_linear": fp8_linear,
+    "quant_grouped_linear_int4": quant_grouped_linear_int4,
+    "quant_linear_int4": quant_linear_int4,
     "weight_only_grouped_linear": weight_only_grouped_linear,
     "weight_only_linear": weight_only_linear,
 }

@@ -32,6 +32,7 @@ from .kernels import (
     quantized_cache,
     quantized_experts,
     recurrence,
+    w4a8,
 )
 from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
@@ -105,8 +106,11 @@ class NpuBackend(Backend):
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
         table |= low_bits.kernels(device.torch, experts=generation.experts)
+        if generation.int8_by_int4:
+            table |= w4a8.kernels()
         table |= recurrence.kernels(device.torch, generation)
         self._weight_quant_nz = generation.weight_quant_nz
+        self._int8_by_int4 = generation.int8_by_int4
         self._nz_experts = options.nz_weights and generation.experts
         fuses = self._nz_experts and generation.swiglu_quant_nz
         self._experts = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
@@ -208,6 +212,8 @@ class NpuBackend(Backend):
                 return quantized.prepared_int8_bias(weight, use.dtype)
             case "weight_only_grouped_linear" | "fp8_grouped_linear", "bias":
                 return experts.prepared_bias(weight, use.dtype)
+            case "quant_linear_int4" | "quant_grouped_linear_int4", _ if self._int8_by_int4:
+                return w4a8.prepared(weight, use)
             case "quant_linear_static", "deq_scale":
                 return quantized.prepared_deq_scale(weight, use.dtype)
         return weight

@@ -37,6 +37,7 @@ class Generation:
         row_collective_ranks: those for which npu_all_gather_base_mm and npu_mm_reduce_scatter_base are.
         distributes_experts: whether npu_moe_distribute_dispatch_v2 takes any number of ranks from 2 on.
         delta_rule: whether npu_recurrent_gated_delta_rule is available.
+        int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Generation:
     row_collective_ranks: tuple[int, ...] = ()
     distributes_experts: bool = False
     delta_rule: bool = False
+    int8_by_int4: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -74,6 +76,7 @@ GENERATIONS = (
         all_reduce_ranks=ONE_MACHINE,
         row_collective_ranks=ONE_MACHINE,
         delta_rule=True,
+        int8_by_int4=True,
     ),
     Generation(
         "A3",
@@ -83,6 +86,7 @@ GENERATIONS = (
         row_collective_ranks=ONE_MACHINE,
         distributes_experts=True,
         delta_rule=True,
+        int8_by_int4=True,
     ),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),

@@ -14,6 +14,7 @@ from hal.ops.dense_attention import scaled_dot_product_attention
 from hal.ops.experts.dispatch import expert_combine, expert_dispatch
 from hal.ops.experts.float8 import fp8_grouped_linear
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
+from hal.ops.experts.int4 import quant_grouped_linear_int4
 from hal.ops.experts.int8 import grouped_linear_int8
 from hal.ops.experts.quantized import (
     quant_expert_mlp_dynamic,
@@ -36,6 +37,7 @@ from hal.ops.fused_quantization import (
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
+from hal.ops.int4_projection import quant_linear_int4
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
@@ -103,8 +105,10 @@ __all__ = [
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",
     "quant_grouped_linear_dynamic",
+    "quant_grouped_linear_int4",
     "quant_grouped_linear_static",
     "quant_linear_dynamic",
+    "quant_linear_int4",
     "quant_linear_static",
     "quantize",
     "quantized_paged_attention",

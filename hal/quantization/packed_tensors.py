@@ -32,6 +32,8 @@ from hal.quantization.representation import Representation, StoredLayer, Tensors
 
 WHOLE = "int-quantized"
 """The format that has each number as an int8."""
+PACKED = "pack-quantized"
+"""The format that packs numbers into int32."""
 INTEGERS = (torch.int64, torch.int32)
 DIMENSIONS = "dimensions"
 
@@ -69,7 +71,7 @@ def packed_group(bits: int) -> WeightGroup:
     """Return the group of weights of so many bits."""
     weights = {"num_bits": bits, "type": "int", "dynamic": False}
     settings = frozenset({"strategy", "group_size", "symmetric", "actorder"})
-    return WeightGroup(weights, None, "pack-quantized", settings, (WHOLE,))
+    return WeightGroup(weights, None, PACKED, settings, (WHOLE,))
 
 
 class WholeTensors(Representation):
@@ -99,6 +101,23 @@ class WholeTensors(Representation):
             "weight_scale": stored["scales"],
             "weight_zero_point": zero if zero is not None and bool(zero.any()) else None,
         }
+
+    def write(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        settings: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        bits, size = self.description.weights["num_bits"], settings["group_size"] or weight.shape[1]
+        numbers, scale = quantize_groups(name, weight, bits, size, dtype)
+        return {"weight": numbers.to(torch.int8), "weight_scale": scale} | ({} if bias is None else {"bias": bias})
+
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+        weight = tensors["weight"]
+        return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or weight.shape[1])
 
 
 class PackedTensors(Representation):

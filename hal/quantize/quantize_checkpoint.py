@@ -77,17 +77,18 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write a checkpoint in which all linear layers except the output projection and the encoder's are quantized.
 
-    In ``w4a16`` and ``w8a16_group``, each group of inputs has a scale, without zero points; of some scales, that of the
-    least error. In ``fp8`` and hal's other schemes, weights have one scale per output channel. ``w8a8`` runs the model
-    on a calibration text, on the CPU and in the model's dtype; each layer's smallest and largest input set the scale of
-    its activations. ``w8a8_dynamic`` computes that scale per token at run time. The others quantize only the weights.
+    In ``w4a16``, ``w4a8_dynamic`` and ``w8a16_group``, each group of inputs has a scale, without zero points; of some
+    scales, that of the least error. In ``fp8`` and hal's other schemes, weights have one scale per output channel.
+    ``w8a8`` runs the model on a calibration text, on the CPU and in the model's dtype; each layer's smallest and
+    largest input set the scale of its activations. ``w8a8_dynamic`` and ``w4a8_dynamic`` compute that scale per token
+    at run time. The others quantize only the weights.
     Weights are read and written file by file.
 
     Args:
         source: a floating-point checkpoint.
         target: a folder that does not exist or is empty. It is created only once everything is written.
-        scheme: ``w4a16``, ``w8a16_group``, ``fp8``, ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or another package's
-            registered scheme that can be written.
+        scheme: ``w4a16``, ``w4a8_dynamic``, ``w8a16_group``, ``fp8``, ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or
+            another package's registered scheme that can be written.
         format: ``compressed-tensors``, ``modelslim``, or another package's registered format that stores the scheme.
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.

@@ -21,6 +21,7 @@ import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import CausalLM, QuantizedLinear
+from hal.nn.int4_linear import Int4GroupedLinear, Int4Linear
 from hal.nn.low_bits import (
     DequantizedGroupedLinear,
     DequantizedLinear,
@@ -46,7 +47,6 @@ FORMATS = {
     "packed-zero-points": Format(COMPRESSED, group=64),
     "packed-rows": Format(COMPRESSED, group=0, symmetric=True),
     "packed-8-bits": Format(COMPRESSED, bits=8),
-    "packed-w4a8": Format(COMPRESSED, symmetric=True, activations=True),
     "whole-w8a8": Format(WHOLE, bits=8, activations=True),
     "whole-8-bits": Format(WHOLE, bits=8, symmetric=True),
     "whole-4-bits": Format(WHOLE, group=64),
@@ -61,6 +61,11 @@ FORMATS = {
     "compressed-fp8-rows": Format("compressed-fp8", group=0),
     "compressed-fp8-blocks": Format("compressed-fp8"),
     "compressed-fp8-tensors": Format("compressed-fp8", group=-1),
+}
+W4A8 = {
+    "packed": Format(COMPRESSED, symmetric=True, activations=True),
+    "whole": Format(WHOLE, group=64, symmetric=True, activations=True),
+    "whole-rows": Format(WHOLE, group=0, symmetric=True, activations=True),
 }
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
@@ -106,6 +111,32 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
     assert {type(each) for each in found.values()} == ({single} if overrides is DENSE else {single, grouped})
     assert len(found) == 8
     assert error(logits(quantized), logits(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("format", W4A8.values(), ids=W4A8.keys())
+def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Backend, tmp_path: Path) -> None:
+    """Test each layer against its dequantized weight, and its dequantized activations, whole and split."""
+    quantized, plain = pair(tmp_path, format, **overrides)
+    whole, wide = layers(load(quantized)), load(plain)
+    parts = [layers(each) for each in ranks(quantized)]
+    assert {type(each) for each in whole.values()} <= {Int4Linear, Int4GroupedLinear}
+    assert len(whole) == 8
+    cpu.activate()
+    for path, layer in whole.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
+        numbers, scale = hal.ops.dynamic_quantize(x)
+        found = layer(x, *counts)
+        assert error(found, wide.get_submodule(path)(numbers * scale.unsqueeze(-1), *counts)) < 1e-5, path
+        if layer.shard != "in_features":  # Ranks that share inputs have other scales of activations.
+            for each in parts:
+                each[path].group = None
+            assert error(joined([each[path](x, *counts) for each in parts], parts[0][path]), found) < 1e-5, path
+        else:
+            sums = torch.stack([each[path].row_sums for each in parts]).sum(0)
+            assert torch.allclose(sums, layer.row_sums, atol=1e-5)
+    assert error(logits(quantized, quantized_weights="dequantized"), logits(plain)) < 1e-6
 
 
 @thorough(EXHAUSTIVE, r"\[(fp8-blocks-piecewise|awq-graph|.*inductor)\]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from .. import kernels, low_bits
 from .arguments import DTYPES, Bindings, empty
 
-WEIGHT_ONLY_KERNELS = ("linear_int8", "weight_only_linear")
+WEIGHT_ONLY_KERNELS = ("linear_int8", "quant_linear_int4", "weight_only_linear")
 FACTORS = {**DTYPES, torch.int8: 3}
 """Codes of the dtypes of scales and zero points in C++."""
 MOST_ROWS = 64
@@ -52,6 +53,10 @@ class WeightOnlyKernels(Bindings):
         if _few(x, weight, weight_scale, weight_zero_point, bias, group_size):
             return self._few_rows(x, weight, weight_scale, weight_zero_point, bias, group_size, out)
         return low_bits.weight_only_linear(x, weight, weight_scale, weight_zero_point, bias, group_size, out=out)
+
+    def quant_linear_int4(self, *arguments: Any, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.quant_linear_int4`. The product is that of :meth:`weight_only_linear`, in float32."""
+        return low_bits.quant_linear_int4(*arguments, out=out, product=self.weight_only_linear)
 
     def _few_rows(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal.errors import ConfigError
 from hal.nn import GroupedLinear, Linear, Projection
-from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
+from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear, WeightOnlyTensors
 from hal.ops.weight_only import INT4S, dequantize
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
 from hal.quantization.packed_tensors import WHOLE, PackedTensors, WholeTensors, packed_group
@@ -23,7 +23,7 @@ class WeightOnly(Scheme):
     Args:
         group_size: the inputs of a group; None for one group per row.
         symmetric: whether all zero points are 0.
-        whole: whether compressed-tensors has each number as an int8.
+        format: that of compressed-tensors; None for the one that hal writes.
 
     Attributes:
         bits: 8 or 4.
@@ -32,14 +32,16 @@ class WeightOnly(Scheme):
     bits: ClassVar[int]
     expert_biases = True
 
-    def __init__(self, group_size: int | None = None, *, symmetric: bool = True, whole: bool = False) -> None:
-        self.group_size, self.symmetric, self.whole = group_size, symmetric, whole
+    def __init__(self, group_size: int | None = None, *, symmetric: bool = True, format: str | None = None) -> None:
+        self.group_size, self.symmetric, self.format = group_size, symmetric, format
 
     def represented(self, format: str) -> Representation | None:
         """Return the representation of its format in compressed-tensors; see :meth:`Scheme.represented`."""
-        if self.whole and format == COMPRESSED_TENSORS:
-            return WholeTensors(packed_group(self.bits))
-        return super().represented(format)
+        found = super().represented(format)
+        if found is None or format != COMPRESSED_TENSORS or self.format in (None, found.description.format):
+            return found
+        kind = WholeTensors if self.format == WHOLE else PackedTensors
+        return kind(found.description)
 
     def configured(self, settings: Mapping[str, Any]) -> Scheme:
         """Return the scheme for ``strategy``, ``group_size`` and ``symmetric``.
@@ -59,24 +61,24 @@ class WeightOnly(Scheme):
             raise ConfigError(f"the group_size of quantized weights is {size!r:.60}", "make it positive, or -1")
         if type(symmetric) is not bool:
             raise ConfigError(f"symmetric of quantized weights is {symmetric!r:.60}", "make it true or false")
-        return type(self)(size, symmetric=symmetric, whole=settings.get("format") == WHOLE)
+        return type(self)(size, symmetric=symmetric, format=settings.get("format"))
 
     @property
     def settings(self) -> Mapping[str, Any]:
         strategy = "channel" if self.group_size is None else "group"
         return {"strategy": strategy, "group_size": self.group_size, "symmetric": self.symmetric}
 
-    def layer(self, linear: Linear) -> WeightOnlyLinear:
+    def layer(self, linear: Linear) -> WeightOnlyTensors:
         return WeightOnlyLinear(linear, **self._settings(linear))
 
-    def grouped_layer(self, linear: GroupedLinear) -> WeightOnlyGroupedLinear:
+    def grouped_layer(self, linear: GroupedLinear) -> WeightOnlyTensors:
         return WeightOnlyGroupedLinear(linear, **self._settings(linear))
 
     def dequantize(self, tensors: Tensors, width: int) -> Tensor:
         weight, scale = tensors["weight"], tensors["weight_scale"]
         assert weight is not None
         assert scale is not None
-        return dequantize(weight, scale, tensors["weight_zero_point"], self.group_size or width)
+        return dequantize(weight, scale, tensors.get("weight_zero_point"), self.group_size or width)
 
     def _settings(self, linear: Projection) -> dict[str, Any]:
         width, size = linear.in_features, self.group_size or linear.in_features

@@ -33,7 +33,7 @@ from hal.ops import AttentionOptions, Draw, GatedActivation
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCHS = {"linear", "linear_int8", "weight_only_linear"}
+TORCHS = {"linear", "linear_int8", "quant_linear_int4", "weight_only_linear"}
 """Operations whose C++ kernels leave to torch what they do not take."""
 
 

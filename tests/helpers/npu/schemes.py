@@ -39,7 +39,7 @@ EXPERTS = TESTS.parent / "checkpoints" / "tiny-python-moe"
 EXPERT_KERNELS = ("Moe", "GroupedMatmul", "SwiGlu", "DequantSwigluQuant")
 """Prefixes of the launches from the routing to the weighted sum."""
 SCHEMES = ("float16", "bfloat16", "w8a16", "w8a8", "w8a8_dynamic")
-WEIGHT_ONLY = ("w4a16", "w8a16_group", "fp8")
+WEIGHT_ONLY = ("w4a16", "w4a8_dynamic", "w8a16_group", "fp8")
 """Schemes that only --launches measures."""
 PREFILLS = (16, 64, 256)
 
@@ -85,6 +85,8 @@ def make(source: Path, scheme: str, to: Path, calibration: Path) -> None:
         arguments += ["--calibration", str(calibration), "--calibration-tokens", "4096"]
     if scheme in ("w4a16", "w8a16_group"):
         arguments += ["--group-size", "64"]
+    if scheme == "w4a8_dynamic":
+        arguments += ["--group-size", "-1"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
 

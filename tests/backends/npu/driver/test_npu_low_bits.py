@@ -19,6 +19,7 @@ import hal
 from hal import ops
 from hal.nn import WeightUse
 from hal.ops import Draw
+from hal.ops.int4_projection import int8_rows, row_sums
 from hal.ops.tolerance import assert_agree
 from hal.ops.weight_only import quantized_groups
 
@@ -86,6 +87,32 @@ def test_experts_are_one_launch(npu: Opened, bits: int, group_size: int, zero_po
     assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), "nine rows")
 
 
+INT4 = "weight", "weight_scale", "row_sums"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group_size", [128, 256, 512])
+@pytest.mark.parametrize(
+    ("operation", "experts", "kernel"),
+    [("quant_linear_int4", (), "QuantMatmulV5"), ("quant_grouped_linear_int4", (4,), "GroupedMatmulV5")],
+)
+def test_int4_weights_beside_int8_activations(
+    npu: Opened, operation: str, experts: tuple[int, ...], kernel: str, group_size: int, dtype: torch.dtype
+) -> None:
+    backend, draw = npu(), Draw(dtype, "npu", 3)
+    weight, scale, _ = quantized_groups(draw, 4, *experts, 96, 512, group_size=group_size)
+    named = dict(zip(INT4, (weight, scale, row_sums(weight, scale, group_size)), strict=True))
+    given = [backend.prepare_weight(each, WeightUse(operation, key, dtype)) for key, each in named.items()]
+    x, x_scale = int8_rows(draw, 9, 512)
+    last = torch.tensor([2, 0, 4, 3], device="npu") if experts else None
+    run = getattr(backend.ops, operation)
+    found, launches = counted(backend, lambda: run(x, x_scale, *given, last, group_size, dtype))
+    assert (launches == {kernel: 1}) == (group_size >= 256)
+    declared = ops.operation(operation)
+    expected = declared.reference(*on_cpu((x, x_scale, *named.values(), last, group_size, dtype)))
+    assert_agree(declared, dtype, found, expected, operation)
+
+
 def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any) -> Tensor:
     compilation = {"compiler": compiler, "capture_sizes": [1]}
     with (
@@ -108,6 +135,15 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
     for compiler in ("eager", "graph"):
         found = logits(quantized, "npu", compiler, "bfloat16")
         assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
+
+
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_int8_activations(overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Within a few roundings to int8: two backends may round a value differently, and so choose another expert."""
+    quantized, _ = pair(tmp_path, Format("int-quantized", group=0, symmetric=True, activations=True), **overrides)
+    exact = logits(quantized, "cpu", "eager", "float32")
+    for compiler in ("eager", "graph"):
+        assert error(logits(quantized, "npu", compiler, "bfloat16").float(), exact) < 0.05, compiler
 
 
 @thorough(MODE)

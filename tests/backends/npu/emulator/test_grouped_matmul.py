@@ -122,6 +122,31 @@ def with_a_list_of_numbers(draw: Draw, ends: list[int]) -> Pairs:
     yield torch.cat(list(apart)), Near(products(x, weight, groups), 3)
 
 
+@case(*HALVES, spread=Grouped.SPREADS, grouped=(False, True))
+def of_int4_beside_int8(draw: Draw, spread: str, grouped: bool) -> Pairs:
+    groups = Grouped.drawn(draw, spread, "counts")
+    k, n = 256 * draw.between(1, 3), 8 * draw.between(1, 5)
+    x, weight = int8s(draw, groups.rows, k), draw.integers(-8, 7, groups.count, k, n, dtype=torch.int32)
+    scale = draw.positive(groups.count, k // 256 if grouped else 1, n, dtype=torch.float32) / 4000
+    by_token = draw.positive(groups.rows, dtype=torch.float32)
+    scaled = weight.double() * scale.double().repeat_interleave(k // scale.shape[1], 1)
+    # CANN's documentation requires callers to prepare the bias; another value changes the result.
+    moved = draw.normal(groups.count, n, dtype=torch.float32)
+    (y,) = torch_npu.npu_grouped_matmul(
+        [x.npu()],
+        [packed_int4(weight).npu()],
+        bias=[(8 * scaled.sum(1) + moved).float().npu()],
+        scale=[scale.view(torch.int32).to(torch.int64).npu()],
+        per_token_scale=[by_token.npu()],
+        group_type=0,
+        split_item=2,
+        output_dtype=draw.dtype,
+        **groups.arguments(),
+    )
+    exact = (products(x, scaled, groups) + by_row(moved, groups)) * by_token.double()[: groups.used, None]
+    yield y[: groups.used], Near(exact, 3)
+
+
 @case(*HALVES, layout=LAYOUTS, listed=LISTS, spread=Grouped.SPREADS, dynamic=(False, True))
 def of_int8(draw: Draw, layout: str, listed: str, spread: str, dynamic: bool) -> Pairs:
     groups = Grouped.drawn(draw, spread, listed)

@@ -97,6 +97,21 @@ def int4(**changes: Any) -> Any:
     return weight_only(**{**arguments, **changes})
 
 
+def mixed(**changes: Any) -> Any:
+    """An int4 weight beside int8 x."""
+    arguments: dict[str, Any] = {
+        "x": [t(6, 512, dtype=INT8)],
+        "weight": [t(2, 512, 2, dtype=INT32)],
+        "scale": [t(2, 2, 16, dtype=INT64)],
+        "bias": [t(2, 16, dtype=FLOAT)],
+        "per_token_scale": [t(6, dtype=FLOAT)],
+        "group_list": counts(2, 4),
+        "group_list_type": 1,
+        "output_dtype": BF16,
+    }
+    return plain(**{**arguments, **changes})
+
+
 def numbers(**changes: Any) -> Any:
     """A list of numbers."""
     arguments: dict[str, Any] = {"x": [t(6, 32)], "weight": [t(32, 16), t(32, 16)], "group_list": [2, 6]}
@@ -159,6 +174,7 @@ CALLS = (
     int8,
     weight_only,
     int4,
+    mixed,
     numbers,
     swiglu,
     swiglu_2,
@@ -207,7 +223,13 @@ def cases() -> Iterator[Call]:
         {"weight": [t(32, 32, dtype=INT8)] * 2, "scale": [t(32, dtype=BF16)] * 2},
         "int8 x goes with group_type 0",
     )
-    yield int8, {"weight": [t(2, 32, 4, dtype=INT32)]}, "int4 weights beside int8 x, are not emulated"
+    yield mixed, {"bias": None}, "need a float32 bias: 8 times the sums"
+    yield mixed, {"scale": [t(2, 2, 16, dtype=FLOAT)]}, "int8 x and int4 weight need an int64 scale"
+    yield mixed, {"scale": [t(2, 4, 16, dtype=INT64)]}, r"scale must be \[E, K / 256, N\] or \[E, 1, N\]"
+    yield mixed, {"per_token_scale": None}, r"per_token_scale must be float32 and \[M\]"
+    yield mixed, {"group_list_type": 0}, "int8 x and int4 weight need group_list_type 1"
+    yield mixed, {"weight": [t(2, 16, 64, dtype=INT32).transpose(1, 2)]}, "must be .* and not transposed"
+    yield mixed, {"offset": [t(2, 1, 16, dtype=FLOAT)]}, "offset, and several tensors .* are not emulated"
     yield (
         int8,
         {
@@ -271,7 +293,7 @@ def test_the_calls_that_are_changed_work(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("number", range(74))
 def test_refusal(number: int) -> None:
     everything = list(cases())
-    assert len(everything) == 74
+    assert len(everything) == 80
     function, changes, reason = everything[number]
     with pytest.raises(RuntimeError, match=reason):
         function(**changes)

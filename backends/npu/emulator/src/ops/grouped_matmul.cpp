@@ -104,8 +104,19 @@ at::Tensor activated(const at::Tensor& values, int64_t type) {
     }
 }
 
+// The kernel subtracts 8 from x, and expects bias to add it again, as 8 times the sums of the scaled weight.
+DOCUMENTED("ops-transformer: gmm/grouped_matmul/docs/aclnnGroupedMatmulV5.md (A8W4)");
+void compute_mixed(const GroupedCall& call, const Piece& piece) {
+    auto weight = expert_matrix(call, piece.expert).to(at::kFloat);
+    auto factors = spread(scale_of(of_expert(call, call.scale, piece.expert)), weight.size(0));
+    auto values = at::matmul(piece.x.to(at::kFloat) - 8, weight * factors) + of_expert(call, call.bias, piece.expert);
+    auto by_row = call.token_scale[0].tensor().narrow(0, piece.begin, values.size(0)).unsqueeze(1);
+    piece.out.copy_(values * by_row);
+}
+
 void compute(const GroupedCall& call, const Piece& piece) {
     if (piece.out.numel() == 0) return;
+    if (call.precision() == Precision::mixed) return compute_mixed(call, piece);
     auto values = product(call, piece.x, piece.expert);
     auto bias = call.bias.size() ? of_expert(call, call.bias, piece.expert) : at::Tensor();
     if (bias.defined() && bias.scalar_type() == at::kInt) values = values.to(at::kDouble) + bias;

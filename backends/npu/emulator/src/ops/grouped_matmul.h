@@ -9,7 +9,7 @@
 namespace emulator {
 
 // What the types of x and weight make of a product.
-enum class Precision { plain, int8, weight_only };
+enum class Precision { plain, int8, mixed, weight_only };  // mixed: int8 x, int4 weight
 
 struct GroupedCall {
     Ins x;

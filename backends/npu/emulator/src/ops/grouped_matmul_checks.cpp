@@ -97,7 +97,7 @@ DOCUMENTED("ops-transformer: gmm/grouped_matmul/docs/aclnnGroupedMatmulV5.md");
 void check_int8(const GroupedCall& call, Line line) {
     auto out = call.out[0].dtype(), scale = type_of(call.scale), bias = type_of(call.bias);
     if (call.x[0].dtype() == at::kInt || call.is_int4())
-        throw NotEmulated("int4 x, and int4 weights beside int8 x, are not emulated");
+        throw NotEmulated("int4 x is not emulated");
     require(call.weight[0].dtype() == at::kChar, "an int8 x needs an int8 weight, not " + text(call.weight[0].dtype()));
     require(call.group_type == 0 && call.x.size() == 1 && call.single_weight() && call.out.size() == 1,
             "int8 x goes with group_type 0, and x, a weight of 3 dimensions and y of one tensor each");
@@ -135,6 +135,41 @@ void check_int8(const GroupedCall& call, Line line) {
         require(call.act_type == 0 || by_column, "act_type goes with a scale for each column");
     }
     if (!by_token) return;
+    require(call.token_scale.size() == 1 && call.token_scale[0].dtype() == at::kFloat &&
+                call.token_scale[0].sizes() == at::IntArrayRef{call.x[0].size(0)},
+            "per_token_scale must be float32 and [M], one for each row of x");
+}
+
+constexpr int64_t kMixedGroup = 256, kMixedInner = 18432;
+
+// One scale for each column is documented by vllm-ascend (quantization/methods/w4a8.py), groups of 256 by CANN.
+DOCUMENTED("ops-transformer: gmm/grouped_matmul/docs/aclnnGroupedMatmulV5.md (A8W4)");
+void check_mixed(const GroupedCall& call, Line line) {
+    if (line != Line::a2_a3) throw NotEmulated("int4 weights beside int8 x are emulated on Atlas A2 and A3 only");
+    if (call.weight_nz || call.weight[0].is_nz())
+        throw NotEmulated("int4 weights in FRACTAL_NZ beside int8 x are not emulated");
+    if (call.offset.size() || call.weight.size() > 1)
+        throw NotEmulated("offset, and several tensors of int4 weights, are not emulated beside int8 x");
+    require(call.group_type == 0 && call.x.size() == 1 && call.single_weight() && call.out.size() == 1,
+            "int8 x goes with group_type 0, and x, a weight of 3 dimensions and y of one tensor each");
+    require(!call.antiquant_scale.size() && !call.antiquant_offset.size(),
+            "antiquant_scale and antiquant_offset do not go with int8 x");
+    require(is_half(call.out[0].dtype()), "y of int8 x and int4 weight must be float16 or bfloat16, not " +
+                                              text(call.out[0].dtype()));
+    require(call.act_type == 0, "act_type goes with int8 x and weight");
+    require(call.list_type == kCounts, "int8 x and int4 weight need group_list_type 1");
+    require(!call.weight[0].is_transposed(), "an int4 weight beside int8 x must be [E, K, N / 8] and not transposed");
+    int64_t experts = call.experts(), columns = call.columns(0), inner = call.inner(0);
+    require(inner <= kMixedInner, "K must be at most 18432 with int8 x and int4 weight, but is " + number(inner));
+    require(call.scale.size() && is_one_of(type_of(call.scale), {at::kLong, at::kUInt64}),
+            "int8 x and int4 weight need an int64 scale");
+    auto scale = call.scale[0].sizes();
+    require(scale.size() == 3 && scale[0] == experts && scale[2] == columns &&
+                (scale[1] == 1 || scale[1] * kMixedGroup == inner),
+            "scale must be [E, K / 256, N] or [E, 1, N], with E = " + number(experts) + ", K = " + number(inner) +
+                " and N = " + number(columns) + ", but is " + shown(scale));
+    require(call.bias.size() && type_of(call.bias) == at::kFloat,
+            "int8 x and int4 weight need a float32 bias: 8 times the sums of the scaled weight");
     require(call.token_scale.size() == 1 && call.token_scale[0].dtype() == at::kFloat &&
                 call.token_scale[0].sizes() == at::IntArrayRef{call.x[0].size(0)},
             "per_token_scale must be float32 and [M], one for each row of x");
@@ -193,6 +228,7 @@ void check_weight_only(const GroupedCall& call, Line line) {
 }  // namespace
 
 Precision GroupedCall::precision() const {
+    if (x[0].dtype() == at::kChar && is_int4()) return Precision::mixed;
     if (x[0].dtype() == at::kChar || x[0].dtype() == at::kInt) return Precision::int8;
     return weight[0].dtype() == x[0].dtype() ? Precision::plain : Precision::weight_only;
 }
@@ -205,6 +241,8 @@ void check_types(const GroupedCall& call, Line line) {
             return check_plain(call, line);
         case Precision::int8:
             return check_int8(call, line);
+        case Precision::mixed:
+            return check_mixed(call, line);
         case Precision::weight_only:
             return check_weight_only(call, line);
     }
