@@ -2,7 +2,7 @@
 
 Its first versions wrote the same table into config.json, as ``quantization_config``.
 
-Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8.
+Source: msModelSlim's documentation of its weight format (AscendV1), and MindIE's of W8A8 and of mixed W4A8.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ PATTERN = "quant_model_description*.json"
 MODELSLIM = "modelslim"
 ZERO_POINT = "weight_offset"
 """The tensor of the zero points of a weight."""
+INT4 = "W4A8_DYNAMIC"
+"""The type of int4 weights, which files of :data:`VERSION` pack."""
+VERSION = "1.0.0"
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
 """Keys for quantization of the cache and of attention, which hal does not support."""
@@ -51,7 +54,13 @@ class ModelSlimQuantization(Quantization):
                 f"{file} has the quantization type {found!r:.60} for {name}, which hal does not support",
                 f"use one of {', '.join((_FLOAT, *self._schemes))}: {supported()}",
             )
-        return self._schemes[found]
+        if found == INT4 and types.get("version") != VERSION:
+            raise CheckpointError(
+                f"{file} has the version {types.get('version')!r:.60}, in which hal does not read {found} for {name}",
+                f"quantize it with a msModelSlim that writes the version {VERSION}",
+            )
+        # Types without groups have no use for their size, which is 0 where no type has groups.
+        return self._schemes[found].configured({"group_size": types.get("group_size") or -1})
 
 
 class ModelSlim(CheckpointFormat):
@@ -88,4 +97,4 @@ class ModelSlim(CheckpointFormat):
     ) -> dict[str, dict[str, Any]]:
         kind = self.known()[scheme.name][1].description
         types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
-        return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": "1.0.0", **types}}
+        return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": VERSION, **types}}

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import rank_programs
-from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, pair, stacked_pair, write
+from helpers.checkpoints import write_json
+from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, pair, spread, stacked_pair, write
 from helpers.quantized import change_json, change_tensors, error
 from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
@@ -137,6 +138,50 @@ def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Ba
             sums = torch.stack([each[path].row_sums for each in parts]).sum(0)
             assert torch.allclose(sums, layer.row_sums, atol=1e-5)
     assert error(logits(quantized, quantized_weights="dequantized"), logits(plain)) < 1e-6
+
+
+def modelslim(folder: Path, group: int, **described: Any) -> None:
+    """Rewrite W4A8 of compressed-tensors as ModelSlim stores it, with down projections in W8A8_DYNAMIC."""
+    tensors, types = load_file(folder / "model.safetensors"), dict[str, str]()
+    for name in [each.removesuffix("_scale") for each in tensors if each.endswith(".weight_scale")]:
+        layer, numbers, scale = name.removesuffix(".weight"), tensors[name], tensors[f"{name}_scale"].float()
+        if layer.endswith("down_proj") and group == 0:
+            types[name] = "W8A8_DYNAMIC"
+            continue
+        types[name] = "W4A8_DYNAMIC"
+        tensors[name] = (numbers[::2] & 15 | numbers[1::2] << 4).contiguous()
+        wide = numbers * spread(scale, group or numbers.shape[1], numbers.shape[1])
+        columns = 16 if layer.endswith(("down_proj", "o_proj")) else 1
+        tensors[f"{layer}.scale_bias"] = (8 * wide.sum(1, keepdim=True) / columns).expand(-1, columns).contiguous()
+        if group:
+            tensors[f"{name}_scale"], tensors[f"{name}_scale_second"] = scale[:, :1] * 2, scale / (scale[:, :1] * 2)
+        tensors[f"{name}_offset"] = torch.zeros(len(scale), 1)
+    save_file(tensors, folder / "model.safetensors")
+    change_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    types = {name: types.get(name, "FLOAT") for name in tensors}
+    given = {"model_quant_type": "W4A8_DYNAMIC", "version": "1.0.0", "group_size": group, **described}
+    write_json(folder / "quant_model_description.json", {**given, **types})
+
+
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_int4_of_modelslim(group: int, overrides: dict[str, Any], tmp_path: Path) -> None:
+    format = Format(WHOLE, group=group, symmetric=True, activations=True)
+    quantized, plain = pair(tmp_path, format, **overrides)
+    wide = logits(plain)
+    modelslim(quantized, group)
+    found = {type(each) for each in layers(load(quantized)).values()}
+    assert (found & {DynamicQuantizedLinear, DynamicQuantizedGroupedLinear} != set()) == (group == 0)
+    assert found & {Int4Linear, Int4GroupedLinear}
+    assert error(logits(quantized, quantized_weights="dequantized"), wide) < 1e-6
+    assert len(layers(ranks(quantized)[1])) == 8
+
+
+def test_unpacked_int4_of_modelslim_is_refused(tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, W4A8["whole-rows"], **DENSE)
+    modelslim(quantized, 0, version="0")
+    with pytest.raises(CheckpointError, match="has the version '0', in which hal does not read W4A8_DYNAMIC"):
+        load(quantized)
 
 
 @thorough(EXHAUSTIVE, r"\[(fp8-blocks-piecewise|awq-graph|.*inductor)\]")

@@ -8,6 +8,8 @@ from hal.nn import GroupedLinear, Linear
 from hal.nn.int4_linear import Int4GroupedLinear, Int4Linear
 from hal.ops.int4_projection import row_sums
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS, ConfigGroup
+from hal.quantization.modelslim import INT4, MODELSLIM
+from hal.quantization.modelslim_int4 import PackedRows
 from hal.quantization.packed_tensors import PACKED, WHOLE, WholeTensors
 from hal.quantization.representation import StoredLayer, Tensors
 from hal.quantization.schemes.w8a8_dynamic import TOKEN
@@ -27,7 +29,7 @@ class W4A8Dynamic(WeightOnly):
 
     name = "w4a8_dynamic"
     summary = "symmetric int4 weights as w4a16, and int8 activations, dynamic per token"
-    representations: ClassVar = {COMPRESSED_TENSORS: WholeTensors(GROUP)}
+    representations: ClassVar = {COMPRESSED_TENSORS: WholeTensors(GROUP), MODELSLIM: PackedRows(INT4)}
     bits = 4
     expert_biases = False
 
