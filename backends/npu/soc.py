@@ -37,6 +37,8 @@ class Generation:
         row_collective_ranks: those for which npu_all_gather_base_mm and npu_mm_reduce_scatter_base are.
         distributes_experts: whether npu_moe_distribute_dispatch_v2 takes any number of ranks from 2 on.
         delta_rule: whether npu_recurrent_gated_delta_rule is available.
+        requantized: the quantization schemes that ``quantized_weights`` ``auto`` converts to ``w8a8_dynamic``: float8,
+            which the kernels widen. npu_quant_matmul takes a scale per token except on the 310P.
         int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
     """
 
@@ -53,6 +55,7 @@ class Generation:
     row_collective_ranks: tuple[int, ...] = ()
     distributes_experts: bool = False
     delta_rule: bool = False
+    requantized: tuple[str, ...] = ("fp8",)
     int8_by_int4: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
@@ -62,6 +65,7 @@ class Generation:
             block_sizes=BLOCK_SIZES,
             head_dims=HEAD_DIMS,
             cache_dtypes=CACHE_DTYPES,
+            requantized=self.requantized,
             max_streams=DEVICE_STREAMS - RESERVED_STREAMS if max_streams is None else max_streams,
             capture_sizes=CAPTURE_SIZES,
         )
@@ -88,7 +92,7 @@ GENERATIONS = (
         delta_rule=True,
         int8_by_int4=True,
     ),
-    Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False),
+    Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False, requantized=()),
     Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,12 @@ def load_model(
     backend.check_dtype(dtype)
     config = backend.config
     model, checkpoint, quantized = _build(
-        checkpoint, model_class, config.model_source, config.quantized_weights, config.cache.dtype
+        checkpoint,
+        model_class,
+        config.model_source,
+        config.quantized_weights,
+        config.cache.dtype,
+        backend.limits.requantized,
     )
     check_cache_dtype(model, backend)
     own_layers = put_layers(model, backend)
@@ -130,6 +135,7 @@ def build_model(
     source: str = AUTO,
     quantized_weights: QuantizedWeights = AUTO_WEIGHTS,
     cache_dtype: CacheDType = "auto",
+    requantized: Collection[str] = (),
 ) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
@@ -140,13 +146,14 @@ def build_model(
         source: ``model_source`` of a configuration.
         quantized_weights: the same of it.
         cache_dtype: ``cache.dtype`` of it.
+        requantized: the same of a backend's limits.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype)
+    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype, requantized)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
         check_divisible(quantized, tensor.size)
@@ -184,6 +191,7 @@ def _build(
     source: str,
     weights: QuantizedWeights,
     cache_dtype: CacheDType,
+    requantized: Collection[str] = (),
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -201,7 +209,7 @@ def _build(
     quantize_cache(model, cache_dtype, checkpoint)
     if isinstance(checkpoint.files, GgufFiles):
         return model, *pack_layers(model, checkpoint, checkpoint.files, weights)
-    return model, checkpoint, quantize_layers(model, checkpoint, weights)
+    return model, checkpoint, quantize_layers(model, checkpoint, weights, requantized)
 
 
 def _with_head(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import AUTO, KEPT, Conversion
+from hal.checkpoint.converted_weights import AUTO, DEQUANTIZED, KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.errors import CheckpointError, ConfigError, ModelError
@@ -126,7 +126,7 @@ class QuantizedLayer:
 
 
 def quantize_layers(
-    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO
+    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO, requantized: Collection[str] = ()
 ) -> dict[str, QuantizedLayer]:
     """Replace the layers of a model that the checkpoint quantizes, and return the replacements by path.
 
@@ -134,6 +134,7 @@ def quantize_layers(
         model: without values.
         checkpoint: describes which layers are quantized.
         weights: what becomes of their weights; ``quantized_weights`` of a configuration.
+        requantized: the schemes that ``auto`` converts; see :class:`hal.vendor.Limits`.
 
     Raises:
         CheckpointError: the checkpoint does not say how a layer is quantized, or quantizes the parts of a merged layer
@@ -161,7 +162,7 @@ def quantize_layers(
         whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
         # The description names layers, and fused experts are none.
         fused = whole is not None and whole.is_floating_point
-        layer = None if fused else _quantized(path, linear, *described, stored, weights)
+        layer = None if fused else _quantized(path, linear, *described, stored, weights, requantized)
         if layer is not None:
             model.set_submodule(path, layer.module)
             found[path] = layer
@@ -175,6 +176,7 @@ def _quantized(
     quantization: Quantization,
     stored: Mapping[str, str],
     weights: QuantizedWeights,
+    requantized: Collection[str],
 ) -> QuantizedLayer | None:
     names = part_names(path, linear)
     schemes = {name: quantization.scheme(stored.get(name, name)) for name in names}
@@ -192,6 +194,10 @@ def _quantized(
             f"{path} has biases, and hal computes experts of the scheme {scheme.name} without",
             "load the unquantized checkpoint",
         )
+    if weights == AUTO and scheme.name in requantized:
+        # The int8 layers of experts have no biases.
+        biased = isinstance(linear, GroupedLinear) and linear.bias is not None
+        weights = DEQUANTIZED if biased else "w8a8_dynamic"
     representation = format.representation(scheme)
     if representation is None:
         raise ConfigError(

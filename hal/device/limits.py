@@ -36,6 +36,15 @@ def _cache_dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -
         )
 
 
+def _schemes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a tuple of names."""
+    if not (isinstance(value, tuple) and all(isinstance(each, str) for each in value)):
+        raise DriverError(
+            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of names of quantization schemes",
+            'use a tuple of names, such as ("fp8",)',
+        )
+
+
 def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
     """Validate a tuple of positive integers."""
     if not (isinstance(value, tuple) and all(type(each) is int and each > 0 for each in value)):
@@ -63,6 +72,8 @@ class Limits:
         block_sizes: supported block sizes of the KV cache, the preferred one first; empty if any is supported.
         head_dims: head dimensions that attention supports; empty if any is supported.
         cache_dtypes: the values of ``cache.dtype``, ``int8`` and ``fp8``, for which the backend has kernels.
+        requantized: the quantization schemes whose weights ``quantized_weights`` ``auto`` converts to ``w8a8_dynamic``
+            at load, because kernels would widen them in each step.
         max_streams: the number of streams that all graphs together may use; None for no limit.
         streams_per_graph: the number of streams that a graph without forks uses.
         capture_sizes: the default decode batch sizes to capture, ascending.
@@ -72,6 +83,7 @@ class Limits:
     block_sizes: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
     head_dims: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
     cache_dtypes: tuple[str, ...] = attrs.field(default=(), validator=_cache_dtypes)
+    requantized: tuple[str, ...] = attrs.field(default=(), validator=_schemes)
     max_streams: int | None = attrs.field(default=None, validator=_streams)
     streams_per_graph: int = attrs.field(default=1, validator=_streams)
     capture_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 4, 8, 16, 32), validator=_sizes)

@@ -143,6 +143,7 @@ def count_launches(
     sizes: tuple[int, ...],
     modes: tuple[str, ...],
     cache: str = "auto",
+    weights: str = "auto",
     **workload: Any,
 ) -> list[Any]:
     """Return the launches of a step, by default of decode, on the emulated NPU, for each batch size and mode."""
@@ -151,6 +152,7 @@ def count_launches(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HAL_CACHE__DTYPE", cache)
+        patched.setenv("HAL_QUANTIZED_WEIGHTS", weights)
         setting = plan.prepare(
             plan.Plan(
                 **{"workload": "decode", **workload},
@@ -182,6 +184,11 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
             mode = each.contender.removeprefix("hal ")
             outside = each.outside.total()
             rows.append(f"| {scheme} | {cache} | {each.batch_size} | {mode} | {each.per_layer} | {outside} |")
+    path, dtype = made["fp8"]
+    for weights in ("dequantized", "kept"):
+        for each in count_launches(path, dtype, {}, (8,), ("graph",), weights=weights):
+            outside = each.outside.total()
+            rows.append(f"| fp8, {weights} | canonical | 8 | graph | {each.per_layer} | {outside} |")
     return rows
 
 

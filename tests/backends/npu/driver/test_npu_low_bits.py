@@ -17,7 +17,9 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.nn import WeightUse
+from hal.nn import QuantizedLinear, WeightUse
+from hal.nn.low_bits import Fp8Linear
+from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.ops import Draw
 from hal.ops.int4_projection import int8_rows, row_sums
 from hal.ops.tolerance import assert_agree
@@ -133,7 +135,7 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
     quantized, plain = pair(tmp_path, format, **overrides)
     exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
     for compiler in ("eager", "graph"):
-        found = logits(quantized, "npu", compiler, "bfloat16")
+        found = logits(quantized, "npu", compiler, "bfloat16", quantized_weights="kept")
         assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
 
 
@@ -144,6 +146,16 @@ def test_int8_activations(overrides: dict[str, Any], tmp_path: Path) -> None:
     exact = logits(quantized, "cpu", "eager", "float32")
     for compiler in ("eager", "graph"):
         assert error(logits(quantized, "npu", compiler, "bfloat16").float(), exact) < 0.05, compiler
+
+
+def test_float8_becomes_int8(npu: Opened, tmp_path: Path) -> None:
+    """On the generations whose matrix units do not multiply float8, unless it is to be kept."""
+    quantized, _ = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
+    assert npu().limits.requantized == ("fp8",)
+    for asked, kind in (("auto", DynamicQuantizedLinear), ("kept", Fp8Linear)):
+        with hal.open({"backend": "npu", "dtype": "bfloat16", "quantized_weights": asked}) as on:
+            model = hal.load_model(quantized, on)
+        assert {type(each) for each in model.modules() if isinstance(each, QuantizedLinear)} == {kind}
 
 
 @thorough(MODE)
