@@ -2,16 +2,16 @@
 
 This module is for those who run models: :class:`hal.LLM`, :func:`hal.open`, :func:`hal.load_model`,
 :class:`hal.Runner`, :func:`hal.generate`. Model authors use :mod:`hal.ops` and :mod:`hal.nn`, vendors
-:mod:`hal.vendor`, and engines :mod:`hal.step`. Names are imported on first use.
+:mod:`hal.vendor`, and engines :mod:`hal.step`. Names and torch are imported on first use.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
+from hal import torch_import
 from hal.public_names import imported_on_use
 from hal.version import API_VERSION, __version__
 
@@ -21,29 +21,7 @@ if not os.path.exists(os.path.join(__path__[0], "backends")) and os.path.exists(
     # imports this folder even if hal is installed elsewhere, and must not find half of hal here and half there.
     __path__.append(_parent)
 
-_FOR_TORCH = {
-    # `import torch` imports every installed vendor package, and fails if one of them does. Drivers import their own
-    # when they are opened.
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    # Threads of torch's libgomp that wait for others keep their cores for 300,000 turns of a loop, some milliseconds.
-    # Where processes share cores, the others then wait for them. 10,000 turns still span what Python runs between two
-    # kernels.
-    "GOMP_SPINCOUNT": "10000",
-}
-"""Environment variables with which hal imports torch, where the user sets none. Later code gets the original ones."""
-
-if "torch" not in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "0") == "0":
-    _added = {name: text for name, text in _FOR_TORCH.items() if name not in os.environ}
-    if "OMP_WAIT_POLICY" in os.environ:
-        _added.pop("GOMP_SPINCOUNT", None)
-    os.environ.update(_added)
-    try:
-        import torch as _torch  # noqa: F401
-    except (ImportError, OSError):
-        pass  # Code that uses torch raises the error when it imports it; `hal doctor` reports it without torch.
-    finally:
-        for _name in _added:
-            del os.environ[_name]
+torch_import.prepare()
 
 if TYPE_CHECKING:
     from hal import errors, nn, ops, step, vendor

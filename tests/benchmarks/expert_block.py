@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import hal  # isort: skip  # imports torch without vendors' extensions
+import hal  # isort: skip  # torch is imported without vendors' extensions
 
 import torch
 from torch import Tensor

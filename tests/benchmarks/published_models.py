@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hal  # isort: skip  # imports torch without vendors' extensions
+import hal  # isort: skip  # torch is imported without vendors' extensions
 
 import torch
 from transformers import AutoModelForCausalLM

@@ -257,7 +257,7 @@ def test_a_run_without_conformance_imports_neither_torch_nor_hal(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytest loads the plugin in every run of every project in an environment with torch-hal."""
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)  # then `import hal` imports torch
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)  # then `import hal` prepares the import of torch
     pytester.makepyfile("""
         import sys
 

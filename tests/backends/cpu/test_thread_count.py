@@ -246,7 +246,7 @@ def test_quotas_and_affinity_limit_the_cores(tmp_path: Path) -> None:
     ids=["none", "a count", "a policy"],
 )
 def test_torch_is_imported_with_bounded_spinning(given: dict[str, str], expected: str) -> None:
-    program = "import hal, json, os; print(json.dumps(sorted(each for each in os.environ if 'GOMP' in each)))"
+    program = "import hal, torch, json, os; print(json.dumps(sorted(each for each in os.environ if 'GOMP' in each)))"
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
     done = subprocess.run(
         [sys.executable, "-c", program],
