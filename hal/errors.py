@@ -123,8 +123,13 @@ LISTED = 40
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a suggestion for a name that a person wrote: the most similar known one, then the first known names."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + listed(names)
+    close = most_similar(name, names)
+    return (f"did you mean {close!r}? " if close else "") + listed(names)
+
+
+def most_similar(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like one that a person wrote, or None if none is like it."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)), None)
 
 
 def listed(known: Iterable[str]) -> str:

@@ -16,6 +16,9 @@ DISTRIBUTION = "torch-hal"
 DEVELOPERS = frozenset({"test", "docs", "dev"})
 """The extras of people who work on hal itself; the others are those of people who run it."""
 
+DISTRIBUTIONS = {"PIL": "pillow"}
+"""Packages whose distributions have other names."""
+
 
 def optional_requirements() -> Iterator[tuple[str, Requirement]]:
     """Yield each extra and a library that it requires on this machine; none if hal is not installed."""
@@ -37,23 +40,21 @@ def need(module: str, extra: str, option: str) -> Any:
     """Return a module of an optional library.
 
     Args:
-        module: the module. Its library has the same name, with hyphens.
+        module: the module. Its library has the same name with hyphens, except those in ``DISTRIBUTIONS``.
         extra: the extra of hal's distribution that requires the library.
         option: what needs it, for the error, such as ``hal serve``.
 
     Raises:
         ConfigError: the library is not installed, cannot be imported, or has a version that no extra names.
     """
-    library = module.partition(".")[0].replace("_", "-")
+    library = DISTRIBUTIONS.get(package := module.partition(".")[0], package.replace("_", "-"))
     try:
         found = importlib.import_module(module)
     except ImportError as error:
         install = f"pip install {library} (or '{DISTRIBUTION}[{extra}]')"
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+        if importlib.util.find_spec(package) is not None:
             install = f"mend or remove the package that fails, which {library} imports (`hal doctor`)"
-        raise ConfigError(
-            f"{option} needs {library}, which cannot be imported: {error}", f"{install}, or omit {option}"
-        ) from error
+        raise ConfigError(f"{option} needs {library}, which cannot be imported: {error}", install) from error
     check_version(library, option)
     return found
 
@@ -75,5 +76,5 @@ def check_version(library: str, option: str) -> None:
         if not requirement.specifier.contains(found, prereleases=True):
             raise ConfigError(
                 f"{option} works with {library} {requirement.specifier}, and {found} is installed",
-                f"pip install '{DISTRIBUTION}[{extra}]', or omit {option}",
+                f"pip install '{DISTRIBUTION}[{extra}]'",
             )

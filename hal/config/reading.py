@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,7 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from hal.config.text import kind_of
-from hal.errors import ConfigError, HalError, listed, nearest
+from hal.errors import ConfigError, HalError, listed, most_similar, nearest
 
 T = TypeVar("T")
 INTEGERS = 1 << 63
@@ -53,7 +53,10 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
 def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable[[str, Iterable[str]], str]) -> T:
     """Do what :func:`read` does. ``values`` describes the known values of a literal, for an unknown one."""
 
+    tables: list[type | None] = []  # of each problem: the class that lacks a key
+
     def explained(error: BaseException, expected: type | None) -> str:
+        tables.append(error.cl if isinstance(error, ForbiddenExtraKeysError) else None)
         return f"{error} ({values(*error.args[1:])})" if isinstance(error, _UnknownValue) else _format(error, expected)
 
     try:
@@ -62,7 +65,10 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
         problems = cattrs.transform_error(error, path=where, format_exception=explained)
     except RecursionError:
         problems = [f"{where} is nested too deeply"]
-    raise ConfigError("; ".join(problems), f"correct them; the keys of {where}: {', '.join(_keys(cls)) or 'none'}")
+    unknown = {text.rpartition(" @ ")[2]: table for text, table in zip(problems, tables, strict=False) if table}
+    keys = [f"the keys of {path}: {', '.join(_keys(table)) or 'none'}" for path, table in unknown.items()]
+    problem = "; ".join(problems)
+    raise ConfigError(problem, "; ".join(["correct them" if "; " in problem else "correct it", *keys]))
 
 
 # Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.
@@ -139,11 +145,16 @@ def _format(error: BaseException, expected: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = _keys(error.cl)
         return "; ".join(
-            f"unknown key {name!r} ({nearest(str(name), known)})" for name in sorted(map(str, error.extra_fields))
+            f"unknown key {name!r}{_similar(name, known)}" for name in sorted(map(str, error.extra_fields))
         )
     if isinstance(error, KeyError):
         return f"required key {error.args[0]!r} is missing"
     return error.problem if isinstance(error, HalError) else str(error)
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    close = most_similar(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
 
 
 def _has_origin(origin: Any) -> Callable[[Any], bool]:

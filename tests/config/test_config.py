@@ -307,7 +307,14 @@ class TestText:
                 ConfigError, match=rf"expected int, .* @ {re.escape(str(file))}\.cache\.num_tokens"
             ) as told:
                 load(source)
-            assert f"the keys of {file}: backend, " in told.value.remedy
+            assert told.value.remedy == "correct it"
+
+    def test_the_keys_are_listed_once(self) -> None:
+        with pytest.raises(ConfigError) as told:
+            load({"cach": 1, "cache": {"num_tokns": 1}, "strict": 1})
+        lists = re.findall(r"the keys of (\S+): ", str(told.value))
+        assert lists == ["config.cache", "config"]
+        assert str(told.value).count("block_size") == 1
 
 
 class TestEnvironment:
