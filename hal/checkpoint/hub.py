@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from hal.checkpoint.other_formats import no_folder, no_safetensors_among
+from hal.checkpoint.other_formats import close_path, no_folder, no_safetensors_among
 from hal.errors import CheckpointError
 from hal.version import __version__
 
@@ -60,6 +60,8 @@ def folder_of(path: str | Path, revision: str | None = None, *, weights: bool = 
     # os.path accepts any string. pathlib raises for a path that is too long, and for an unknown user's home.
     found = Path(os.path.expanduser(path))
     if not os.path.exists(found) and _is_name(found):
+        if found.parent.is_dir():
+            log.warning("%s; asking the hub for a model of that name", no_folder(found).problem)
         return download(found.as_posix(), revision, weights=weights)
     if revision is not None:
         raise CheckpointError(f"{found} has no revision {revision!r}", "leave it out, or name a model of the hub")
@@ -194,6 +196,9 @@ def _explained(name: str, revision: str | None, error: Exception, api: HfApi) ->
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
+    here = f"there is no folder {name} here"
+    if close := close_path(Path(name)):
+        here += f" (did you mean {close}?)"
     login = "run `hf auth login`, or set HF_TOKEN to a token of your account"
     if isinstance(error, errors.GatedRepoError):
         return CheckpointError(
@@ -204,12 +209,12 @@ def _explained(name: str, revision: str | None, error: Exception, api: HfApi) ->
         return CheckpointError(f"{name} has no revision {revision!r}", f"see {api.endpoint}/{name}/tree/main")
     if isinstance(error, errors.RepositoryNotFoundError):
         return CheckpointError(
-            f"there is no folder {name} here and no model {name} at {api.endpoint}, or it is private",
+            f"{here}, and no model {name} at {api.endpoint}, or it is private",
             f"check the name; if the model is private, {login}",
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return CheckpointError(
-            f"{name} is not in the cache, and HF_HUB_OFFLINE forbids to download it",
+            f"{here}, {name} is not in the cache, and HF_HUB_OFFLINE forbids to download it",
             "set HF_HUB_OFFLINE=0, or give the path of a checkpoint's folder",
         )
     remedies: Mapping[int | None, str] = {
@@ -224,7 +229,6 @@ def _explained(name: str, revision: str | None, error: Exception, api: HfApi) ->
         )
     said = str(error).partition("\n")[0][:200] or "it gave no reason"
     return CheckpointError(
-        f"there is no folder {name} here, and {name} cannot be downloaded from {api.endpoint}: "
-        f"{type(error).__name__}: {said}",
+        f"{here}, and {name} cannot be downloaded from {api.endpoint}: {type(error).__name__}: {said}",
         "check the path; or, for a model of the hub, the network and HTTPS_PROXY",
     )

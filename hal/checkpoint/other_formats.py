@@ -39,7 +39,7 @@ def no_folder(path: Path) -> CheckpointError:
                 return CheckpointError(f"{path} is {name}, and {SAFETENSORS}", remedy)
         if any(path.match(pattern) for pattern in PICKLES):
             return _pickle(path, path.parent)
-    elif close := _close_path(path):
+    elif close := close_path(path):
         problem += f" (did you mean {close}?)"
     return CheckpointError(
         problem,
@@ -47,7 +47,7 @@ def no_folder(path: Path) -> CheckpointError:
     )
 
 
-def _close_path(path: Path) -> Path | None:
+def close_path(path: Path) -> Path | None:
     """Return the path beside this one that is most like it, or None."""
     try:
         names = os.listdir(path.parent)

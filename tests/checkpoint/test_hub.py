@@ -83,7 +83,7 @@ def test_revisions(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     [
         (401, "", "answered 401 for acme/tiny", "hf auth login"),
         (403, "GatedRepo", "acme/tiny is gated", "ask for it at http.*/acme/tiny"),
-        (404, "RepoNotFound", "no folder acme/tiny here and no model acme/tiny at http", "check the name"),
+        (404, "RepoNotFound", "no folder acme/tiny here, and no model acme/tiny at http", "check the name"),
         (429, "", "answered 429 for acme/tiny", "wait some minutes"),
         (500, "", "answered 500 for acme/tiny", "try again later"),
     ],
@@ -114,6 +114,26 @@ def test_no_network_and_nothing_cached(hub: Hub, tmp_path: Path) -> None:
         CheckpointError, match=r"acme/tiny cannot be downloaded from http://127\.0\.0\.1:9: ConnectError"
     ):
         fetch(hub, tmp_path)
+
+
+def test_a_mistyped_path_is_told_before_the_hub_is_asked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "acme/tinny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+
+    def download(*args: object, **extra: object) -> Path:
+        asked.append(caplog.text)
+        return fetch(hub, tmp_path)
+
+    monkeypatch.setattr("hal.checkpoint.hub.download", download)
+    assert hal.Checkpoint.open("acme/tiny").architecture == "Qwen3ForCausalLM"
+    (told,) = asked
+    assert "no checkpoint at acme/tiny: found nothing (did you mean acme/tinny?); asking the hub" in told
+    hub.status = 404, "RepoNotFound"
+    with pytest.raises(CheckpointError, match=r"no folder acme/tiny here \(did you mean acme/tinny\?\), and no model"):
+        fetch(hub, tmp_path / "empty")
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "config.json"])
