@@ -346,7 +346,7 @@ class TestLists:
         assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "3.0"]
         assert lines["absent"].split()[:4] == ["absent", "no", "20", "3.0"]
         assert "there is no [card]" in lines["absent"]
-        assert "around the corner buy one of those at the shop" in lines["absent"], "nothing is truncated or wrapped"
+        assert "around the corner buy one of those at the shop" in lines["absent:"], "nothing is truncated or wrapped"
         assert "bus error" in lines["raisesinprobe"]
         assert "SystemExit(3)" in lines["exitsinprobe"]
         assert "returned None, not a hal.vendor.Probe" in lines["noprobe"]

@@ -48,9 +48,11 @@ def command(emulate: bool, as_json: bool) -> None:
             "yes" if each["available"] else "no",
             *("-" if each[key] is None else str(each[key]) for key in ("priority", "api_version")),
             str(each["reason"]),
-            str(each["hint"]),
         )
         for each in drivers
     ]
-    print_table(("driver", "available", "priority", "API", "why", "what to do"), rows)
+    print_table(("driver", "available", "priority", "API", "why"), rows)
+    for each in drivers:
+        if each["hint"]:
+            echo(f"\n{each['name']}: {each['hint']}")
     echo(f"\n* selected by auto: {chosen}" if chosen else "\nauto finds no available driver")
