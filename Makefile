@@ -23,7 +23,7 @@ CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_c
 BIN = $(VENV)/bin
 NPU_BIN = $(NPU_VENV)/bin
 # What is imported is compiled then, and kept: pip would compile all of it, on one core, which takes as long as the rest.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 export PYTHONDONTWRITEBYTECODE =
 # One retry: where pip cannot reach TORCH_INDEX, another source of pip's configuration may have the build.
 INSTALL_TORCH = $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH) \
@@ -181,21 +181,23 @@ clean:
 
 # Older checkouts installed torch-npu here, and beside it `import torch` fails.
 $(VENV)/.base: setup.cfg pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL_TORCH)
-	$(PIP) --editable '.[gguf]'
-	$(BIN)/python -m pip uninstall --quiet --quiet --yes torch-npu
-	touch $@
+	@echo '== installing torch and hal into $(VENV), which takes minutes'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL_TORCH)
+	@$(PIP) --editable '.[gguf]'
+	@$(BIN)/python -m pip uninstall --quiet --quiet --yes torch-npu
+	@touch $@
 
 # It sees the packages of $(VENV), and adds torch-npu and hal. pip stops if torch-npu needs another torch than that of $(VENV),
 # and would install that one as well if the command did not name it.
 $(NPU_VENV)/.npu: $(VENV)/.base
-	test -x $(NPU_BIN)/python || $(BIN)/python -m venv --without-pip $(NPU_VENV)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@echo '== installing torch-npu into $(NPU_VENV)'
+	@test -x $(NPU_BIN)/python || $(BIN)/python -m venv --without-pip $(NPU_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(NPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
-	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[npu]' \
+	@$(NPU_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --editable '.[npu]' \
 	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
-	touch $@
+	@touch $@
 
 $(VENV)/.tools: $(VENV)/.base
 	$(PIP) --editable '.[test]'
@@ -210,7 +212,7 @@ $(VENV)/.dev: $(VENV)/.base
 
 # Of the extra `test`, what these tests import. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
-$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(PIP) torch==2.11.0
@@ -220,7 +222,7 @@ $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 	$(PIP) einops ninja nvidia-ml-py requests tabulate
 	touch $@
 
-$(CUDA_BUILD_VENV)/.test: PIP = $(CUDA_BUILD_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(CUDA_BUILD_VENV)/.test: PIP = $(CUDA_BUILD_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(CUDA_BUILD_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_BUILD_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_BUILD_VENV)
 	$(PIP) --editable '.[npu]' torch===2.13.0
@@ -229,7 +231,7 @@ $(CUDA_BUILD_VENV)/.test: setup.cfg pyproject.toml
 # Beside a build of torch for CUDA, the tests on the emulated NPU are skipped.
 WITH_TORCH_NPU = if $(1)/bin/python -c "$$CHECK_BUILD"; then $(PIP) --no-deps torch-npu==2.13.0; fi
 
-$(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(INSTALL_TORCH)
@@ -241,7 +243,7 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml
 	touch $@
 
 # SGLang names another torch, and CUDA's libraries. torchvision's kernels need the build of torch that it was built with.
-$(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+$(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt tests/engines/torchvision_declarations.py
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(INSTALL_TORCH)
