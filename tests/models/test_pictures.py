@@ -104,23 +104,36 @@ def drop_deep(level: int) -> Any:
     return drop
 
 
-@thorough(LONG, r"(deep|merger|patches)")
-@thorough(EXHAUSTIVE, "deep-1")
-@pytest.mark.parametrize(
-    ("mistake", "change"),
-    [
-        (swap_axes, None),
-        (drop_deep(0), None),
-        (drop_deep(1), None),
-        (None, transposed),
-        (None, reordered),
-    ],
-    ids=["axes", "deep-0", "deep-1", "patches", "merger"],
-)
-def test_mistakes_cost_answers(mistake: Any, change: Any) -> None:
-    """Swapped axes, a lost row of DeepStack, transposed patches, and another order of patches before the merger."""
+MISTAKES: dict[str, tuple[Any, Any]] = {
+    "height and width swapped in the positions of the text model": (swap_axes, None),
+    "the first row of DeepStack dropped": (drop_deep(0), None),
+    "the second row of DeepStack dropped": (drop_deep(1), None),
+    "the merger's middle patches swapped": (None, reordered),
+    "the pixels of each patch transposed": (None, transposed),
+}
+"""Changes of the model and of each picture's item, by their names on the card."""
+
+
+def right_with(mistake: str, count: int) -> int:
+    """Return how many of the first ``count`` questions are answered right with a mistake."""
+    of_model, of_item = MISTAKES[mistake]
     with opened("eager", backend="cpu", dtype="float32") as runner, torch.inference_mode():
-        if mistake is not None:
-            mistake(runner.model)
-        given = answers(runner, questions(FEW), change=change or (lambda item: item))
-    assert right(given) < RIGHT * FEW
+        if of_model is not None:
+            of_model(runner.model)
+        return right(answers(runner, questions(count), change=of_item or (lambda item: item)))
+
+
+@thorough(LONG, r"(first|middle|pixels)")
+@thorough(EXHAUSTIVE, "second")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_cost_answers(mistake: str) -> None:
+    """Swapped axes, a lost row of DeepStack, transposed patches, and another order of patches before the merger."""
+    assert right_with(mistake, FEW) < RIGHT * FEW
+
+
+@thorough(EXHAUSTIVE)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_card_says_what_a_mistake_costs(mistake: str) -> None:
+    card = (CHECKPOINT / "README.md").read_text(encoding="utf-8")
+    (told,) = re.findall(rf"\| {mistake} \| (\d+) \|", card)
+    assert abs(right_with(mistake, 100) - int(told)) <= 2
