@@ -26,6 +26,7 @@ from hal.parallel import Mesh
 
 TOKENS = [1, 7, 30, 4, 200, 19]
 KINDS = {"Q4_0": torch.int32, "Q4_1": torch.int32, "Q5_0": torch.int8, "Q5_1": torch.int8, "Q8_0": torch.int8}
+K_QUANTS = {"Q4_K": (torch.int32, 32), "Q5_K": (torch.int8, 32), "Q6_K": (torch.int8, 16)}
 WITHOUT_BIAS = {**DENSE, "attention_bias": False}
 
 
@@ -57,6 +58,20 @@ def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: 
     assert {each.weight.dtype for each in found.values()} == {KINDS[kind]}
     assert all((each.weight_zero_point is None) == kind.endswith("_0") for each in found.values())
     assert not layers(load(file, weights="auto"))
+    assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
+
+
+@thorough(EXHAUSTIVE, r"\[sparse-Q[56]")
+@pytest.mark.parametrize("kind", K_QUANTS)
+@pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])
+def test_kept_k_quants_are_the_dequantized_ones(overrides: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 1}
+    wide |= {"moe_intermediate_size": 256, "num_experts": 4} if overrides is SPARSE else {"intermediate_size": 256}
+    file = write_gguf(random_checkpoint(tmp_path / "plain", **{**overrides, **wide}), tmp_path / "k.gguf", kind=kind)
+    found = layers(load(file))
+    assert len(found) == 4
+    assert {(each.weight.dtype, each.group_size) for each in found.values()} == {K_QUANTS[kind]}
+    assert all((each.weight_zero_point is None) == (kind == "Q6_K") for each in found.values())
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
 
 

@@ -94,7 +94,8 @@ def write_gguf(
     Args:
         folder: the checkpoint in safetensors.
         file: the file to write.
-        kind: the type of the matrices; vectors are float32.
+        kind: the type of the matrices; vectors are float32. The values of K-quants, which the package does not write,
+            are random.
         metadata: further metadata, or others, by key; None leaves a key out.
         tensors: further tensors, by the names in the file.
         split: the most tensors in one file; 0 for a single one.
@@ -120,7 +121,8 @@ def write_gguf(
     for name, values in stored.items():
         fits = len(values.shape) > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0
         chosen = quantization if fits else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
+        blocks = random_blocks(values.shape, chosen) if kind.endswith("_K") else None
+        writer.add_tensor(name, gguf.quants.quantize(values, chosen) if blocks is None else blocks, raw_dtype=chosen)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -128,6 +130,20 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray | None:
+    """Return random blocks with small scales, one of which is 0; None if the type has no blocks of 256."""
+    if not kind.name.endswith("_K"):
+        return None
+    draw, (size, nbytes) = np.random.default_rng(shape[-1]), gguf.GGML_QUANT_SIZES[kind]
+    blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // size, nbytes), dtype=np.uint8)
+    scales = draw.uniform(0.5, 1, (2, *blocks.shape[:-1], 1)) / (32 * 32 * shape[-1] ** 0.5)
+    for scale, start in zip(scales, (208,) if kind.name == "Q6_K" else (0, 2), strict=False):
+        blocks[..., start : start + 2] = scale.astype(np.float16).view(np.uint8)
+    if kind.name != "Q6_K":
+        blocks[..., 0, 4:6] &= 0xC0
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The numbers, scales and zero points of GGUF's blocks of 32, as projections with weights of 8 and 4 bits take them.
+"""The numbers, scales and zero points of GGUF's blocks, as projections with weights of 8 and 4 bits take them.
 
 Source: the description of the formats in ggml: a number is ``d * (n - 8)`` in Q4_0, ``d * n + m`` in Q4_1,
-``d * (n - 16)`` in Q5_0, ``d * n + m`` in Q5_1, and ``d * n`` in Q8_0.
+``d * (n - 16)`` in Q5_0, ``d * n + m`` in Q5_1, and ``d * n`` in Q8_0. :mod:`.k_blocks` has the K-quants.
 """
 
 from __future__ import annotations
@@ -11,29 +11,34 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hal.checkpoint.gguf.k_blocks import k_minima, k_numbers, k_scales
+
 Part = Literal["numbers", "scales", "zero_points"]
-SIZE: Final = 32
-"""The numbers of a block."""
-BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8}
-"""The bits that a number takes in memory, by the type of the tensor."""
-MIDDLES: Final = {"Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q8_0": 0}
+SIZES: Final = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
+"""The numbers that share a scale, by the type of the tensor."""
+BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8}
+"""The bits that a number takes in memory."""
+MIDDLES: Final = {"Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q8_0": 0, "Q4_K": 8, "Q5_K": 16, "Q6_K": 32}
 """What is subtracted from a number, so that it is signed."""
-SHIFTED: Final = ("Q4_1", "Q5_1")
+SHIFTED: Final = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 """The types with a minimum, which becomes a zero point."""
+WIDE: Final = ("Q4_K", "Q5_K", "Q6_K")
+"""The K-quants, whose scales are products, and so float32. Others are float16."""
 
 
 def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic]:
-    """Return the numbers of rows, int8 ``[rows, columns]``; or the scales, float16, or zero points, float32, of blocks.
+    """Return the numbers of rows, int8 ``[rows, columns]``; or the scales, or the zero points, float32, of groups.
 
     Args:
         name: the type, one of ``BITS``.
         raw: the bytes of the rows: uint8 ``[rows, blocks, bytes of a block]``.
         part: what to return.
     """
-    scale = np.ascontiguousarray(raw[..., :2]).view(np.float16)[..., 0]
+    rows = raw.shape[0]
+    scale = (k_scales(name, raw) if name in WIDE else _half(raw[..., :2])).reshape(rows, -1)
     if name not in SHIFTED:
-        return scale if part == "scales" else _numbers(name, raw).reshape(raw.shape[0], -1)
-    least = np.ascontiguousarray(raw[..., 2:4]).view(np.float16)[..., 0]
+        return scale if part == "scales" else _numbers(name, raw)
+    least = (-k_minima(raw) if name in WIDE else _half(raw[..., 2:4])).reshape(rows, -1)
     constant = scale == 0  # All numbers are the minimum: 0 minus a zero point of -1, times the minimum.
     if part == "scales":
         return np.where(constant, least, scale)
@@ -41,15 +46,25 @@ def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic
         zero = -MIDDLES[name] - least.astype(np.float32) / np.where(constant, 1, scale).astype(np.float32)
         return np.asarray(np.where(constant, -1, zero), np.float32)
     numbers = _numbers(name, raw)
-    return np.where(constant[..., None], 0, numbers).astype(np.int8).reshape(raw.shape[0], -1)
+    return np.where(constant.repeat(SIZES[name], -1), 0, numbers).astype(np.int8)
+
+
+def _half(raw: NDArray[np.uint8]) -> NDArray[np.generic]:
+    return np.ascontiguousarray(raw).view(np.float16)
 
 
 def _numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Return signed numbers ``[rows, columns]``."""
+    numbers = k_numbers(name, raw).astype(np.int8) if name in WIDE else _simple_numbers(name, raw)
+    return (numbers - MIDDLES[name]).astype(np.int8).reshape(raw.shape[0], -1)
+
+
+def _simple_numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.int8]:
     if name == "Q8_0":
         return np.ascontiguousarray(raw[..., 2:]).view(np.int8)
-    halves = raw[..., -SIZE // 2 :]
+    halves = raw[..., -16:]
     numbers = np.concatenate((halves & 15, halves >> 4), axis=-1).astype(np.int8)
     if BITS[name] == 8:  # the fifth bits, in four bytes before the others
-        high = np.unpackbits(raw[..., -SIZE // 2 - 4 : -SIZE // 2], axis=-1, bitorder="little")
+        high = np.unpackbits(raw[..., -20:-16], axis=-1, bitorder="little")
         numbers |= high.astype(np.int8) << 4
-    return (numbers - MIDDLES[name]).astype(np.int8)
+    return numbers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.converted_weights import KEPT, Conversion
-from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZE
+from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names
 from hal.checkpoint.safetensors_files import TensorInfo
@@ -29,14 +29,17 @@ log = logging.getLogger("hal.checkpoint")
 
 
 class Blocks(Representation):
-    """Numbers, scales and zero points of blocks, as :class:`~hal.checkpoint.gguf.gguf_files.GgufFiles` reads them."""
+    """Numbers, scales and zero points of blocks, as :class:`~hal.checkpoint.gguf.gguf_files.GgufFiles` reads them.
+
+    The description is the type of the tensors.
+    """
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
-        blocks = {IN: SIZE}
+        blocks, scales = {IN: SIZES[self.description]}, torch.float32 if self.description in WIDE else torch.float16
         found = {
             "numbers": layer.declare("numbers", dtype=torch.int8),
-            "scales": layer.declare("scales", group_sizes=blocks, dtype=torch.float16),
+            "scales": layer.declare("scales", group_sizes=blocks, dtype=scales),
         }
         if not layer.symmetric:
             found["zero_points"] = layer.declare("zero_points", group_sizes=blocks, dtype=torch.float32)
@@ -104,18 +107,18 @@ def pack_layers(
             scheme: Scheme = Floating()
             layer = _layer(scheme, linear, names, Dequantizing(None), Conversion(scheme, weights))
         elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
-            scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZE, symmetric=kind not in SHIFTED)
-            layer = _layer(scheme, linear, names, Blocks(None), None)
+            scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
+            layer = _layer(scheme, linear, names, Blocks(kind), None)
             types.add(kind)
             for name in names:
                 info = tensors.pop(f"{name}.weight")
-                tensors.update(_parts(name, info, shifted=kind in SHIFTED))
+                tensors.update(_parts(name, info, kind))
         else:
             continue
         model.set_submodule(path, layer.module)
         found[path] = layer
     if weights == KEPT:
-        kept = ", ".join(sorted(types)) or "none has blocks of 32"
+        kept = ", ".join(sorted(types)) or "none has a type that can"
         log.info("the weights of %d of %d linear layers stay packed (%s)", len(found), len(layers), kept)
     return attrs.evolve(checkpoint, tensors=tensors), found
 
@@ -133,11 +136,12 @@ def _layer(
     return QuantizedLayer(module, names, scheme, representation, described, conversion)
 
 
-def _parts(name: str, info: TensorInfo, *, shifted: bool) -> Iterator[tuple[str, TensorInfo]]:
+def _parts(name: str, info: TensorInfo, kind: str) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the parts of a packed weight as tensors."""
     stored = info.stored or f"{name}.weight"
-    blocks = *info.shape[:-1], info.shape[-1] // SIZE
+    blocks = *info.shape[:-1], info.shape[-1] // SIZES[kind]
     yield f"{name}.numbers", attrs.evolve(info, dtype="I8", stored=f"{stored}#numbers")
-    yield f"{name}.scales", attrs.evolve(info, shape=blocks, dtype="F16", stored=f"{stored}#scales")
-    if shifted:
+    scales = "F32" if kind in WIDE else "F16"
+    yield f"{name}.scales", attrs.evolve(info, shape=blocks, dtype=scales, stored=f"{stored}#scales")
+    if kind in SHIFTED:
         yield f"{name}.zero_points", attrs.evolve(info, shape=blocks, stored=f"{stored}#zero_points")
