@@ -351,7 +351,7 @@ def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
 
 def test_ranks_do_not_split_a_model_without_a_plan(saved: Any) -> None:
     folder, _, _ = saved("gpt2")
-    with pytest.raises(ConfigError, match="transformers has no plan for it"):
+    with pytest.raises(ConfigError, match="transformers has no plan that splits its projections"):
         check_shared(hal.Checkpoint.open(folder), ParallelConfig(2), "transformers")
 
 

@@ -117,7 +117,7 @@ def sharding(style: str | None, path: str, layer: nn.Linear, head_dim: int, *, h
 def refusal(plan: Mapping[str, str]) -> str | None:
     """Return why hal cannot split a model by a plan of :func:`plan_of`, or None."""
     if not any(style in (COLWISE, ROWWISE, PARTED) for style in plan.values()):
-        return "transformers has no plan for it"
+        return "transformers has no plan that splits its projections"
     known = (COLWISE, ROWWISE, GATHERED, PARTED, PARAMETERS, *EXPERTS, *WHOLE)
     for path, style in plan.items():
         if style not in known:
