@@ -161,7 +161,7 @@ class NpuBackend(Backend):
 
     def enter(self) -> Any:
         """Enter the backend, and make its device the thread's current one, on which kernels launch."""
-        before = torch_npu.npu.current_device()
+        before = torch.accelerator.current_device_index()
         if before != self.device.torch.index:
             torch_npu.npu.set_device(self.device.torch)
         return super().enter(), before

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch_npu
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -178,9 +179,13 @@ class NpuGraph(Graph):
     def _launch(self, updates: Any) -> None:
         index = self._device.torch.index
         # In another thread, the current device is 0 at first.
-        here = torch_npu.npu.current_device() == index
-        with UPDATING, nullcontext() if here else torch_npu.npu.device(index):
-            self._replay_and_update(updates)
+        here = torch.accelerator.current_device_index() == index
+        with UPDATING:
+            if here:
+                self._replay_and_update(updates)
+            else:
+                with torch_npu.npu.device(index):
+                    self._replay_and_update(updates)
 
     def _replay_and_update(self, updates: list[dict[str, Any]]) -> None:
         if self._failures != (failures := self._device.count_failures()):

@@ -117,10 +117,10 @@ class Graph(ABC):
             finally:
                 end_capturing()
 
-    def plan(self, host_values: Mapping[str, HostValue]) -> Callable[[], None] | str:
+    def plan(self, host_values: Mapping[str, HostValue]) -> Callable[[], Any] | str:
         """Check host values, and return a function that replays the graph with them, or why the graph cannot.
 
-        Nothing is launched. Call the function at most once, before the next plan.
+        Nothing is launched. Call the function at most once, before the next plan. It returns :attr:`outputs`.
 
         Raises:
             HostValueError: a name is unknown or missing, or a shape or dtype differs.
@@ -132,10 +132,15 @@ class Graph(ABC):
         if isinstance(prepared, str):
             return prepared
 
-        def run() -> None:
-            with self._launching, nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+        def run() -> Any:
+            with self._launching:
                 self._require_capture("replay")
-                self._launch(prepared)
+                if torch.is_inference_mode_enabled():
+                    self._launch(prepared)
+                else:
+                    with torch.inference_mode():
+                        self._launch(prepared)
+                return self._outputs
 
         return run
 

@@ -25,7 +25,7 @@ class HostValues:
         self._tensors: dict[str, Tensor] = {}
         self._given = {tensor.data_ptr(): name for name, tensor in names.items()}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
     def items(self) -> list[tuple[str, Tensor]]:

@@ -147,9 +147,8 @@ class CapturedEncoder:
             if isinstance(replay, str):
                 break
             bucket.static.fill(batch)
-            replay()
+            outputs: Outputs = replay()
             self.replays += 1
-            outputs: Outputs = bucket.graph.outputs
             return outputs
         return self._uncaptured(batch)
 

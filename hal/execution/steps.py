@@ -24,7 +24,7 @@ from hal.step.rows import split_batch, taken
 log = logging.getLogger("hal.execution")
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Planned:
     """A step that was decided on: how it runs, whether that computes logits, and what computes them otherwise."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from copy import copy
 from typing import Self
 
@@ -59,6 +59,7 @@ class StaticBatch:
         }
         self.batch: Batch = batch_type(**tensors)
         self._by_token = [name for name, each in self._fields.items() if each.only_tokens and each.twin_of is None]
+        self._twins = {name: each.twin_of for name, each in self._fields.items() if each.twin_of is not None}
         # The padding of each field: a number, or a tensor on the device.
         self._padding: dict[str, int | float | Tensor] = {
             name: whole[name].to(device) if callable(each.pad) else each.pad
@@ -107,21 +108,28 @@ class StaticBatch:
         for name in self._by_token:
             copy_padded(getattr(self.batch, name), getattr(batch, name), self._fields[name], self._padding[name])
 
-    def host_values(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the host values of ``batch`` padded to this size, by field name."""
+    def host_values(self, batch: Batch, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """Return the host values of ``batch`` padded to this size, by field name.
+
+        Args:
+            batch: the batch.
+            names: those to return, such as those that a graph reads; None for all.
+        """
         found = {}
-        for name, each in self._fields.items():
-            if each.twin_of is None:
+        for name, twin_of in self._twins.items():
+            if names is not None and name not in names:
                 continue
-            fixed, given = getattr(self.batch, name), getattr(batch, name)
+            each, fixed = self._fields[name], getattr(self.batch, name)
             if each.by_shape:
                 found[name] = fixed
-            elif len(each.axes) == 1 and not callable(each.pad):
+                continue
+            given = getattr(batch, name)
+            if len(each.axes) == 1 and not callable(each.pad):
                 missing = fixed.shape[0] - given.shape[0]
                 found[name] = pad(given, (0, missing), value=each.pad) if missing else given
             else:
                 found[name] = torch.empty_like(fixed)
-                padding = self._padding[each.twin_of]
+                padding = self._padding[twin_of]
                 copy_padded(found[name], given, each, padding.cpu() if isinstance(padding, Tensor) else padding)
         return found
 

@@ -73,6 +73,7 @@ class CapturedForm(Form):
     def __init__(self, context: FormContext) -> None:
         self.context = context
         self._buckets: dict[int, list[Bucket]] = {}
+        self._sizes: dict[int, list[int]] = {}
         self._missing = "no size was captured"
         config, phase = context.config, context.phase
         problem = None
@@ -89,8 +90,9 @@ class CapturedForm(Form):
         else:
             self._missing = problem or OTHER_RANK
             log.warning("%s batches run uncaptured: %s", phase, self._missing)
-        for found in self._buckets.values():
+        for key, found in self._buckets.items():
             found.sort(key=lambda bucket: bucket.shape.tokens)
+            self._sizes[key] = [self.size_of(bucket.shape)[1] for bucket in found]
         first = next((found[-1] for found in self._buckets.values()), None)
         self._addresses = None
         if config.debug and first is not None:
@@ -135,11 +137,9 @@ class CapturedForm(Form):
     def bucket_for(self, shape: StepShape) -> Bucket | None:
         """Return the smallest bucket that holds a step of ``shape``, or None."""
         key, size = self.size_of(shape)
-        found = self._buckets.get(key)
-        if not found or not size:
-            return None
-        place = bisect_left(found, size, key=lambda bucket: self.size_of(bucket.shape)[1])
-        return found[place] if place < len(found) else None
+        sizes = self._sizes.get(key, ())
+        place = bisect_left(sizes, size)
+        return self._buckets[key][place] if size and place < len(sizes) else None
 
     def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
         """Plan a batch on the smallest bucket that holds it."""
@@ -161,6 +161,7 @@ class CapturedForm(Form):
                 self.context.backend.captured_graphs.difference_update(bucket.graphs)
                 bucket.drop()
         self._buckets.clear()
+        self._sizes.clear()
         self._missing = "the form is closed"
 
     def _all_agree(self, captured: bool) -> bool:

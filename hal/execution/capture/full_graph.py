@@ -114,15 +114,13 @@ class FullGraphForm(CapturedForm):
         if batch.block_table.shape[1] > columns:
             return f"its block table has more columns than the {columns} captured"
         graph = bucket.graphs[0]
-        known = graph.host_values  # A model without attention takes none.
-        replay = graph.plan({name: each for name, each in bucket.static.host_values(batch).items() if name in known})
+        replay = graph.plan(bucket.static.host_values(batch, graph.host_values))
         if isinstance(replay, str):
             return replay
 
         def run() -> Outputs:
             bucket.static.fill(batch)
-            replay()
-            outputs: Outputs = graph.outputs
+            outputs: Outputs = replay()
             return outputs
 
         return run
