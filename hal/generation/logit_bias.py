@@ -30,7 +30,7 @@ def add_biases(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 def _biases(request: Request) -> Iterator[tuple[int, float]]:
     params = request.params
-    if request.ended or not (params.logit_bias or params.min_new_tokens or request.bad):
+    if not (params.logit_bias or params.min_new_tokens or request.bad) or request.ended:
         return
     yield from params.logit_bias.items()
     if request.drawn < params.min_new_tokens:

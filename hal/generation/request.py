@@ -58,6 +58,7 @@ class Request:
         row: its row in the input batch.
         penalties: its row in the table of penalties, from the first step on.
         cancelled: whether its tokens are no longer wanted.
+        finished: the reason why the text ended, once its last token is known.
         stops: the tokens that end the text.
         bad: sequences of tokens that are not generated.
         text: the text of the new tokens, if the request has stop texts.
@@ -80,6 +81,7 @@ class Request:
     row: int = -1
     penalties: int | None = None
     cancelled: bool = False
+    finished: Literal["stop", "length"] | None = None
     stops: frozenset[int] = frozenset()
     bad: tuple[tuple[int, ...], ...] = ()
     text: GeneratedText | None = None
@@ -98,7 +100,13 @@ class Request:
         return self.length + self.drawn - 1 if self.drawn else self.cached
 
     @property
+    def has_generated(self) -> bool:
+        """Whether the host knows a new token."""
+        return len(self.tokens) > self.length
+
+    @property
     def generated(self) -> list[int]:
+        """A copy of the new tokens that the host knows."""
         return self.tokens[self.length :]
 
     def append(self, token_id: int) -> None:
@@ -106,6 +114,10 @@ class Request:
         self.tokens.append(token_id)
         if self.text is not None:
             self.text.push(token_id)
+        if token_id in self.stops or (self.text is not None and self.text.stopped is not None):
+            self.finished = "stop"
+        elif len(self.tokens) == self.length + self.limit:
+            self.finished = "length"
 
     def token(self, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Token:
         """Return the last new token."""
@@ -116,15 +128,6 @@ class Request:
     def ended(self) -> bool:
         """Whether no further token is wanted."""
         return self.cancelled or self.finished is not None
-
-    @property
-    def finished(self) -> Literal["stop", "length"] | None:
-        """The reason, if the last token is known."""
-        if len(self.tokens) > self.length and self.tokens[-1] in self.stops:
-            return "stop"
-        if self.text is not None and self.text.stopped is not None:
-            return "stop"
-        return "length" if len(self.tokens) == self.length + self.limit else None
 
 
 def checked(

@@ -159,7 +159,7 @@ class Scheduler:
 
     def _awaits_its_leader(self, request: Request) -> bool:
         leader = None if self._runner.prefixes is None else request.leader
-        return leader is not None and leader in self._running and not leader.generated
+        return leader is not None and leader in self._running and not leader.has_generated
 
     def _step(self, sequences: list[Request]) -> list[tuple[Request, Token]]:
         """Start a step of sequences, in the order of their rows, and return tokens that became known."""
@@ -285,7 +285,7 @@ class Scheduler:
         (sequences, copy), self._unread = self._unread, None
         chosen, wrong, *likely = (each.tolist() for each in copy.wait())
         logprobs = read_logprobs(likely, [each.params.logprobs for each in sequences])
-        going = [each for each in sequences if not each.ended]
+        going = {each for each in sequences if not each.ended}
         if bad := [each for each, is_wrong in zip(sequences, wrong, strict=True) if is_wrong and each in going]:
             raise NumericsError(
                 f"the model gave NaN logits for prompt {', '.join(str(each.prompt_index) for each in bad)}",
@@ -295,7 +295,7 @@ class Scheduler:
         for sequence, token in zip(sequences, chosen, strict=True):
             sequence.unread -= 1
             if not sequence.ended:
-                if not sequence.generated:  # Its prompt is in the cache. A failure of the device has been raised.
+                if not sequence.has_generated:  # Its prompt is in the cache. A failure of the device has been raised.
                     self._remember(sequence)
                 sequence.append(token)
         found = [
@@ -320,7 +320,7 @@ class Scheduler:
     def _remember(self, sequence: Request) -> None:
         """Let later prompts reuse the tokens in the cache: all but the last chosen one, which has not run."""
         if self._runner.prefixes is not None:
-            tokens = sequence.identities[:-1] if sequence.generated else sequence.identities
+            tokens = sequence.identities[:-1] if sequence.has_generated else sequence.identities
             self._runner.prefixes.remember(sequence.blocks, tokens)
 
     def _give_back(self, sequence: Request) -> None:
