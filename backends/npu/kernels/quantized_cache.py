@@ -148,8 +148,12 @@ class StoreQuantized:
         """See :func:`hal.ops.store_quantized_kv_cache`."""
         if not key.shape[0]:
             return
-        given = (key, key_scale), (value, value_scale)
-        (key, key_scale), (value, value_scale) = (self._quantized(*each, keys.dtype) for each in given)
+        if keys.dtype is INTEGERS and key_scale is None and value_scale is None:
+            # Together: the copy makes values contiguous, which quantization alone needs, too.
+            (key, value), (key_scale, value_scale) = torch_npu.npu_dynamic_quant(torch.stack((key, value)))
+        else:
+            given = (key, key_scale), (value, value_scale)
+            (key, key_scale), (value, value_scale) = (self._quantized(*each, keys.dtype) for each in given)
         as_bytes = (each.view(INTEGERS) for each in (key, value, keys, values))
         torch_npu.npu_scatter_pa_kv_cache(*as_bytes, slot_mapping, cache_mode="Norm")
         slots, size = slot_mapping.long(), keys.shape[1]
