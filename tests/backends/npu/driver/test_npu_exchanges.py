@@ -150,6 +150,7 @@ def test_the_same_tokens_with_fused_collectives(trained: Path) -> None:
 
 
 @thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[512")
 @pytest.mark.parametrize(("width", "native"), [(1024, True), (512, False)])
 def test_dispatch_and_combine_of_an_a3(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, native: bool
