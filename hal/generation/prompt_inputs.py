@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from hal.execution.runner import Runner
 from hal.nn import EncoderItem, Placement
+from hal.step.sequence_fields import joined_fields
 
 
 @attrs.define(eq=False)
@@ -63,15 +64,15 @@ class PromptInputs:
         known = [token if row < 0 else of_row[row] for token, row in zip(tokens, rows, strict=False)]
         return [*known, *tokens[len(rows) :]]
 
-    def needed(self, cached: int) -> Sequence[EncoderItem]:
-        """Return the items of which a token is not among the first ``cached`` ones."""
-        rows = self.placement.rows[cached:]
-        first = rows[rows >= 0]
-        if not first.numel():
+    def needed(self, start: int, stop: int) -> Sequence[EncoderItem]:
+        """Return the items of which a token is among those from ``start`` to ``stop``."""
+        rows = self.placement.rows[start:stop]
+        rows = rows[rows >= 0]
+        if not rows.numel():
             return ()
-        index = bisect_right(self.starts, int(first.min())) - 1
-        self._first = self.starts[index]
-        return self.items[index:]
+        first, last = (bisect_right(self.starts, int(each)) - 1 for each in (rows.min(), rows.max()))
+        self._first = self.starts[first]
+        return self.items[first : last + 1]
 
     def give(self, embeddings: Sequence[Tensor]) -> None:
         """Take the embeddings of the items that :meth:`needed` returned."""
@@ -93,3 +94,34 @@ class PromptInputs:
             whole.index_copy_(0, places, self._embeddings.index_select(0, (rows[embedded] - self._first).to(device)))
             found |= {"embedded": embedded, "embeddings": whole}
         return found
+
+
+def step_fields(
+    runner: Runner, inputs: Sequence[PromptInputs | None], starts: Sequence[int], counts: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the fields of a step's batch that the inputs of its prompts determine. Encodes the items that it reads.
+
+    Args:
+        runner: encodes the items, or has kept their embeddings.
+        inputs: those of each sequence; None for text alone.
+        starts: the first token of each sequence in the step.
+        counts: the number of its tokens in the step.
+
+    Raises:
+        ModelError: the encoder returned tensors of other shapes.
+        ClosedError: the runner is closed.
+    """
+    if all(each is None for each in inputs):
+        return {}
+    ranges = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    needed = [(each, each.needed(*span)) for each, span in zip(inputs, ranges, strict=True) if each is not None]
+    items = [item for _, own in needed for item in own]
+    found = iter(runner.encode(items) if items else ())
+    with torch.inference_mode():
+        for each, own in needed:
+            each.give([next(found) for _ in own])
+        parts = [{} if each is None else each.fields(*span) for each, span in zip(inputs, ranges, strict=True)]
+        for each, _ in needed:
+            each.drop()
+        size, device = runner.spec.block_size, runner.backend.device.torch
+        return joined_fields(runner.model.batch_type, parts, counts, starts, block_size=size, device=device)

@@ -17,13 +17,13 @@ from hal.execution.runner import Runner
 from hal.generation.logit_bias import add_biases
 from hal.generation.logprobs import logprobs_of, read_logprobs
 from hal.generation.penalties import PenaltyTable, has_penalties
+from hal.generation.prompt_inputs import step_fields
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import choose
 from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import NONE, to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
-from hal.step.sequence_fields import joined_fields
 
 
 class Scheduler:
@@ -214,29 +214,9 @@ class Scheduler:
             prefixes.save_states(sequence.blocks, sequence.identities[:length], sequence.slots[0])
 
     def _fields(self, sequences: list[Request], counts: Sequence[int] | None) -> dict[str, Any]:
-        """Return the fields of a step's batch that its prompts' inputs determine. Encodes the inputs of new prompts."""
-        runner = self._runner
-        having = [each.inputs for each in sequences if each.inputs is not None]
-        if not having:
-            return {}
-        if counts is not None:
-            self._encode(sequences)
+        """Return the fields of a step's batch that its prompts' inputs determine."""
         new, starts = counts or [1] * len(sequences), [each.first_new for each in sequences]
-        with torch.inference_mode():
-            parts = [
-                {} if each.inputs is None else each.inputs.fields(start, start + count)
-                for each, start, count in zip(sequences, starts, new, strict=True)
-            ]
-            for each in having:
-                each.drop()
-            size, device = runner.spec.block_size, runner.backend.device.torch
-            return joined_fields(runner.model.batch_type, parts, new, starts, block_size=size, device=device)
-
-    def _encode(self, sequences: list[Request]) -> None:
-        needed = [(each.inputs, each.inputs.needed(each.cached)) for each in sequences if each.inputs is not None]
-        found = iter(self._runner.encode([item for _, items in needed for item in items]))
-        for inputs, items in needed:
-            inputs.give([next(found) for _ in items])
+        return step_fields(self._runner, [each.inputs for each in sequences], starts, new)
 
     def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
         """Return the next token of each request, on the device."""

@@ -209,7 +209,7 @@ def our_logits(runner: hal.Runner, stories: Sequence[Story], cuts: Sequence[int]
     inputs = [PromptInputs.of(runner, each.tokens[: each.length], each.items) for each in stories]
     for each in inputs:
         if each is not None:
-            each.give(runner.encode(each.needed(0)))
+            each.give(runner.encode(each.needed(0, each.placement.rows.shape[0])))
     blocks, first = [], 1
     for each in stories:
         count = runner.spec.blocks_for(len(each.tokens))
