@@ -273,4 +273,4 @@ class Qwen2_5_VLForConditionalGeneration(VisualLM):  # noqa: N801 - the architec
             Block(each.kind, merged(each, merge), rate * (each.seconds or 1.0) if each.kind == VIDEO else 1.0)
             for each in items
         ]
-        return place_blocks(tokens, blocks, self.config.placeholders)
+        return place_blocks(tokens, blocks, self.placeholders)

@@ -128,12 +128,16 @@ class VisualLM(DecoderLM):
     def encoder(self) -> Encoder:
         return self.visual
 
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        return self.config.placeholders
+
     def expand(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> list[int]:
         kinds, sizes = [each.kind for each in items], list(map(self.visual.rows, items))
-        return expanded(tokens, kinds, sizes, self.config.placeholders)
+        return expanded(tokens, kinds, sizes, self.placeholders)
 
     def place(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> Placement:
-        return place_blocks(tokens, list(frames(items, self.visual.merge)), self.config.placeholders)
+        return place_blocks(tokens, list(frames(items, self.visual.merge)), self.placeholders)
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Declare the embeddings in the dtype of the weights."""

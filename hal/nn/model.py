@@ -38,6 +38,7 @@ class CausalLM(nn.Module):
         output_projection: the name of the module that computes the logits, which stays unquantized.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         encoder: the encoder of inputs beside tokens, a module of the model; None for a model of text alone.
+        placeholders: the kinds of the encoder's items, by the token that stands for an embedding of them.
         prepared_by: the backend that prepared weights or replaced layers at load; None if neither was done.
         base_name: the module without the output projection. Checkpoints of that module alone lack its name.
         other_names: the model's spelling of a part of tensor names, by the spelling that a checkpoint may have instead.
@@ -70,6 +71,10 @@ class CausalLM(nn.Module):
     @property
     def encoder(self) -> Encoder | None:
         return None
+
+    @property
+    def placeholders(self) -> Mapping[int, str]:
+        return MappingProxyType({})
 
     @classmethod
     @abstractmethod
