@@ -55,20 +55,21 @@ def need(module: str, extra: str, option: str) -> Any:
         if importlib.util.find_spec(package) is not None:
             install = f"mend or remove the package that fails, which {library} imports (`hal doctor`)"
         raise ConfigError(f"{option} needs {library}, which cannot be imported: {error}", install) from error
-    check_version(library, option)
+    check_version(library, option, extra)
     return found
 
 
-def check_version(library: str, option: str) -> None:
+def check_version(library: str, option: str, extra: str | None = None) -> None:
     """Raise ConfigError if an installed library has a version that no extra names; do nothing if it is absent.
 
     Args:
         library: the name of its distribution.
         option: what needs it, for the error, such as ``--against transformers``.
+        extra: the extra whose requirement counts, if it names the library; else those of all.
     """
-    for extra, requirement in optional_requirements():
-        if requirement.name != library:
-            continue
+    named = [(each, requirement) for each, requirement in optional_requirements() if requirement.name == library]
+    own = [each for each in named if each[0] == extra]
+    for name, requirement in own or named:
         try:
             found = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
@@ -76,5 +77,5 @@ def check_version(library: str, option: str) -> None:
         if not requirement.specifier.contains(found, prereleases=True):
             raise ConfigError(
                 f"{option} works with {library} {requirement.specifier}, and {found} is installed",
-                f"pip install '{DISTRIBUTION}[{extra}]'",
+                f"pip install '{DISTRIBUTION}[{name}]'",
             )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hal import Checkpoint
-from hal.config.optional_libraries import check_version, need
+from hal.config.optional_libraries import need
 from hal.errors import BatchError, CheckpointError
 from hal.generation.llm.processor import Preparation, Processor
 from hal.nn import EncoderItem
@@ -37,7 +37,6 @@ class TransformersProcessor(Processor):
                 "leave the images out, or download the whole checkpoint of a model that reads them",
             )
         need("PIL", "vision", "an image")
-        check_version("transformers", "an image")
         image_processing = need("transformers.models.auto.image_processing_auto", "vision", "an image")
         try:
             # The same pixels whether torchvision is installed or not.
