@@ -499,7 +499,7 @@ def test_a_name_of_the_hub_is_refused(trained: Path) -> None:
 
 
 @needs_vllm
-def test_images_are_refused(trained: Path) -> None:
+def test_images_of_a_model_without_an_encoder_are_refused(trained: Path) -> None:
     program = (
         "from vllm import EngineArgs\n"
         "from vllm.config.multimodal import MultiModalConfig\n"
@@ -513,7 +513,7 @@ def test_images_are_refused(trained: Path) -> None:
     )
     result = run(program)
     assert "text alone is taken" in result.stdout, result.stderr
-    assert "reads images, which hal does not take from vLLM" in result.stderr
+    assert "reads images, which hal does not prepare for" in result.stderr
 
 
 @needs_vllm

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
+from packaging.version import Version
+
+log = logging.getLogger("vllm.hal")
+
 PLUGIN = "hal"
-"""The name of the plugin in vLLM's group of entry points."""
+"""The name of the plugins in vLLM's groups of entry points."""
+
+
+def _asked() -> bool:
+    return PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(",") or os.environ.get("HAL_VLLM") == "1"
 
 
 def register() -> str | None:
     """Return the platform's class for vLLM, if hal was asked for by ``HAL_VLLM=1`` or ``VLLM_PLUGINS=hal``."""
-    named = PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(",")
-    if not named and os.environ.get("HAL_VLLM") != "1":
+    if not _asked():
         return None
     # hal's worker takes steps for vLLM's first model runner. Where Triton works, vLLM would make them for its second.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return "hal.engines.vllm.platform.HalPlatform"
+
+
+def register_models() -> None:
+    """Let hal prepare the images of its models, if hal was asked for. vLLM calls it in each process."""
+    if not _asked():
+        return
+    from vllm import __version__
+
+    if Version(__version__) < Version("0.32"):  # in which processors have another interface
+        return
+    try:
+        from hal.engines.vllm import images
+    except ImportError as error:
+        log.warning("hal prepares no images with vLLM %s: %s", __version__, error)
+    else:
+        images.register()

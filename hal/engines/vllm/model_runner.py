@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from hal.engines.vllm.cache_groups import VllmGroups, move_pages
 from hal.engines.vllm.request import Request, Requests
 from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs
 from hal.engines.vllm.step_output import StepOutput
+from hal.generation.prompt_inputs import PromptInputs, step_fields
 from hal.step import NONE, last_rows
 
 
@@ -47,7 +49,12 @@ class HalModelRunner:
         rows = 2 * vllm_config.scheduler_config.max_num_seqs  # Preempted requests keep their rows while there is room.
         model_config = vllm_config.model_config
         replica = vllm_config.parallel_config.data_parallel_index
-        self.requests = Requests(runner.input_batch(rows), f"{model_config.seed}, replica {replica}", groups)
+        self.requests = Requests(
+            runner.input_batch(rows),
+            f"{model_config.seed}, replica {replica}",
+            groups,
+            partial(PromptInputs.of, runner),
+        )
         self._groups = groups
         self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size)
@@ -77,11 +84,12 @@ class HalModelRunner:
         ]  # the others are in the middle of their prompts
         scores = [each.to_score(count) for each, count in zip(requests, counts, strict=True)]
         asked = [count if score else int(last) for count, score, last in zip(counts, scores, finishes, strict=True)]
-        inputs = self.requests.inputs
+        inputs, cached = self.requests.inputs, [each.computed for each in requests]
         batch = inputs.batch(
             None if set(counts) == {1} else counts,
             rows=None if len(requests) == len(inputs) else [each.row for each in requests],
-            cached=[each.computed for each in requests],
+            cached=cached,
+            **step_fields(self.runner, [each.inputs for each in requests], cached, counts),
         )
         wanted = last_rows(counts, asked)
         found = self.runner.step(batch, wanted)

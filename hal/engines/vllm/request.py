@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
 
+from hal.generation.prompt_inputs import PromptInputs
+from hal.nn import EncoderItem
+from hal.nn.encoder import IMAGE
 from hal.step import InputBatch
 
 
@@ -40,6 +43,7 @@ class Request:
         seed: its seed, or the one that it was given.
         drawn: the number of tokens by which its prompt has been extended. The draws of its outputs count on from there.
         row: its row, or -1.
+        inputs: the inputs of its prompt beside the tokens, such as images; None for text alone.
         scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
     """
@@ -50,6 +54,7 @@ class Request:
     blocks: list[list[int]]
     computed: int
     outputs: list[int]
+    inputs: PromptInputs | None = None
     seed: int = 0
     drawn: int = 0
     row: int = -1
@@ -64,6 +69,12 @@ class Request:
         return max(0, min(self.computed + count, len(self.prompt) - 1) - first)
 
 
+def item_of(fields: Mapping[str, Any], digest: bytes = b"") -> EncoderItem:
+    """Return an image as an item of the model's encoder, from the fields that hal's processor has given vLLM."""
+    time, height, width = fields["grid"].data.flatten().tolist()
+    return EncoderItem(IMAGE, fields["values"].data, (time, height, width), digest)
+
+
 class Requests:
     """The requests, of which those that run have a row.
 
@@ -72,10 +83,18 @@ class Requests:
         seed: decides the seeds of requests without one. All ranks of a replica have the same, and so draw the same
             tokens; replicas have different ones.
         groups: the cache groups; None if there is one, whose blocks are hal's.
+        prompt_inputs: returns the inputs of a prompt, given its tokens and its images.
     """
 
-    def __init__(self, inputs: InputBatch, seed: str, groups: Groups | None = None) -> None:
+    def __init__(
+        self,
+        inputs: InputBatch,
+        seed: str,
+        groups: Groups | None = None,
+        prompt_inputs: Callable[[list[int], Sequence[EncoderItem]], PromptInputs | None] = lambda tokens, items: None,
+    ) -> None:
         self.inputs, self._seeds, self._groups = inputs, random.Random(seed), groups
+        self._prompt_inputs = prompt_inputs
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
 
@@ -151,6 +170,9 @@ class Requests:
         request = Request(
             new.req_id, prompt, new.sampling_params, [*map(list, new.block_ids)], new.num_computed_tokens, []
         )
+        if new.mm_features:
+            images = [item_of(each.data, each.identifier.encode()) for each in new.mm_features]
+            request.inputs = self._prompt_inputs(prompt, images)
         if (seed := new.sampling_params.seed) is not None:
             request.seed = seed % 2**63
         elif before is None:

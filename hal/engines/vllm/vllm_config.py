@@ -34,6 +34,16 @@ REFUSED = {
     "model_config.model_impl": "another implementation of the model: hal runs its own models",
     "model_config.use_fp64_gumbel": "draws in float64",
     "model_config.model_class_overrides": "other model classes: hal runs its own models",
+    "model_config.multimodal_config.enable_mm_embeds": "prompts of embeddings",
+    "model_config.multimodal_config.mm_processor_kwargs": "arguments of the processor: hal reads the checkpoint's",
+    "model_config.multimodal_config.mm_processor_cache_type": "a cache in shared memory",
+    "model_config.multimodal_config.mm_encoder_only": "encoders without their models",
+    "model_config.multimodal_config.mm_encoder_tp_mode": "it: each rank runs the whole encoder",
+    "model_config.multimodal_config.mm_encoder_attn_backend": "another attention: hal has its own",
+    "model_config.multimodal_config.mm_encoder_attn_dtype": "attention in float8",
+    "model_config.multimodal_config.skip_mm_profiling": "it: hal measures the encoder's step",
+    "model_config.multimodal_config.video_pruning_rate": "pruned videos",
+    "model_config.multimodal_config.mm_ipc_gpu_memory_gb": "memory of the device for decoding",
     "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
     "cache_config.kv_cache_dtype_skip_layers": "layers with another cache: hal keeps all alike",
     "parallel_config.distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
@@ -78,6 +88,8 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 """How hal loads weights, by vLLM's names."""
 SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 """Numbers of ranks that must be 1."""
+PREPARED: set[str] = set()
+"""The architectures whose images hal prepares."""
 LOCAL_RANKS = "hal_local_ranks"
 """The key of ``additional_config`` that has the number of ranks on this machine."""
 CAPTURE_SIZES = "hal_capture_sizes"
@@ -139,9 +151,10 @@ def check_config(vllm_config: Any) -> None:
     if model.runner_type != "generate":
         raise ConfigError(f"hal does not support vLLM's runner = {model.runner_type}", "generate text")
     others = getattr(model, "multimodal_config", None)
-    if others is not None and not others.language_model_only:
+    if others is not None and not others.language_model_only and not PREPARED.intersection(model.architectures):
         raise ConfigError(
-            f"{model.model} reads images, which hal does not take from vLLM",
+            f"{model.model} reads images, which hal does not prepare for {', '.join(model.architectures)!s:.70} "
+            f"in this version of vLLM",
             "pass --language-model-only for its text model, or serve it with `hal serve`",
         )
     if model.quantization is not None and getattr(model.hf_config, "quantization_config", None) is None:

@@ -18,6 +18,7 @@ from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.ranks import choose_device, join_ranks, leave_ranks
 from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
+from hal.step import SEQUENCE
 from hal.step.dummies import DUMMY_BLOCK
 
 log = logging.getLogger("vllm.hal")
@@ -57,6 +58,12 @@ class HalWorker(WorkerBase):
         if not self.model.causal:
             raise ModelError(
                 f"{type(self.model).__name__} attends to later tokens, so it generates no text", "use hal.LLM.embed"
+            )
+        recurrent = any(state.per is SEQUENCE for layer in self.model.states for state in layer.values())
+        if recurrent and not self.model_config.is_hybrid:  # See images.ReadsImages.
+            raise ModelError(
+                f"vLLM does not know that {type(self.model).__name__} keeps states per sequence",
+                "install torchvision, which vLLM's class of it needs",
             )
 
     def reload_weights(
@@ -174,7 +181,8 @@ class HalWorker(WorkerBase):
         """Do nothing: the runner takes any shorter length."""
 
     def reset_encoder_cache(self) -> None:
-        """Do nothing: hal keeps no outputs of encoders."""
+        """Forget the embeddings of images, which other weights may have computed."""
+        self.model_runner.runner.forget()
 
     def sleep(self, level: int = 1) -> None:
         """Refuse to give the device's memory back.
