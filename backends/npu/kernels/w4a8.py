@@ -67,7 +67,7 @@ def quant_linear_int4(
             offset=row_sums,
             pertoken_scale=x_scale.unsqueeze(1) if grouped else x_scale,
             output_dtype=dtype,
-            group_sizes=[0, 0, GROUP] if grouped else None,
+            group_sizes=[0, 0, GROUP if grouped else 0],  # Without any, torch_npu traces groups only.
         )
     else:
         wide = _widened(weight, weight_scale, group_size, dtype)
