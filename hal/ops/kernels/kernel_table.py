@@ -89,10 +89,12 @@ class Table:
 
     def _set(self, number: int, call: Kernel, node: Kernel) -> None:
         for kernels in (self.calls, self.nodes):
-            kernels.extend([_undeclared] * (number + 1 - len(kernels)))
+            if len(kernels) <= number:
+                kernels.extend([_undeclared] * (len(_operations) - len(kernels)))
         self.calls[number], self.nodes[number] = call, node
-        for each in list(self._over):
-            each._fill(number)
+        if self._over:
+            for each in list(self._over):
+                each._fill(number)
 
 
 def _undeclared(*args: Any, **kwargs: Any) -> Any:
