@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 import hal
-from hal.bench.plan import Setting
+from hal.bench.bench_errors import distribution_of
+from hal.bench.plan import RIVALS, Setting
 from hal.config import environment_options
 from hal.device.host_cores import other_running_threads, usable_cores
 
 
 def environment(setting: Setting) -> dict[str, Any]:
     """Return the machine, the threads, the versions of libraries, and the environment variables that configure hal."""
-    libraries = ("torch-hal", "torch", *setting.plan.against)
+    libraries = ("torch-hal", "torch", *(distribution_of(RIVALS[name]) for name in setting.plan.against))
     return {
         "device": setting.backend.device.name,
         "backend": setting.backend.name,

@@ -7,8 +7,10 @@ from typing import Any
 
 import attrs
 
+from hal.bench.contenders.llama_side import QUANTIZED
 from hal.bench.figures.launches import PEERS
 from hal.bench.figures.timing import noisy
+from hal.bench.figures.token_agreement import Agreement
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
 from hal.device.host_cores import crowded
@@ -122,7 +124,14 @@ def notes(result: Result) -> Iterator[str]:
             f"{_ms(abs(one.summary.median - other.summary.median))} ms, less than their spread "
             f"({_ms(max(one.summary.spread, other.summary.spread))} ms): no difference can be claimed ({NOISE})"
         )
-    below = [each for each in result.measurements if each.summary.median < _floor_of(result, each).seconds]
+    fewer = [each.contender for each in result.measurements if each.contender.endswith(QUANTIZED)]
+    if fewer:
+        yield f"{' and '.join(dict.fromkeys(fewer))}: fewer bits than the others' weights, which the floor counts"
+    below = [
+        each
+        for each in result.measurements
+        if each.summary.median < _floor_of(result, each).seconds and each.contender not in fewer
+    ]
     if below:
         yield (
             "faster than the floor: the weights stay in the processor's caches, or the machine was busier while the "
@@ -142,10 +151,17 @@ def _agreements(result: Result) -> Iterator[str]:
             worst = max(found, key=lambda each: each.difference)
             same = sum(each.same_tokens for each in found)
             yield (
-                f"batch {size}: all contenders agree: logits differ by at most {worst.difference:.2g} of their norm "
-                f"({worst.contender}; the tolerance is {worst.tolerance:.2g}), and {same} of "
+                f"batch {size}: {_agreeing(result, found)} agree: logits differ by at most {worst.difference:.2g} of "
+                f"their norm ({worst.contender}; the tolerance is {worst.tolerance:.2g}), and {same} of "
                 f"{sum(each.sequences for each in found)} next tokens are equal"
             )
+
+
+def _agreeing(result: Result, found: list[Agreement]) -> str:
+    compared = {each.contender for each in found}
+    # The first contender is the one that the others are compared with.
+    apart = list(dict.fromkeys(each.contender for each in result.measurements[1:] if each.contender not in compared))
+    return f"all contenders but {', '.join(apart)}, which were not compared," if apart else "all contenders"
 
 
 def _floor_note(floor: Floor) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from hal.bench.bench_environment import environment
 from hal.bench.contenders.hal_side import HalSide, routings
+from hal.bench.contenders.llama_side import LlamaSide
 from hal.bench.contenders.transformers_side import TransformersSide
 from hal.bench.contenders.workload import Contender, Inputs, Side
 from hal.bench.figures import floor, launches, peak_memory, token_agreement
@@ -21,7 +22,11 @@ from hal.bench.plan import Plan, Setting, prepare
 from hal.drivers.backend import Backend
 from hal.progress import Rounds, Say, going_on, silent, since_start
 
-SIDES: Mapping[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
+SIDES: Mapping[str, Callable[[Setting], Side]] = {
+    "hal": HalSide,
+    "transformers": TransformersSide,
+    "llama.cpp": LlamaSide,
+}
 
 
 @attrs.frozen

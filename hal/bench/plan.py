@@ -25,7 +25,8 @@ from hal.step import StateSpec
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
 """Smallest number of repeats for a figure that can be quoted; the report warns below it."""
-RIVALS = ("transformers",)
+RIVALS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
+"""The modules that other implementations need, by their names."""
 
 
 @attrs.frozen(kw_only=True)
@@ -92,6 +93,8 @@ class Plan:
                 f"the compilation config sets {', '.join(measured)}, which the benchmark sets itself",
                 "remove it; use --compiler and --batch-size",
             )
+        if self.memory and "llama.cpp" in self.against:
+            raise ConfigError("--memory cannot be used with --against llama.cpp", "omit one of them")
         if self.repeats < 3:
             raise ConfigError(
                 f"{self.repeats} repeats are too few to measure a spread",
@@ -164,7 +167,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         option = "--against" if plan.against else "--memory"
         raise ConfigError(f"{option} cannot be used with several ranks, which only hal's model uses", f"omit {option}")
     for rival in plan.against:
-        need(rival, f"--against {rival}")
+        need(RIVALS[rival], f"--against {rival}")
     checkpoint = checkpoint_of(plan)
     config = backend.config
     meta = build_model(

@@ -37,7 +37,7 @@ import hal
 from hal import ops
 from hal.bench import bench_report, measurement, plan, plot
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders import transformers_side
+from hal.bench.contenders import gguf_writing, transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.hal_side import HalSide
 from hal.bench.contenders.shapes import SHAPES
@@ -596,15 +596,19 @@ class TestRefusals:
         with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batch sizes"):
             plan.prepare(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
-    @pytest.mark.parametrize(("library", "options"), [("transformers", ["--against", "transformers"])])
-    def test_a_library_that_is_missing(self, library: str, options: list[str]) -> None:
-        program = f"import sys; sys.modules[{library!r}] = None; from hal.cli import main; main()"
+    @pytest.mark.parametrize(
+        ("library", "module", "extra"),
+        [("transformers", "transformers", " (or 'torch-hal[bench]')"), ("llama-cpp-python", "llama_cpp", "")],
+    )
+    def test_a_library_that_is_missing(self, library: str, module: str, extra: str) -> None:
+        options = ["--against", "llama.cpp" if module == "llama_cpp" else module]
+        program = f"import sys; sys.modules[{module!r}] = None; from hal.cli import main; main()"
         command = [sys.executable, "-c", program, "bench", "decode", "--shapes", "tiny", *options]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 2
         assert result.stderr.startswith(f"error: {' '.join(options[:1])}")
         assert f" needs {library}, which cannot be imported" in result.stderr
-        assert f"remedy: pip install {library} (or 'torch-hal[bench]'), or omit " in result.stderr
+        assert f"remedy: pip install {library}{extra}, or omit " in result.stderr
         assert result.stdout == ""
 
     def test_a_rival_that_does_not_know_the_model(self) -> None:
@@ -738,6 +742,42 @@ class TestPlot:
         """`hal bench plot docs/reference/figures/NAME*.json > docs/reference/figures/NAME.svg` makes one."""
         files = sorted(self.PAGES.glob(f"{name}*.json"), key=lambda each: (len(each.name), each.name))
         assert (self.PAGES / f"{name}.svg").read_text() == plot.times(*map(plot.read_figures, files))
+
+
+class TestLlama:
+    @pytest.mark.parametrize(("shapes", "kind", "error"), [("tiny", "F32", 0), ("tiny-experts", "Q8_0", 4e-3)])
+    def test_the_weights_are_written(self, shapes: str, kind: str, error: float, tmp_path: Path) -> None:
+        pytest.importorskip("gguf", reason="gguf writes the file")
+        written = random_weights.RandomCheckpoint.of(shapes, SHAPES[shapes])
+        gguf_writing.write_gguf(written, tmp_path / "model.gguf", kind)
+        read = hal.Checkpoint.open(tmp_path / "model.gguf")
+        assert read.tensors.keys() == written.tensors.keys()
+        found = dict(read.read(read.tensors))
+        for name, values in written.read(written.tensors):
+            assert (found[name] - values).abs().max() <= error, name
+
+    def test_scaled_positions_are_written(self, tmp_path: Path) -> None:
+        pytest.importorskip("gguf", reason="gguf writes the file")
+        config = SHAPES["llama-3.2-1b"] | {key: value for key, value in TINY.items() if isinstance(value, int)}
+        gguf_writing.write_gguf(random_weights.RandomCheckpoint.of("tiny", config), tmp_path / "model.gguf", "F32")
+        read = hal.Checkpoint.open(tmp_path / "model.gguf").config["rope_scaling"]
+        assert read["rope_type"] == "llama3"
+        assert read["factor"] == config["rope_parameters"]["factor"]
+
+    def test_what_has_no_name_there(self, tmp_path: Path) -> None:
+        pytest.importorskip("gguf", reason="gguf writes the file")
+        tiny = random_weights.RandomCheckpoint.of("tiny", TINY)
+        checkpoint = attrs.evolve(tiny, config=TINY | {"architectures": ["OlmoForCausalLM"]})
+        with pytest.raises(BenchmarkError, match="hal writes no GGUF file of OlmoForCausalLM"):
+            gguf_writing.write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
+
+    @pytest.mark.parametrize("workload", ["decode", "prefill"])
+    def test_both_compute_the_same(self, workload: plan.Workload) -> None:
+        pytest.importorskip("llama_cpp", reason="llama-cpp-python, which pip builds from source, is not installed")
+        result = measurement.run(tiny(workload=workload, compilers=("eager",), against=("llama.cpp",)))
+        names = ["hal eager", "llama.cpp F32", "llama.cpp Q8_0", "llama.cpp Q4_0"]
+        assert [each.contender for each in result.measurements] == names
+        assert [each.contender for each in result.agreements[1]] == names[1:2] * (workload == "prefill")
 
 
 def test_a_library_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

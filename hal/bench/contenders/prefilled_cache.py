@@ -32,16 +32,20 @@ def prefill(runner: hal.Runner, batch_size: int, length: int) -> Sequence[tuple[
     Raises:
         BenchmarkError: the model does not write its cache with ``store_kv_cache``, once in each layer of a step.
     """
-    rows = max(1, min(batch_size, SEQUENCES, TOKENS // length))
-    tokens = torch.randint(runner.model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
     blocks = [*range(1, 1 + runner.spec.blocks_for(length))]
     found = []
-    for row in tokens.tolist():
+    for row in prompts(runner.model.vocab_size, batch_size, length):
         with _stored() as written:
             runner.step(runner.batch([row], [blocks]))
         found.append(_by_layer(written, len(runner.spec.layers), length))
     layers = zip(*found, strict=True)
     return [(torch.stack([keys for keys, _ in each]), torch.stack([values for _, values in each])) for each in layers]
+
+
+def prompts(vocab_size: int, batch_size: int, length: int) -> list[list[int]]:
+    """Return the prompts of ``length`` tokens that are prefilled; a larger batch repeats them."""
+    rows = max(1, min(batch_size, SEQUENCES, TOKENS // length))
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def _by_layer(written: Sequence[tuple[Tensor, Tensor]], layers: int, length: int) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -21,17 +21,21 @@ class Contender:
 
     Attributes:
         name: name in tables.
-        step: the timed function; returns the logits ``[batch, vocab_size]`` of each sequence's last token.
+        step: the timed function; computes the logits ``[batch, vocab_size]`` of each sequence's last token.
         reset: restores the cache before each step; not timed.
         setup_seconds: duration of preparation, with the first step, without loading weights.
         close: frees all resources except the weights; the contender cannot run afterwards.
+        logits: returns the logits of what a step returned.
+        comparable: whether it has the same weights and cache as the others, so that its logits are equal.
     """
 
     name: str
-    step: Callable[[], Tensor]
+    step: Callable[[], Any]
     reset: Callable[[], None]
     setup_seconds: float = 0.0
     close: Callable[[], None] = lambda: None
+    logits: Callable[[Any], Tensor] = lambda returned: returned
+    comparable: bool = True
 
 
 class Side(Protocol):

@@ -38,19 +38,19 @@ class Agreement:
 
 
 def check(contenders: Sequence[Contender], dtype: torch.dtype) -> list[Agreement]:
-    """Run a step of each contender and compare its logits with the first contender's.
+    """Run a step of each comparable contender and compare its logits with the first one's.
 
     Raises:
         BenchmarkError: logits differ by more than rounding.
     """
-    reference, *others = contenders
+    reference, *others = [each for each in contenders if each.comparable]
     expected = _logits(reference)
     return [_compare(reference.name, expected, each.name, _logits(each), TOLERANCE[dtype]) for each in others]
 
 
 def _logits(contender: Contender) -> Tensor:
     contender.reset()
-    return contender.step().float().cpu().clone()  # a replay overwrites its logits
+    return contender.logits(contender.step()).float().cpu().clone()  # a replay overwrites its logits
 
 
 def _compare(reference: str, expected: Tensor, name: str, found: Tensor, tolerance: float) -> Agreement:

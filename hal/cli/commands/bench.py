@@ -31,7 +31,8 @@ HELP = {
     "dtype": "auto (the checkpoint's), float32, bfloat16 or float16.",
     "batch_sizes": "Number of sequences. Repeatable.",
     "compilers": "A compiler of the backend. Repeatable. Default: all for decode, eager for prefill.",
-    "against": "transformers: eager and, for decode, compiled with a static cache. Repeatable.",
+    "against": "transformers: eager and, for decode, compiled with a static cache. llama.cpp: the model's dtype, Q8_0 "
+    "and Q4_0, or the GGUF file that hal reads. Repeatable.",
     "compilation_config": f"{COMPILATION_CONFIG} For all compilers.",
     "repeats": "Timed steps of each contender.",
     "threads": "Number of torch's CPU threads.",
