@@ -448,8 +448,9 @@ class TestLists:
     @pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="there is an NPU")
     def test_the_drivers_that_come_with_hal(self) -> None:
         """Without torch_npu, the NPU driver reports that it is missing, and auto chooses the CPU."""
-        _, npu, cuda, cpu, *_ = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
-        assert npu.startswith("npu  no  20  3.0  torch_npu is not installed  pip install torch-npu")
+        _, npu, cuda, cpu, *below = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
+        assert npu == "npu  no  20  3.0  torch_npu is not installed"
+        assert "npu: pip install torch-npu" in "\n".join(below)
         assert cuda.startswith(("cuda  no  10  3.0  ", "cuda *  yes  10  3.0  "))
         assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  3.0  ")
 

@@ -71,7 +71,7 @@ def scheduled(
 
 def began(name: str, prompt: list[int], block: int, **others: Any) -> SimpleNamespace:
     """Return a new request of vLLM's."""
-    values = {"num_computed_tokens": 0, "sampling_params": SimpleNamespace(seed=None)}
+    values = {"num_computed_tokens": 0, "sampling_params": SimpleNamespace(seed=None), "mm_features": []}
     return SimpleNamespace(req_id=name, prompt_token_ids=prompt, block_ids=[[block]], **(values | others))
 
 

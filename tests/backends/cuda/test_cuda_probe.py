@@ -166,11 +166,11 @@ def test_torch_is_not_imported_and_cuda_not_initialised() -> None:
     program = """
 import sys
 from importlib.util import spec_from_file_location, module_from_spec
-import hal.drivers.driver                       # which imports torch; the probe itself must do with less
+import torch
+import hal.drivers.driver
 before = set(sys.modules)
 from hal.backends.cuda.driver import CudaDriver
 CudaDriver().probe()
-import torch
 assert not torch.cuda.is_initialized()
 print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ("torch", "triton", "flashinfer")))
 """
