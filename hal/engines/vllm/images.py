@@ -25,8 +25,8 @@ from vllm.multimodal.processing import (
     PromptReplacement,
 )
 
-from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.model_registry import architectures, find_model
+from hal import Checkpoint, architectures
+from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.random_weights import meta_model
 from hal.engines.vllm.request import item_of
 from hal.engines.vllm.vllm_config import PREPARED
