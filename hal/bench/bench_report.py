@@ -158,9 +158,8 @@ def _agreements(result: Result) -> Iterator[str]:
 
 
 def _agreeing(result: Result, found: list[Agreement]) -> str:
-    compared = {each.contender for each in found}
-    # The first contender is the one that the others are compared with.
-    apart = list(dict.fromkeys(each.contender for each in result.measurements[1:] if each.contender not in compared))
+    _, *others = dict.fromkeys(each.contender for each in result.measurements)  # compared with the first
+    apart = [name for name in others if name not in {each.contender for each in found}]
     return f"all contenders but {', '.join(apart)}, which were not compared," if apart else "all contenders"
 
 
