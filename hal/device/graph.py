@@ -133,13 +133,9 @@ class Graph(ABC):
             return prepared
 
         def run() -> Any:
-            with self._launching:
+            with self._launching, nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
                 self._require_capture("replay")
-                if torch.is_inference_mode_enabled():
-                    self._launch(prepared)
-                else:
-                    with torch.inference_mode():
-                        self._launch(prepared)
+                self._launch(prepared)
                 return self._outputs
 
         return run
