@@ -232,7 +232,8 @@ class TestAskingForAnEmulatedOne:
         lines = processes.hal("backends").stdout.splitlines()
         assert lines[1].split()[:2] == ["npu", "no"]
         assert "no CANN: libascendcl.so was not found" in lines[1]
-        assert any("or run on an emulated NPU: set the driver option emulator, pass --emulate" in line for line in lines)
+        remedy = "or run on an emulated NPU: set the driver option emulator, pass --emulate"
+        assert any(remedy in line for line in lines)
         assert lines[-1] == "* selected by auto: cpu"
 
         lines = processes.hal("backends", HAL_NPU_EMULATOR="1").stdout.splitlines()
