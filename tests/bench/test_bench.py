@@ -29,7 +29,7 @@ from click.testing import CliRunner, Result
 from helpers import ROOT
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
-from helpers.thorough import DTYPE, FAMILY, LONG, MODE, PROCESSES, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, PROCESSES, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -919,6 +919,7 @@ class TestExtensions:
             del sys.modules[name]
 
     @thorough(PROCESSES)
+    @thorough(EXHAUSTIVE, r"\[bench")
     @pytest.mark.parametrize("command", ["bench", "train"])
     def test_a_process_that_finds_all_that_are_installed(self, repository: Path, command: str, tmp_path: Path) -> None:
         """If torch_npu is installed without CANN, importing it fails. The memory is measured in further processes."""

@@ -51,7 +51,7 @@ def held(model: CausalLM) -> dict[str, Tensor]:
 
 @thorough(
     EXHAUSTIVE,
-    r"\[(experts-graph|compressed-tensors/w8a8_dynamic-graph|modelslim/(w8a8-piecewise|w8a16-graph)|biased-piecewise)",
+    r"\[(tied-inductor|experts-graph|compressed-tensors/w8a8_dynamic-graph|modelslim/(w8a8-piecewise|w8a16-graph)|biased-piecewise)",
 )
 @thorough(
     EXHAUSTIVE,

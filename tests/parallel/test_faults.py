@@ -12,7 +12,7 @@ CPU = {"backend": "cpu", "dtype": "float32"}
 
 
 @thorough(EXHAUSTIVE, r"\[late-sampling")
-@thorough(EXHAUSTIVE, r"\[(skips|raises)")
+@thorough(EXHAUSTIVE, r"\[(skips|raises|interrupted)|\[killed-loading")
 @thorough(PROCESSES, r"\[(?!killed-replay)")
 @thorough(
     EXHAUSTIVE,
@@ -23,7 +23,7 @@ def test_in_a_job(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check_fault(fault, point, tmp_path, monkeypatch, checkpoint=str(trained), on=CPU, compiler="graph")
 
 
-@thorough(EXHAUSTIVE, r"\[(late|raises-step)")
+@thorough(EXHAUSTIVE, r"\[(late|raises)")
 @thorough(PROCESSES)
 @thorough(EXHAUSTIVE, r"\[killed-(loading|step)")
 @pytest.mark.parametrize(

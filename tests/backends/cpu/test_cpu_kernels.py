@@ -23,7 +23,7 @@ from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
 from helpers.reference import prompts
-from helpers.thorough import DRAW, MODE, PROCESSES, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
 from torch import Tensor
 
 import hal
@@ -662,7 +662,7 @@ class TestPacking:
         weight = torch.randn(8, 8).half()
         assert Packing().prepare(weight, shared=False) is weight
 
-    @thorough(MODE, r"\[inductor")
+    @thorough(EXHAUSTIVE, r"\[inductor")
     @pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
     def test_a_model_gives_the_same_tokens(
         self, compiler: str, trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
