@@ -14,6 +14,7 @@ import pytest
 from helpers import console_script
 from helpers.checkpoints import random_checkpoint
 from helpers.hub_server import Hub, serve
+from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.checkpoint.hub import download
@@ -202,6 +203,7 @@ def test_a_path_has_no_revision(tmp_path: Path, trained: Path) -> None:
         hal.Checkpoint.open(trained, revision="v1")
 
 
+@thorough(PROCESSES)
 def test_the_command_takes_a_name(hub: Hub, tmp_path: Path) -> None:
     """The variables of huggingface_hub are read when it is imported, so in processes of their own."""
     environ = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path)}

@@ -51,7 +51,7 @@ def passes(file: str, *, interpret: bool, marked: str = "") -> None:
     assert "skipped" not in ran.stdout
 
 
-@thorough(AGAIN, r"\[triton_(attention|recurrent|rows)")
+@thorough(AGAIN, r"\[triton_(attention|experts|recurrent|rows)")
 @pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True, marked="not thorough")

@@ -190,6 +190,7 @@ print(opened().compilers)
             "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
         ]
 
+    @thorough(PROCESSES)
     def test_a_310p_has_no_graphs_and_computes_in_float16_alone(self) -> None:
         program = """
 print(refused(compilation={"compiler": "graph"}))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hal.backends.npu import emulator
-from helpers.thorough import DTYPE, EXHAUSTIVE, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from torch import nn
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,7 +23,7 @@ import decoder  # noqa: E402
 ATTENTION = "FusedInferAttentionScoreV3"
 
 
-@thorough(DTYPE, r"\[bfloat16")
+@thorough(PROCESSES)
 @pytest.mark.parametrize(("dtype", "task_queue"), [("float16", "0"), ("bfloat16", "1")])
 def test_a_transformer_in_every_mode(dtype: str, task_queue: str) -> None:
     program = (SCRIPTS / "decoder.py").read_text()
