@@ -66,7 +66,7 @@ class LlamaSide:
             process.close,
             logits=logits,
             # Of random weights the cache is random, too, and 4 bits are no rounding.
-            comparable=mode == self._exact and (bool(inputs.prefilled) or not decode),
+            comparable=mode not in QUANTIZED and (bool(inputs.prefilled) or not decode),
         )
 
 
