@@ -1,4 +1,4 @@
-"""The import of torch with the environment that hal needs, whoever asks for it first.
+"""Import torch with the environment that hal needs, whichever module imports it first.
 
 ``import hal`` does not import torch, so that help texts and drivers' probes need not wait for it.
 """
