@@ -97,14 +97,14 @@ RUNS = $(FOLDER) $(filter $(FOLDER)/%,$(SEPARATE))
 
 # Some of each room, of what takes no process of its own, nor a trained model for long.
 UNITS = config/test_config.py device/test_closing.py::test_uses_nest_and_count_by_thread ops/test_declarations.py step nn/test_weights.py \
-  drivers/test_opening.py quantization/test_layer_patterns.py quantization/test_quantized_models.py::test_what_is_refused \
+  drivers/test_opening.py quantization/test_quantized_models.py::test_what_is_refused \
   compile/test_passes.py compile/test_lower.py checkpoint/test_checkpoint_names.py execution/test_runner.py \
   generation/test_text.py testing/test_agreement.py bench/test_bench.py::TestTurns bench/test_bench.py::TestFloor \
   compare/test_compare.py::TestMeasures doctor/test_doctor.py::test_what_fits doctor/test_doctor.py::test_a_slow_probe_is_shown_as_such \
   quantize/test_quantize.py::test_nothing_to_scale cli/test_commands.py models/test_models.py project/test_layering.py::test_the_sources_are_layered project/test_rooms.py backends/cpu/test_graph.py \
   backends/cuda/test_cuda_choice.py backends/npu/test_npu_probe.py
 
-# While working: under a minute and a half on two cores.
+# While working: under a minute on two cores.
 check: $(VENV)/.dev $(VENV)/.test
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint types layers
 	$(PYTEST) -m 'not thorough' $(addprefix tests/,$(UNITS)) tests/backends/cpu/test_cpu_conformance.py

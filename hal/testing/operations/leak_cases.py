@@ -60,10 +60,12 @@ def check_growth(target: Target, once: Callable[[], None], what: str) -> None:
 
 @contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Exclude existing objects from garbage collection; with a compiler loaded, scanning them takes a second."""
+    """Exclude existing objects from garbage collection; with a compiler loaded, scanning them takes a second.
+
+    Where others have excluded some already, these stay excluded too: including them again would include the others.
+    """
     own = gc.get_freeze_count() == 0
-    if own:
-        gc.freeze()
+    gc.freeze()
     try:
         yield
     finally:
