@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 SECONDS = 120
+"""The longest time of a configuration in one mode."""
 
 
 def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
@@ -55,10 +56,12 @@ def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
 
 def on_cpu(case: Any, theirs: list[Any], compiler: str) -> list[float]:
     """Return the differences of prompts, and of prompts behind a prefix, each with 16 decode steps."""
-    from helpers.comparison import difference, our_logits
+    from helpers.comparison import difference, empty, our_logits
 
-    whole = difference(our_logits(case.runner(compiler), case), theirs)
-    return [whole, difference(our_logits(case.runner(compiler), case, cuts=case.cuts), theirs)]
+    runner = case.runner(compiler)
+    whole = difference(our_logits(runner, case), theirs)
+    empty(runner)
+    return [whole, difference(our_logits(runner, case, cuts=case.cuts), theirs)]
 
 
 def on_ranks(case: Any, theirs: list[Any], count: int) -> list[float]:
@@ -168,25 +171,37 @@ def differences(family: str, seed: int, modes: list[str]) -> dict[str, Any]:
     return found
 
 
-def in_a_fork(*arguments: Any) -> dict[str, Any]:
-    """Return what :func:`differences` returns, of a process of its own."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-        signal.alarm(SECONDS)
-        with os.fdopen(writing, "w") as output:
-            try:
-                json.dump(differences(*arguments), output)
-            except BaseException as error:
-                json.dump({"error": f"{type(error).__name__}: {error!s:.200}"}, output)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as given:
-        text = given.read()
-    os.waitpid(child, 0)
-    return json.loads(text) if text else {"error": "the process ended"}
+def in_forks(family: str, seeds: list[int], modes: list[str]) -> dict[int, dict[str, Any]]:
+    """Return what :func:`differences` returns for each seed, of a process that a crash or a timeout replaces.
+
+    Ranks end with their process, so that each seed gets its own.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    each = 1 if any(mode.startswith("ranks") for mode in modes) else len(seeds)
+    while left := [seed for seed in seeds if seed not in found][:each]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+            with os.fdopen(writing, "w", buffering=1) as output:
+                for seed in left:
+                    signal.alarm(SECONDS * len(modes))
+                    try:
+                        line = json.dumps(differences(family, seed, modes))
+                    except BaseException as error:
+                        line = json.dumps({"error": f"{type(error).__name__}: {error!s:.200}"})
+                    output.write(line + "\n")
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as given:
+            found |= {seed: json.loads(line) for seed, line in zip(left, given, strict=False)}
+        os.waitpid(child, 0)
+        for seed in left:
+            if seed not in found:
+                found[seed] = {"error": "the process ended"}
+                break
+    return found
 
 
 def main() -> None:
@@ -205,7 +220,7 @@ def main() -> None:
     else:
         names = given.families or json.loads(os.environ.get("FAMILIES", "[]"))
     for family in given.families or names:
-        found = {seed: in_a_fork(family, seed, modes) for seed in range(first, end)}
+        found = in_forks(family, list(range(first, end)), modes)
         for mode in modes:
             each = {seed: got.get(mode, got.get("error")) for seed, got in found.items() if got}
             numbers = {seed: got for seed, got in each.items() if isinstance(got, list)}

@@ -59,10 +59,15 @@ class Case:
             block_size=self.block_size,
             model_class=self.model_class,
         )
-        with torch.inference_mode():
-            for _, cache in runner.states.tensors():
-                cache[1:] = math.nan
+        empty(runner)
         return runner
+
+
+def empty(runner: hal.Runner) -> None:
+    """Fill the cache with NaN."""
+    with torch.inference_mode():
+        for _, cache in runner.states.tensors():
+            cache[1:] = math.nan
 
 
 def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
