@@ -67,6 +67,7 @@ class InputBatch:
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
         self._type, self._bounds, self.slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
         self._staged = batch_type if batch_type.groups is not None else SlotBatch if self.slotted else Batch
+        self._number_of_fields = len(fields_of(batch_type))
         self._staging = Staging(self._staged, device)
         self._columns = -(-max_length // block_size)
         self._tokens = np.zeros((max_sequences, max_length), dtype=np.int64)  # The system maps pages on first use.
@@ -300,7 +301,7 @@ class InputBatch:
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
             self._sampled.insert(layout.tensors["token_ids"], tokens == PENDING, of_token)
-        if not fields and len(layout.tensors) == len(fields_of(self._type)):
+        if not fields and len(layout.tensors) == self._number_of_fields:
             made = self._type(**layout.tensors)
         else:
             of_batch = fields_of(Batch)
@@ -335,8 +336,10 @@ class InputBatch:
         room = self._lengths[index]
         for table in self._tables:
             room = np.minimum(room, table.counts[index] * self._block_size)
-        # A sum beyond int64 is negative, and so not above the cached number.
-        wrong = (ends > room) | (before < 0) | (ends <= before)
+        wrong = ends > room
+        if num_tokens is not None or cached is not None:
+            # A sum beyond int64 is negative, and so not above the cached number.
+            wrong |= (before < 0) | (ends <= before)
         if np.count_nonzero(wrong):
             at = int(wrong.argmax())
             self._refuse(int(self._numbers[index][at]), int(before[at]), int(counts[at]))
