@@ -68,11 +68,12 @@ class ThreadCount:
         """Return how many threads of other processes run, in the quietest of three moments."""
         if self.most == 1 or not self._counting:
             return 0
-        counts = [self._running.count()]
+        fewest = self._running.count()
         for _ in range(2):
-            time.sleep(0.001)
-            counts.append(self._running.count())
-        return min(counts) - 1
+            if fewest > 1:
+                time.sleep(0.001)
+                fewest = min(fewest, self._running.count())
+        return fewest - 1
 
     def _fewer(self, running: int) -> int:
         """Return the number after half of an excess is given up."""
