@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 SECONDS = 120
-"""The longest time of a configuration in one mode."""
+"""The most processor time of a configuration in one mode."""
 
 
 def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
@@ -113,6 +113,8 @@ def on_ranks(case: Any, theirs: list[Any], count: int) -> list[float]:
 
 def on_npu(case: Any, theirs: list[Any], dtype: str) -> list[float]:
     """Return the difference on the emulated NPU, and that of transformers in its dtype, from float32."""
+    import copy
+
     import attrs
     import torch
     from helpers.comparison import difference, our_logits, their_logits
@@ -130,7 +132,7 @@ def on_npu(case: Any, theirs: list[Any], dtype: str) -> list[float]:
     }
     with hal.open(config) as backend, hal.Runner(hal.load_model(case.path, backend), backend) as runner:
         found = [each.float().cpu() for each in our_logits(runner, case)]
-    narrow = case.model.to(getattr(torch, dtype))
+    narrow = copy.deepcopy(case.model).to(getattr(torch, dtype))
     rounded = [their_logits(narrow, sequence).float() for sequence in case.sequences]
     return [
         median(difference([one], [exact]) for one, exact in zip(logits, theirs, strict=True))
@@ -186,7 +188,7 @@ def in_forks(family: str, seeds: list[int], modes: list[str]) -> dict[int, dict[
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
             with os.fdopen(writing, "w", buffering=1) as output:
                 for seed in left:
-                    signal.alarm(SECONDS * len(modes))
+                    signal.setitimer(signal.ITIMER_PROF, SECONDS * len(modes))
                     try:
                         line = json.dumps(differences(family, seed, modes))
                     except BaseException as error:
