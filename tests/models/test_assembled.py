@@ -5,6 +5,7 @@ Those of :data:`OUTSIDE` are no part of hal. Mixtures of experts of Qwen and Mix
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -375,8 +376,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def check(case: Case, compiler: str) -> None:
     logits, hidden = our_outputs(case.runner(compiler), case)
-    assert difference(logits, [their_logits(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
-    assert difference(hidden, [their_hidden(case.model, sequence) for sequence in case.sequences]) <= TOLERANCE
+    for ours, run in ((logits, their_logits), (hidden, their_hidden)):
+        theirs = [run(case.model, sequence) for sequence in case.sequences]
+        if difference(ours, theirs) > TOLERANCE:
+            # The layers magnify rounding. Ours may then be as far from float64 as transformers' float32.
+            wide = copy.deepcopy(case.model).double()
+            exact = [run(wide, sequence) for sequence in case.sequences]
+            assert difference(ours, exact) <= difference(theirs, exact)
 
 
 @thorough(EXHAUSTIVE, r"seed=(1-graph|4-)")
