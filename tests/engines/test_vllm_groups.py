@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm
 
 WINDOW = 20
@@ -101,6 +102,33 @@ def test_random_requests(tmp_path: Path, kind: str, compilation: dict[str, Any],
     assert counts["chunks"]
     assert counts["resumed"]
     assert bool(counts["prefix hits"]) == caching
+
+
+@needs_vllm
+@pytest.mark.skipif(not installed("torch-npu"), reason="torch_npu is not installed")
+@pytest.mark.parametrize("caching", [False, True])
+def test_random_requests_on_an_emulated_npu(tmp_path: Path, caching: bool) -> None:
+    """A token may differ where two logits are closer than twice the error of float16 after the same tokens."""
+    found = found_by(
+        "vllm_groups.main",
+        tmp_path,
+        groups_of(tmp_path / "model", "Qwen3Next"),
+        hal={"backend": "npu", "cache": {"num_sequences": 16}, "compilation": GRAPH},
+        vllm={
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 64,
+            "enable_prefix_caching": caching,
+            "num_gpu_blocks_override": 24,
+        },
+        dtype="float16",
+        longest=256,
+        requests=200,
+        seed=1,
+    )
+    assert found["wrong"] == [], "seed 1"
+    assert len(found["ties"]) <= 10, "seed 1"
+    assert found["counts"][0]["decode"]
+    assert found["counts"][0]["chunks"]
 
 
 @needs_vllm

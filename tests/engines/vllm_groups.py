@@ -21,18 +21,17 @@ import hal
 from hal.engines.vllm.worker import HalWorker
 
 FOUND: Counter[str] = Counter()
-TIE = 0.05
-"""The difference of two logits, of up to 12, that rounding to float16 in the layers may turn."""
 
 
-def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:
-    """Return the difference between the logits of two tokens after ``tokens``, in float32 on the CPU."""
-    with hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 1024}}, activate=False) as backend:
-        runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
-        blocks = list(range(1, 1 + runner.spec.blocks_for(len(tokens))))
-        slots = {"slots": runner.slots.take(1)} if runner.slots.needed else {}
-        logits = runner.step(runner.batch([tokens], [blocks], **slots)).logits[0]
-        return abs(float(logits[one] - logits[other]))
+def logits_after(runner: hal.Runner, tokens: list[int]) -> torch.Tensor:
+    """Return the logits after ``tokens`` in one step, on the CPU."""
+    blocks = list(range(1, 1 + runner.spec.blocks_for(len(tokens))))
+    slots = runner.slots.take(1) if runner.slots.needed else None
+    batch = runner.batch([tokens], [blocks], **({} if slots is None else {"slots": slots}))
+    logits = runner.step(batch).logits[0].float().clone().cpu()
+    if slots is not None:
+        runner.slots.give_back(slots)
+    return logits
 
 
 class GroupWorker(HalWorker):
@@ -106,17 +105,23 @@ def main() -> None:
     of_prompt = [hal.SamplingParams(max_new_tokens=each) for each in lengths]
     for token in hal.generate(runner, prompts, of_prompt):
         expected[token.prompt_index].append(token.token_id)
-    wrong, ties = [], 0
+    exact = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 1024}}, activate=False)
+    precise = hal.Runner(hal.load_model(asked["checkpoint"], exact), exact)
+    wrong, ties = [], []
     for index, (output, wanted) in enumerate(zip(found, expected, strict=True)):
         tokens = [*output.outputs[0].token_ids]
         if tokens == wanted:
             continue
         at = next(place for place, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1])
-        apart = gap(asked["checkpoint"], prompts[index] + wanted[:at], tokens[at], wanted[at])
-        if asked["dtype"] != "float32" and apart <= TIE:
-            ties += 1
+        logits = logits_after(precise, prompts[index] + wanted[:at])
+        apart = abs(float(logits[tokens[at]] - logits[wanted[at]]))
+        error = float((logits_after(runner, prompts[index] + wanted[:at]) - logits).abs().max())
+        if asked["dtype"] != "float32" and apart <= 2 * error:  # Rounding may turn them.
+            ties.append([round(apart, 5), round(error, 5), at])
         else:
-            wrong.append(f"prompt {index} of {len(prompts[index])}: {tokens} and {wanted}, apart {apart} at {at}")
+            wrong.append(
+                f"prompt {index} of {len(prompts[index])}: {tokens} and {wanted}, apart {apart} at {at}, {error}"
+            )
     Path(asked["out"]).write_text(json.dumps({"wrong": wrong, "ties": ties, "counts": counts}), encoding="utf-8")
 
 
