@@ -231,28 +231,32 @@ $(CUDA_BUILD_VENV)/.test: setup.cfg pyproject.toml
 # Beside a build of torch for CUDA, the tests on the emulated NPU are skipped.
 WITH_TORCH_NPU = if $(1)/bin/python -c "$$CHECK_BUILD"; then $(PIP) --no-deps torch-npu==2.13.0; fi
 
+# torchvision's kernels need the build of torch that it was built with.
+WITH_TORCHVISION = $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torchvision==0.28.0$(findstring +cpu,$(TORCH)) || { \
+  echo '== no CPU build of torchvision was found: its build for CUDA is installed, whose kernels hal does not use'; \
+  $(PIP) --no-deps torchvision==0.28.0; \
+  site=$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+  cp tests/engines/torchvision_declarations.py "$$site"; \
+  echo 'import torchvision_declarations' > "$$site/torchvision_declarations.pth"; }
+
 $(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
-$(VLLM_VENV)/.test: setup.cfg pyproject.toml
+$(VLLM_VENV)/.test: setup.cfg pyproject.toml tests/engines/torchvision_declarations.py
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(INSTALL_TORCH)
 	$(PIP) 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) $(PIP) --no-build-isolation --no-binary vllm \
 	  vllm==$(VLLM) torch==2.13.0
+	$(call WITH_TORCHVISION,$(VLLM_VENV))
 	$(PIP) --editable '.[testing]' hypothesis pytest-benchmark pytest-xdist
 	$(call WITH_TORCH_NPU,$(VLLM_VENV))
 	touch $@
 
-# SGLang names another torch, and CUDA's libraries. torchvision's kernels need the build of torch that it was built with.
+# SGLang names another torch, and CUDA's libraries.
 $(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt tests/engines/torchvision_declarations.py
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(INSTALL_TORCH)
-	$(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torchvision==0.28.0$(findstring +cpu,$(TORCH)) || { \
-	  echo '== no CPU build of torchvision was found: its build for CUDA is installed, whose kernels hal does not use'; \
-	  $(PIP) torchvision==0.28.0; \
-	  site=$$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	  cp tests/engines/torchvision_declarations.py "$$site"; \
-	  echo 'import torchvision_declarations' > "$$site/torchvision_declarations.pth"; }
+	$(call WITH_TORCHVISION,$(SGLANG_VENV))
 	$(PIP) triton
 	$(PIP) --no-deps sglang==$(SGLANG)
 	$(PIP) --requirement tests/engines/sglang-requirements.txt torch==2.13.0

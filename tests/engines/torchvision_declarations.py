@@ -1,8 +1,9 @@
 """Declares two operators of torchvision, so that its build for CUDA can be imported beside the CPU build of torch.
 
-That build cannot load its kernels then, and registers fakes of these two operators all the same. SGLang imports
-torchvision, and hal uses none of its operators. Where no CPU build of torchvision can be had, `make test-sglang` copies
-this file into its environment, with a .pth file that imports it.
+That build cannot load its kernels then, and registers fakes of these two operators all the same. SGLang and
+transformers' processors of videos import torchvision, and hal uses none of its operators. Where no CPU build of
+torchvision can be had, `make test-sglang` and `make test-vllm` copy this file into their environments, with a .pth file
+that imports it.
 """
 
 from __future__ import annotations
