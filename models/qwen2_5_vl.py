@@ -5,7 +5,7 @@ Source: Bai et al., *Qwen2.5-VL Technical Report*, 2025.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -266,6 +266,10 @@ class Qwen2_5_VLForConditionalGeneration(VisualLM):  # noqa: N801 - the architec
 
         model = cls(text, map(layer, range(text.num_hidden_layers)))
         return model.attach(WindowTower(tower), tower.out_hidden_size, config)
+
+    def tokens_of(self, item: EncoderItem, encode: Callable[[str], Sequence[int]] | None) -> list[int]:
+        """Return a placeholder for each embedding: the positions tell the times."""
+        return super().tokens_of(item, None)
 
     def place(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> Placement:
         rate, merge = self.visual.config.tokens_per_second, self.visual.merge

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,10 +37,14 @@ class VisualConfig:
     Attributes:
         image_token_id: the placeholder of an image's embedding in a prompt.
         video_token_id: that of a video's.
+        vision_start_token_id: the token before the embeddings of a frame.
+        vision_end_token_id: that behind them.
     """
 
     image_token_id: int
     video_token_id: int
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> VisualConfig:
@@ -132,9 +136,29 @@ class VisualLM(DecoderLM):
     def placeholders(self) -> Mapping[int, str]:
         return self.config.placeholders
 
-    def expand(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> list[int]:
-        kinds, sizes = [each.kind for each in items], list(map(self.visual.rows, items))
-        return expanded(tokens, kinds, sizes, self.placeholders)
+    def expand(
+        self, tokens: Sequence[int], items: Sequence[EncoderItem], encode: Callable[[str], Sequence[int]] | None = None
+    ) -> list[int]:
+        parts = [self.tokens_of(each, encode) for each in items]
+        return expanded(tokens, [each.kind for each in items], parts, self.placeholders)
+
+    def tokens_of(self, item: EncoderItem, encode: Callable[[str], Sequence[int]] | None) -> list[int]:
+        """Return the tokens that replace an item's placeholder: a frame of a video follows its time, as text.
+
+        Args:
+            item: the item.
+            encode: returns the tokens of a text; None leaves the times out.
+        """
+        kinds = {kind: token for token, kind in self.placeholders.items()}
+        rows = [kinds[item.kind]] * self.visual.rows(item)
+        if item.kind != VIDEO or item.times is None or encode is None:
+            return rows
+        start, end = (
+            [] if each is None else [each]
+            for each in (self.config.vision_start_token_id, self.config.vision_end_token_id)
+        )
+        rows = rows[: len(rows) // len(item.times)]
+        return [token for time in item.times for token in (*encode(f"<{time:.1f} seconds>"), *start, *rows, *end)]
 
     def place(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> Placement:
         return place_blocks(tokens, list(frames(items, self.visual.merge)), self.placeholders)

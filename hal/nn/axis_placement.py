@@ -102,14 +102,14 @@ def place_blocks(tokens: Sequence[int], blocks: Sequence[Block], placeholders: M
 
 
 def expanded(
-    tokens: Sequence[int], kinds: Sequence[str], sizes: Sequence[int], placeholders: Mapping[int, str]
+    tokens: Sequence[int], kinds: Sequence[str], parts: Sequence[Sequence[int]], placeholders: Mapping[int, str]
 ) -> list[int]:
-    """Return a prompt in which each placeholder is repeated.
+    """Return a prompt in which each placeholder is replaced.
 
     Args:
         tokens: the prompt, with one placeholder for each item.
         kinds: the kind of each item.
-        sizes: the number of embeddings of each item.
+        parts: the tokens that replace the placeholder of each item.
         placeholders: the kinds of the items, by their placeholder's token.
 
     Raises:
@@ -121,9 +121,9 @@ def expanded(
             f"the prompt has placeholders for {len(taken)} images or videos, and {len(kinds)} are given",
             "give as many as the prompt has placeholders of, in the same order",
         )
-    counts = iter(sizes)
+    replacing = iter(parts)
     for each in tokens:
-        found += [each] * next(counts) if each in placeholders else [each]
+        found += next(replacing) if each in placeholders else [each]
     return found
 
 

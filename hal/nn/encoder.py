@@ -26,6 +26,7 @@ class EncoderItem:
         grid: the numbers of tokens along time, height and width, whose product is ``tokens``.
         digest: the hash of its content. Items with equal digests have equal embeddings.
         seconds: the time between two steps along the first axis; None if unknown.
+        times: the time of each step along the first axis, in seconds; None if unknown. Some models' prompts tell it.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class EncoderItem:
     grid: tuple[int, int, int]
     digest: bytes
     seconds: float | None = None
+    times: tuple[float, ...] | None = None
 
 
 @attrs.frozen(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -150,12 +150,15 @@ class CausalLM(nn.Module):
         """
         raise ModelError(f"{type(self).__name__} reads text alone", "leave the images out, or use another model")
 
-    def expand(self, tokens: Sequence[int], items: Sequence[EncoderItem]) -> list[int]:
+    def expand(
+        self, tokens: Sequence[int], items: Sequence[EncoderItem], encode: Callable[[str], Sequence[int]] | None = None
+    ) -> list[int]:
         """Return a prompt in which the placeholder of each item is repeated for each of its embeddings.
 
         Args:
             tokens: the prompt, with one placeholder for each item.
             items: the items, in the order of their placeholders.
+            encode: returns the tokens of a text, such as the time of a video's frame. Without it, no text is added.
 
         Raises:
             BatchError: the placeholders are not those of the items.

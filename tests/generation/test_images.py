@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.distributions import installed
 from helpers.seeing import END_ID, IMAGE_ID, START_ID, VIDEO_ID, Story, build, their_logits
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
-from hal.errors import BatchError, CheckpointError, ModelError
+from hal.errors import BatchError, CheckpointError, ConfigError, ModelError
 from hal.generation.llm.images import MOST_PIXELS, read_image
 from hal.nn import EncoderItem
 
@@ -29,7 +30,7 @@ transformers = pytest.importorskip("transformers", reason="transformers prepares
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<start> <image> <end> {% else %}{{ p.text }} {% endif %}{% endfor %}{% endif %}"
+    "{% if p.type == 'text' %}{{ p.text }} {% else %}<start> <{{ p.type }}> <end> {% endif %}{% endfor %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}answer{% endif %}"
 )
 WORDS = ("user", "answer", "what", "is", "this", "and", "that")
@@ -195,6 +196,56 @@ def test_an_image_of_one_pixel_is_read_and_a_strip_is_refused(llm: hal.LLM) -> N
     assert len(llm.chat(asking(picture(1, 1)), max_new_tokens=2, ignore_eos=True)[0].token_ids) == 2
     with pytest.raises(BatchError, match="2000 x 1 pixels cannot be prepared"):
         llm.chat(asking(picture(2000, 1)), max_new_tokens=1)
+
+
+def filming(*frames: Any, **given: Any) -> list[dict[str, Any]]:
+    part = {"type": "video", "video": [*frames], **given}
+    return [{"role": "user", "content": [part, {"type": "text", "text": "what is this"}]}]
+
+
+def test_a_video_of_no_use(llm: hal.LLM) -> None:
+    one, two = picture(23, 17), picture(17, 23)
+    for messages, problem in (
+        (filming(fps=1), "message 0 has a video of 0 frames of no size"),
+        (filming(one, two, fps=1), "message 0 has a video of 2 frames of 17 x 23, 23 x 17"),
+        (filming(one, fps=0), "message 0 has a video with fps = 0"),
+        (filming(one), "message 0 has a video with fps = None"),
+        (filming(one, b"text", fps=1), "frame 1 of message 0 is no image"),
+    ):
+        with pytest.raises(BatchError, match=problem):
+            llm.chat(messages, max_new_tokens=1)
+
+
+@pytest.mark.skipif(installed("torchvision"), reason="torchvision is installed")
+def test_a_video_without_torchvision(llm: hal.LLM) -> None:
+    with pytest.raises(ConfigError, match="transformers' processors of videos need torchvision"):
+        llm.chat(filming(picture(), picture(), fps=1), max_new_tokens=1)
+
+
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+@pytest.mark.shows("videos", "hal.LLM")
+def test_a_conversation_about_a_video(checkpoint: tuple[Any, Path], llm: hal.LLM) -> None:
+    """The prompt has the time before each pair of frames, and the last frame twice if their number is odd."""
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    frames = [picture(24, 16, seed) for seed in range(3)]
+    (found,) = llm.chat(filming(*frames, fps=2), max_new_tokens=5, temperature=0.0, ignore_eos=True)
+    model, path = checkpoint
+    made = AutoVideoProcessor.from_pretrained(path)(videos=[frames], return_tensors="pt", do_sample_frames=False)
+    grid = tuple(made["video_grid_thw"][0].tolist())
+    item = EncoderItem("video", made["pixel_values_videos"], grid, b"")
+    frame = [
+        89,
+        89,
+        START_ID,
+        *[VIDEO_ID] * (grid[1] * grid[2] // 4),
+        END_ID,
+    ]  # no words of the tokenizer: <0.2 seconds>
+    prompt = [0, START_ID, *frame * grid[0], END_ID, *map(WORDS.index, ("what", "is", "this")), 1]
+    known = list(prompt)
+    for _ in range(5):
+        known.append(int(their_logits(model, Story(known, [item], len(known)))[-1].argmax()))
+    assert (grid[0], list(found.token_ids)) == (2, known[len(prompt) :])
 
 
 def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:

@@ -46,10 +46,13 @@ class Conversations:
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
         text = self._template.render(written, tools=tools, **switches)
-        tokens = list(self._tokenizer().encode(text, add_special_tokens=False).ids)
+        tokens = self._encoded(text)
         if not images:
             return tokens
         with self._lock:
             if self._preparation is None:
                 self._preparation = open_processor(self._checkpoint)
-            return MultimodalPrompt(*prompt_with(self._model(), self._preparation, tokens, images))
+            return MultimodalPrompt(*prompt_with(self._model(), self._preparation, tokens, images, self._encoded))
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer().encode(text, add_special_tokens=False).ids)

@@ -1,4 +1,4 @@
-"""Images as callers give them, read with bounded memory."""
+"""Images and videos as callers give them, read with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from hal.config.optional_libraries import need
 from hal.errors import BatchError
 
 MOST_PIXELS = 1 << 26
-"""The most pixels of an image. Its decoded form takes three or four bytes for each."""
+"""The most pixels of an image, and of all frames of a video. Its decoded form takes three or four bytes for each."""
 MOST_BYTES = 1 << 28
 """The most bytes of a file."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """The formats that are decoded. Others, such as SVG, are refused."""
 _REMEDY = f"give an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+
+
+@attrs.frozen(eq=False)
+class Video:
+    """Frames of a video.
+
+    Attributes:
+        frames: ``[frames, height, width, 3]``, uint8, as an array or a tensor on the CPU.
+        rate: the frames of the video in a second.
+        places: the number of each frame in the video.
+        total: the number of the video's frames.
+        sampled: whether the frames were chosen from the video. Of all frames, the processor may choose some.
+    """
+
+    frames: Any
+    rate: float
+    places: tuple[int, ...]
+    total: int
+    sampled: bool = True
 
 
 def read_image(given: Any, where: str) -> Any:
@@ -96,14 +117,55 @@ def _content(given: Any, where: str) -> bytes:
         raise BatchError(f"{where} cannot be read: {error}", "check the path") from None
 
 
-def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages as chat templates read them, and the images of their parts, in order.
+def read_video(given: Any, rate: Any, where: str) -> Video:
+    """Return a video from frames that a caller has chosen.
 
-    A part is ``{"type": "image", "image": ...}``, or as in OpenAI's API
-    ``{"type": "image_url", "image_url": {"url": ...}}``. The template gets ``{"type": "image"}``.
+    Args:
+        given: the frames, of one size: a sequence of what :func:`read_image` reads.
+        rate: the frames in a second.
+        where: the subject of an error, such as ``message 0``.
 
     Raises:
-        BatchError: a part has another type than text and images, such as a video, or no image.
+        BatchError: there are no frames, a frame cannot be read, sizes differ, all have too many pixels, or the rate is
+            not positive.
+        ConfigError: the package pillow is not installed.
+    """
+    if isinstance(given, str | Path | bytes) or not isinstance(given, Sequence):
+        raise BatchError(
+            f"{where} has a video, and hal decodes no files of videos",
+            'give frames that you chose, {"type": "video", "video": [frame, ...], "fps": 2}',
+        )
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < float("inf"):
+        raise BatchError(f"{where} has a video with fps = {rate!r:.40}", "give the frames in a second as fps")
+    need("PIL.Image", "vision", "a video")
+    import numpy
+
+    frames, pixels = [], 0
+    for index, each in enumerate(given):
+        frames.append(numpy.asarray(read_image(each, f"frame {index} of {where}")))
+        if (pixels := pixels + frames[-1].shape[0] * frames[-1].shape[1]) > MOST_PIXELS:
+            raise BatchError(
+                f"{where} has a video with more than {MOST_PIXELS} pixels in its first {index + 1} frames",
+                "give fewer or smaller frames",
+            )
+    if len({each.shape for each in frames}) != 1:
+        sizes = sorted({f"{each.shape[1]} x {each.shape[0]}" for each in frames})
+        raise BatchError(
+            f"{where} has a video of {len(frames)} frames of {', '.join(sizes) or 'no size'!s:.70}",
+            "give one or more frames of one size",
+        )
+    return Video(numpy.stack(frames), float(rate), tuple(range(len(frames))), len(frames))
+
+
+def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages as chat templates read them, and the images and videos of their parts, in order.
+
+    A part is ``{"type": "image", "image": ...}``, or as in OpenAI's API
+    ``{"type": "image_url", "image_url": {"url": ...}}``. The template gets ``{"type": "image"}``. A video is
+    ``{"type": "video", "video": [frame, ...], "fps": ...}``.
+
+    Raises:
+        BatchError: a part has another type than text, images and videos, or none of what its type says.
     """
     found, images = [], []
     for index, message in enumerate(messages):
@@ -118,10 +180,9 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str
                 parts.append(each)
                 continue
             if kind in ("video", "video_url"):
-                raise BatchError(
-                    f"message {index} has a video, and hal decodes no files of videos",
-                    "give some of its frames as images, or prepare an item and pass it to hal.generate",
-                )
+                images.append(read_video(each.get("video"), each.get("fps"), f"message {index}"))
+                parts.append({"type": "video"})
+                continue
             image = each.get("image") if kind == "image" else None
             if kind == "image_url":
                 url = each.get("image_url")

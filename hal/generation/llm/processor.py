@@ -1,4 +1,4 @@
-"""Processors, which prepare images for the encoders of models. Any package can register one.
+"""Processors, which prepare images and videos for the encoders of models. Any package can register one.
 
 It is registered in the entry-point group ``hal.processors``. hal prepares no image itself.
 """
@@ -6,14 +6,16 @@ It is registered in the entry-point group ``hal.processors``. hal prepares no im
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.config.plugins import Plugins, instance_of
 from hal.errors import CheckpointError
-from hal.generation.llm.images import read_image
+from hal.generation.llm.images import Video, read_image
 from hal.nn import CausalLM, EncoderItem
+from hal.nn.encoder import IMAGE
 
 GROUP = "hal.processors"
 
@@ -37,15 +39,30 @@ class Processor(ABC):
         """
 
 
+Options = Mapping[str, Mapping[str, Any]]
+"""Options of a processor by the kind of the item, ``image`` or ``video``."""
+
+
 class Preparation(ABC):
-    """Prepares images for one checkpoint. Threading: one thread at a time."""
+    """Prepares images and videos for one checkpoint. Threading: one thread at a time.
+
+    Attributes:
+        options: the names of the options for each kind. A kind that cannot be prepared has no entry.
+    """
+
+    options: Mapping[str, frozenset[str]] = MappingProxyType({IMAGE: frozenset()})
 
     @abstractmethod
-    def items(self, images: Sequence[Any]) -> list[EncoderItem]:
-        """Return images of PIL, in RGB, as items of the model's encoder.
+    def items(self, media: Sequence[Any], options: Options = MappingProxyType({})) -> list[EncoderItem]:
+        """Return images and videos as items of the model's encoder.
+
+        Args:
+            media: images of PIL, in RGB, and videos.
+            options: override what the checkpoint says.
 
         Raises:
-            BatchError: an image cannot be prepared.
+            BatchError: an image or a video cannot be prepared, or an option has no such name or value.
+            ConfigError: a library is not installed.
         """
 
 
@@ -66,19 +83,25 @@ def open_processor(checkpoint: Checkpoint) -> Preparation:
 
 
 def prompt_with(
-    model: CausalLM, preparation: Preparation, tokens: Sequence[int], images: Sequence[Any]
+    model: CausalLM,
+    preparation: Preparation,
+    tokens: Sequence[int],
+    media: Sequence[Any],
+    encode: Callable[[str], Sequence[int]] | None = None,
 ) -> tuple[list[int], list[EncoderItem]]:
     """Return a prompt whose placeholders are those of each embedding, and its items.
 
     Args:
         model: the model.
-        preparation: prepares the images.
-        tokens: the prompt, with one placeholder for each image.
-        images: see :func:`read_image`.
+        preparation: prepares the images and videos.
+        tokens: the prompt, with one placeholder for each image and video.
+        media: images, see :func:`read_image`, and videos.
+        encode: returns the tokens of a text; see :meth:`hal.nn.CausalLM.expand`.
 
     Raises:
-        BatchError: an image cannot be read, or there are more or fewer than placeholders.
+        BatchError: an image or a video cannot be read, or there are more or fewer than placeholders.
         ModelError: the model reads text alone.
     """
-    items = preparation.items([read_image(each, f"image {index}") for index, each in enumerate(images)])
-    return model.expand(tokens, items), items
+    read = [each if isinstance(each, Video) else read_image(each, f"image {index}") for index, each in enumerate(media)]
+    items = preparation.items(read)
+    return model.expand(tokens, items, encode), items
