@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from typing import Any, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 from hal.generation.prompt_inputs import PromptInputs
 from hal.nn import EncoderItem
-from hal.nn.encoder import IMAGE
+from hal.nn.encoder import VIDEO
 from hal.step import InputBatch
 
 
@@ -69,10 +70,26 @@ class Request:
         return max(0, min(self.computed + count, len(self.prompt) - 1) - first)
 
 
-def item_of(fields: Mapping[str, Any], digest: bytes = b"") -> EncoderItem:
-    """Return an image as an item of the model's encoder, from the fields that hal's processor has given vLLM."""
-    time, height, width = fields["grid"].data.flatten().tolist()
-    return EncoderItem(IMAGE, fields["values"].data, (time, height, width), digest)
+def fields_of(kind: str, items: Sequence[EncoderItem]) -> dict[str, Tensor]:
+    """Return the items of a kind as fields for vLLM, each joined."""
+    own = [each for each in items if each.kind == kind]
+    if not own:
+        return {}
+    found = {"values": torch.cat([each.values for each in own]), "grid": torch.tensor([each.grid for each in own])}
+    if kind == VIDEO:
+        found["seconds"] = torch.tensor([each.seconds for each in own], dtype=torch.float64)
+        found["times"] = torch.tensor([time for each in own for time in each.times or ()], dtype=torch.float64)
+    return {f"{kind}_{name}": each for name, each in found.items()}
+
+
+def item_of(kind: str, fields: Mapping[str, Any], digest: bytes = b"") -> EncoderItem:
+    """Return an image or a video as an item of the model's encoder, from its part of :func:`fields_of`."""
+    time, height, width = fields[f"{kind}_grid"].data.flatten().tolist()
+    item = EncoderItem(kind, fields[f"{kind}_values"].data, (time, height, width), digest)
+    if kind != VIDEO:
+        return item
+    times = tuple(fields[f"{kind}_times"].data.flatten().tolist())
+    return attrs.evolve(item, seconds=float(fields[f"{kind}_seconds"].data), times=times)
 
 
 class Requests:
@@ -83,7 +100,7 @@ class Requests:
         seed: decides the seeds of requests without one. All ranks of a replica have the same, and so draw the same
             tokens; replicas have different ones.
         groups: the cache groups; None if there is one, whose blocks are hal's.
-        prompt_inputs: returns the inputs of a prompt, given its tokens and its images.
+        prompt_inputs: returns the inputs of a prompt, given its tokens and its images and videos.
     """
 
     def __init__(
@@ -171,8 +188,8 @@ class Requests:
             new.req_id, prompt, new.sampling_params, [*map(list, new.block_ids)], new.num_computed_tokens, []
         )
         if new.mm_features:
-            images = [item_of(each.data, each.identifier.encode()) for each in new.mm_features]
-            request.inputs = self._prompt_inputs(prompt, images)
+            items = [item_of(each.modality, each.data, each.identifier.encode()) for each in new.mm_features]
+            request.inputs = self._prompt_inputs(prompt, items)
         if (seed := new.sampling_params.seed) is not None:
             request.seed = seed % 2**63
         elif before is None:

@@ -35,7 +35,6 @@ REFUSED = {
     "model_config.use_fp64_gumbel": "draws in float64",
     "model_config.model_class_overrides": "other model classes: hal runs its own models",
     "model_config.multimodal_config.enable_mm_embeds": "prompts of embeddings",
-    "model_config.multimodal_config.mm_processor_kwargs": "arguments of the processor: hal reads the checkpoint's",
     "model_config.multimodal_config.mm_processor_cache_type": "a cache in shared memory",
     "model_config.multimodal_config.mm_encoder_only": "encoders without their models",
     "model_config.multimodal_config.mm_encoder_tp_mode": "it: each rank runs the whole encoder",
