@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,22 +32,38 @@ LONGEST, CACHED, NEW = 128, 512, 20
 
 
 def differing(
-    checkpoint: str, config: dict[str, Any], seed: int, before: str | None = None, load_format: str = "auto"
+    checkpoint: str,
+    config: dict[str, Any],
+    seed: int,
+    before: str | None = None,
+    load_format: str = "auto",
+    alone: Mapping[str, Any] = MappingProxyType({}),
+    **vllm: Any,
 ) -> list[str]:
-    """Return what differs between the tokens of the two. vLLM may start with other weights, or random ones."""
+    """Return what differs between the tokens of the two. vLLM may start with other weights, or random ones.
+
+    Args:
+        checkpoint: the checkpoint.
+        config: hal's configuration.
+        seed: of the prompts.
+        before: the checkpoint whose weights are replaced.
+        load_format: vLLM's.
+        alone: further keys of the configuration of hal without vLLM.
+        vllm: further arguments of vLLM.
+    """
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 90) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     engine = LLM(
         model=before or checkpoint,
         max_model_len=LONGEST,
         block_size=16,
-        dtype="float32",
         skip_tokenizer_init=True,
         max_num_seqs=4,
         max_num_batched_tokens=48,
         num_gpu_blocks_override=CACHED // 16,
         additional_config={"hal": config},
         load_format=load_format,
+        **{"dtype": "float32", **vllm},
     )
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
@@ -58,7 +75,8 @@ def differing(
         found = engine.generate(given, params, use_tqdm=False)
         if former == [[*each.outputs[0].token_ids] for each in found]:
             return ["the new weights give the tokens of the former"]
-    backend = hal.open({**config, "dtype": "float32", "cache": {"num_tokens": 2048}})
+    cache = {"num_tokens": 2048, **alone.get("cache", {})}
+    backend = hal.open({**config, "dtype": vllm.get("dtype", "float32"), "cache": cache})
     runner = hal.Runner(hal.load_model(checkpoint, backend), backend)
     expected: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
@@ -124,6 +142,22 @@ def specifications() -> list[str]:
             if problem not in error.problem:
                 wrong.append(str(error))
     return wrong
+
+
+def quantized() -> None:
+    """Compare quantized checkpoints, each with arguments of vLLM and keys of hal alone, and write what differs."""
+    asked = json.loads(sys.argv[1])
+    found = {
+        name: differing(folder, asked["hal"], 3, alone=alone, **vllm)
+        for name, (folder, vllm, alone) in asked["cases"].items()
+    }
+    refused = {}
+    for name, vllm in asked["refused"].items():
+        try:
+            LLM(model=asked["checkpoint"], max_model_len=LONGEST, skip_tokenizer_init=True, **vllm)
+        except Exception as error:
+            refused[name] = str(error)
+    Path(asked["out"]).write_text(json.dumps({"found": found, "refused": refused}), encoding="utf-8")
 
 
 def main() -> None:

@@ -27,10 +27,14 @@ def register() -> str | None:
 
 
 def register_models() -> None:
-    """Let hal prepare the images of its models, if hal was asked for. vLLM calls it in each process."""
+    """Let hal read quantized checkpoints and prepare images, if hal was asked for. vLLM calls it in each process."""
     if not _asked():
         return
     from vllm import __version__
+
+    from hal.engines.vllm import quantization
+
+    quantization.register()
 
     if Version(__version__) < Version("0.32"):  # in which processors have another interface
         return

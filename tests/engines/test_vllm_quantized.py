@@ -1,0 +1,54 @@
+"""Tests that quantized checkpoints give the tokens of hal.generate inside vLLM. `make test-vllm` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import random_checkpoint
+from helpers.low_bits import Format, pair
+from helpers.quantized import TEXT
+from helpers.vllm_programs import found_by, needs_vllm
+
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "w8a16": {},
+    "w8a8": {"calibration": TEXT},
+    "w8a8_dynamic": {},
+    "w4a16": {"group_size": 32},
+    "w4a8_dynamic": {"group_size": 32},
+}
+"""The schemes that `hal quantize` writes, each with its options."""
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+
+
+@needs_vllm
+@pytest.mark.shows("quantized checkpoints", "vLLM")
+def test_quantized_checkpoints(tmp_path: Path) -> None:
+    """--quantization is the checkpoint's, or refused; --kv-cache-dtype is hal's cache.dtype."""
+    plain = random_checkpoint(tmp_path / "plain", dtype="bfloat16", intermediate_size=64)
+    cases: dict[str, Case] = {}
+    for scheme, options in OPTIONS.items():
+        made = quantize_checkpoint(plain, tmp_path / scheme, scheme, format="compressed-tensors", **options)
+        cases[scheme] = (str(made.path), {}, {})
+    cases["named"] = (cases["w4a8_dynamic"][0], {"quantization": "compressed-tensors"}, {})
+    made = quantize_checkpoint(plain, tmp_path / "modelslim", "w8a8_dynamic", format="modelslim")
+    cases["modelslim"] = (str(made.path), {}, {})
+    blocks, _ = pair(tmp_path / "blocks", Format("fp8"), intermediate_size=64)
+    rows, _ = pair(tmp_path / "rows", Format("compressed-fp8", group=0))
+    cases |= {"fp8": (str(blocks), {"quantization": "fp8"}, {}), "fp8 rows": (str(rows), {}, {})}
+    for name, dtype in (("fp8", "fp8"), ("int8_per_token_head", "int8")):
+        cases[f"cache in {name}"] = (str(plain), {"kv_cache_dtype": name}, {"cache": {"dtype": dtype}})
+    found = found_by(
+        "vllm_families.quantized",
+        tmp_path,
+        Path(cases["w4a8_dynamic"][0]),
+        hal={"backend": "cpu", "compilation": {"compiler": "graph"}},
+        cases=cases,
+        refused={"another scheme": {"quantization": "fp8"}, "another cache": {"kv_cache_dtype": "fp8_e5m2"}},
+    )
+    assert found["found"] == {name: [] for name in cases}
+    assert "does not match the quantization method" in found["refused"]["another scheme"]
+    assert "hal does not support vLLM's kv_cache_dtype = fp8_e5m2" in found["refused"]["another cache"]
