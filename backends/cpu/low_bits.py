@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.experts import mxfp4
 from hal.ops.float8 import widen
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.weight_only import dequantize
@@ -58,6 +59,23 @@ def weight_only_grouped_linear(
     for expert, start, end in spans("weight_only_grouped_linear", counts, x.shape[0]):
         zero = None if weight_zero_point is None else weight_zero_point[expert]
         rows = partial(_group_rows, weight[expert], weight_scale[expert], zero, group_size)
+        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
+    return output
+
+
+def mxfp4_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    counts: Tensor,
+    bias: Tensor | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scaled weights to x's dtype."""
+    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
+    for expert, start, end in spans("mxfp4_grouped_linear", counts, x.shape[0]):
+        rows = partial(_float4_rows, weight[expert], weight_scale[expert])
         _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
     return output
 
@@ -139,6 +157,10 @@ def _group_rows(weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: 
     return dequantize(weight[start:end], scale[start:end], None if zero is None else zero[start:end], group_size)
 
 
+def _float4_rows(weight: Tensor, scale: Tensor, start: int, end: int) -> Tensor:
+    return mxfp4.widen(weight[start:end], scale[start:end])
+
+
 def _block_rows(weight: Tensor, scale: Tensor, block_rows: int, block_columns: int, start: int, end: int) -> Tensor:
     scale = scale[start // block_rows : -(-end // block_rows)]
     return widen(weight[start:end], scale, block_rows, block_columns)
@@ -165,6 +187,7 @@ def _project(x: Tensor, rows: Widen, bias: Tensor | None, output: Tensor, unit: 
 KERNELS: dict[str, Kernel] = {
     "fp8_grouped_linear": fp8_grouped_linear,
     "fp8_linear": fp8_linear,
+    "mxfp4_grouped_linear": mxfp4_grouped_linear,
     "quant_grouped_linear_int4": quant_grouped_linear_int4,
     "quant_linear_int4": quant_linear_int4,
     "weight_only_grouped_linear": weight_only_grouped_linear,

@@ -38,6 +38,7 @@ INDUCTOR = (
     "grouped_linear",
     "grouped_linear_int8",
     "linear_int8",
+    "mxfp4_grouped_linear",
     "paged_attention",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",

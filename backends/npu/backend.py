@@ -208,9 +208,11 @@ class NpuBackend(Backend):
                 return weight.to(use.dtype)
             case "weight_only_linear" | "weight_only_grouped_linear", "weight_zero_point":
                 return low_bits.prepared_zero_point(weight, use.dtype)
+            case "mxfp4_grouped_linear", "weight_scale":
+                return low_bits.prepared_exponents(weight, use.dtype)
             case "weight_only_linear" | "fp8_linear", "bias":
                 return quantized.prepared_int8_bias(weight, use.dtype)
-            case "weight_only_grouped_linear" | "fp8_grouped_linear", "bias":
+            case "weight_only_grouped_linear" | "fp8_grouped_linear" | "mxfp4_grouped_linear", "bias":
                 return experts.prepared_bias(weight, use.dtype)
             case "quant_linear_int4" | "quant_grouped_linear_int4", _ if self._int8_by_int4:
                 return w4a8.prepared(weight, use)

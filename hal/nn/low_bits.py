@@ -12,6 +12,7 @@ from hal import ops
 from hal.nn.linear import IN, OUT
 from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.weights.weight import Weight
+from hal.ops.experts import mxfp4
 from hal.ops.weight_only import INT4S
 
 
@@ -139,6 +140,41 @@ class Fp8GroupedLinear(Fp8Tensors):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`~hal.nn.GroupedLinear`."""
         return ops.fp8_grouped_linear(x, self.weight, self.weight_scale, counts, self.bias, *self.block)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+class Mxfp4GroupedLinear(QuantizedLinear):
+    """Projections of experts with weights in MXFP4.
+
+    Attributes:
+        fused: as in :class:`~hal.nn.GroupedLinear`.
+        weight: ``[num_experts, out_features, in_features / 2]``, uint8, as :func:`hal.ops.mxfp4_grouped_linear` takes
+            it, in the layout that the driver prepared.
+        weight_scale: ``[num_experts, out_features, in_features / 32]``, uint8, or as the driver prepared it.
+        bias: ``[num_experts, out_features]``, or None.
+    """
+
+    operation = "mxfp4_grouped_linear"
+    fused: str | None = None
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declarations of its tensors. The scheme computes all but the bias."""
+        numbers, groups = {IN: mxfp4.FLOAT4S}, {IN: mxfp4.GROUP}
+        return {
+            "weight": self.declare(None, argument="weight", packing=numbers, dtype=torch.uint8),
+            "weight_scale": self.declare(None, argument="weight_scale", group_sizes=groups, dtype=torch.uint8),
+            "bias": self.declare("bias", OUT, dtype=torch.float32, added=True),
+        }
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Map ``[assignments, in_features]`` to ``[assignments, out_features]``; see :class:`~hal.nn.GroupedLinear`."""
+        return ops.mxfp4_grouped_linear(x, self.weight, self.weight_scale, counts, self.bias)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -16,6 +16,7 @@ from hal.ops.experts.float8 import fp8_grouped_linear
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
 from hal.ops.experts.int4 import quant_grouped_linear_int4
 from hal.ops.experts.int8 import grouped_linear_int8
+from hal.ops.experts.mxfp4 import mxfp4_grouped_linear
 from hal.ops.experts.quantized import (
     quant_expert_mlp_dynamic,
     quant_expert_mlp_static,
@@ -96,6 +97,7 @@ __all__ = [
     "linear_int8",
     "linear_reduce_scatter",
     "mask_logits",
+    "mxfp4_grouped_linear",
     "op",
     "operation",
     "operation_of_node",

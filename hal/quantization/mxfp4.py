@@ -14,13 +14,13 @@ import torch
 from hal.errors import CheckpointError
 from hal.nn import QuantizedLinear, Weight
 from hal.nn.linear import IN, OUT
-from hal.nn.low_bits import WeightOnlyTensors
+from hal.nn.low_bits import Mxfp4GroupedLinear
+from hal.ops.experts.mxfp4 import FLOAT4S, GROUP
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.representation import Representation, StoredLayer, Tensors
 from hal.quantization.scheme import Scheme
-from hal.quantization.schemes.mxfp4 import GROUP, numbers_and_scales
 
 BYTES = "bytes"
 NOT_A_NUMBER = 255
@@ -30,8 +30,8 @@ class FusedBlocks(Representation):
     """``gate_up_proj_blocks`` and ``gate_up_proj_scales`` of all experts, and the same for ``down_proj``."""
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, WeightOnlyTensors)
-        groups, half = {IN: GROUP}, {BYTES: GROUP // 2}
+        assert isinstance(layer, Mxfp4GroupedLinear)
+        groups, half = {IN: GROUP}, {BYTES: GROUP // FLOAT4S}
         found = {
             "blocks": layer.declare(
                 None,
@@ -51,11 +51,10 @@ class FusedBlocks(Representation):
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer, exponents = stored.layer, stored["exponents"]
-        assert isinstance(layer, WeightOnlyTensors)
+        assert isinstance(layer, Mxfp4GroupedLinear)
         if bool((exponents == NOT_A_NUMBER).any()):
             raise CheckpointError(f"{stored.names[0]}.{layer.fused}_scales has the exponent {NOT_A_NUMBER}, NaN", AGAIN)
-        weight, scale = numbers_and_scales(stored["blocks"].flatten(-2), exponents)
-        return {**stored.tensors, "weight": weight, "weight_scale": scale, "weight_zero_point": None}
+        return {**stored.tensors, "weight": stored["blocks"].flatten(-2), "weight_scale": exponents}
 
 
 class ExpertsOnly(ExcludedLayers):

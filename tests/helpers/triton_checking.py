@@ -33,6 +33,7 @@ EXPERTS = frozenset(
         "fp8_grouped_linear",
         "grouped_linear",
         "grouped_linear_int8",
+        "mxfp4_grouped_linear",
         "quant_expert_mlp_dynamic",
         "quant_expert_mlp_static",
         "quant_grouped_linear_dynamic",

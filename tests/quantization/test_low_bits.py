@@ -28,12 +28,14 @@ from hal.nn.low_bits import (
     DequantizedLinear,
     Fp8GroupedLinear,
     Fp8Linear,
+    Mxfp4GroupedLinear,
     WeightOnlyGroupedLinear,
     WeightOnlyLinear,
 )
 from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, Int8GroupedLinear
 from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear
-from hal.ops.weight_only import dequantize, pack_int4, unpack_int4
+from hal.ops.experts import mxfp4
+from hal.ops.weight_only import pack_int4, unpack_int4
 from hal.parallel import Mesh
 
 TOKENS = [1, 7, 30, 4, 200, 19]
@@ -232,17 +234,36 @@ def test_weights_stay_packed(tmp_path: Path) -> None:
     assert down.weight_zero_point.dtype == torch.int8
 
 
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss(cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = gpt_oss_pair(tmp_path)
     model = load(quantized)
     found = layers(model)
-    assert {type(each) for each in found.values()} == {WeightOnlyGroupedLinear}
+    assert {type(each) for each in found.values()} == {Mxfp4GroupedLinear}
     assert len(found) == 4
     path, layer = next(iter(found.items()))
     exact = load(plain).get_submodule(path).weight
-    for expert in range(4):
-        assert torch.equal(dequantize(layer.weight[expert], layer.weight_scale[expert], None, 32), exact[expert])
+    assert torch.equal(mxfp4.widen(layer.weight, layer.weight_scale), exact)
+    held = sum(each.nbytes for layer in found.values() for each in (layer.weight, layer.weight_scale))
+    assert held / sum(load(plain).get_submodule(path).weight.numel() for path in found) == 4.25 / 8
     assert error(logits(quantized), logits(plain)) < 1e-5
+    assert error(logits(quantized, "graph"), logits(quantized)) < 1e-5
+    wide = layers(load(quantized, quantized_weights="dequantized"))
+    assert torch.equal(wide[path].weight, exact)
+    parts, counts = [layers(each) for each in ranks(quantized)], torch.tensor([2, 0, 1, 3])
+    cpu.activate()
+    for path, layer in found.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        split = x.chunk(2, -1) if layer.shard == "in_features" else (x, x)
+        mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
+        assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+
+
+def test_an_exponent_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    quantized, _ = gpt_oss_pair(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    change_tensors(quantized, lambda tensors: tensors[name].view(-1)[7:8].fill_(255))
+    with pytest.raises(CheckpointError, match=f"{name} has the exponent 255, NaN"):
+        load(quantized)
 
 
 def test_layers_that_a_checkpoint_leaves_out(tmp_path: Path) -> None:
@@ -516,4 +537,98 @@ def test_bad_checkpoints(case: Damage, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, FORMATS[name], **DENSE)
     damage(quantized)
     with pytest.raises(kind, match=message):
+        load(quantized)
+
+
+FUSED = "model.layers.1.mlp.experts.down_proj"
+TENSORS: dict[str, tuple[str, ...]] = {
+    "packed-zero-points": ("weight_packed", "weight_zero_point", "weight_scale"),
+    "whole-8-bits": ("weight", "weight_scale"),
+    "whole-4-bits": ("weight", "weight_zero_point", "weight_scale"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "gptq": ("qweight", "qzeros", "scales"),
+    "gptq_v2": ("qweight", "qzeros", "scales"),
+    "fp8-blocks": ("weight", "weight_scale_inv"),
+    "fp8-tensors": ("weight", "weight_scale"),
+    "compressed-fp8-rows": ("weight", "weight_scale"),
+    "compressed-fp8-blocks": ("weight", "weight_scale"),
+    "compressed-fp8-tensors": ("weight", "weight_scale"),
+    "mxfp4": ("_blocks", "_scales"),
+}
+"""The tensors of a layer, the last of which are its scales."""
+
+
+@pytest.mark.parametrize("format", TENSORS)
+def test_damaged_tensors_are_named(format: str, tmp_path: Path) -> None:
+    """Missing ones, and those of another dtype or shape, before values are read; scales that are no scales, after."""
+    fused = format == "mxfp4"
+    quantized, _ = gpt_oss_pair(tmp_path) if fused else pair(tmp_path, FORMATS[format], **DENSE)
+    whole = load_file(quantized / "model.safetensors")
+    layer = FUSED if fused else f"{DOWN}."
+
+    def refused(name: str, changed: Tensor | None, problem: str) -> None:
+        kept = {each: tensor for each, tensor in whole.items() if each != name}
+        save_file(kept if changed is None else {**kept, name: changed}, quantized / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{name}{problem}"):
+            load(quantized)
+
+    for suffix in TENSORS[format]:
+        name = f"{layer}{suffix}"
+        found = whole[name]
+        refused(name, None, " is missing")
+        refused(name, torch.zeros(found.shape, dtype=torch.int64), " is I64, expected")
+        refused(name, torch.cat((found.view(1, -1), found.view(1, -1))), r" is \[2, ")
+    if fused:
+        return
+    for value in (math.inf, math.nan, 0.0, -1.0):
+        refused(name, first(value)(found.clone()), " has values that are not positive and finite")
+
+
+def claims(name: str, **changes: Any) -> Callable[[Path], object]:
+    """Describe the quantization of another format."""
+    return lambda folder: change_json(
+        folder / "config.json", lambda value: value.update(quantization_config={**FORMATS[name].section(), **changes})
+    )
+
+
+Claim = tuple[str, Callable[[Path], object], str]
+CLAIMS: dict[str, Claim] = {
+    "awq, but gptq": ("gptq", claims("awq"), r"qweight is \[\d+, \d+\], not"),
+    "gptq, but packed": ("packed", claims("gptq"), "qweight is missing"),
+    "fp8, but awq": ("awq", claims("fp8-blocks"), "weight is missing"),
+    "8 bits, but 4": ("gptq", claims("gptq", bits=8), r"q(weight|zeros) is \[\d+, \d+\], not"),
+    "groups of 64, but 32": ("awq", claims("awq", group_size=64), r"(scales|qzeros) is \[\d+, \d+\], not"),
+    "blocks of 64, but 32": (
+        "fp8-blocks",
+        claims("fp8-blocks", weight_block_size=[64, 64]),
+        r"weight_scale_inv is \[\d+, \d+\], not",
+    ),
+    "a scale of rows, but of blocks": (
+        "compressed-fp8-blocks",
+        claims("compressed-fp8-rows"),
+        r"weight_scale is \[\d+, \d+\], not",
+    ),
+    "zero points of 9 in 4 bits": (
+        "whole-4-bits",
+        tensor(f"{DOWN}.weight_zero_point", first(9)),
+        "weight_zero_point has numbers of more than 4 bits",
+    ),
+    "a group out of range": (
+        "packed",
+        lambda folder: change_tensors(
+            folder, lambda value: value.update({f"{DOWN}.weight_g_idx": torch.full((128,), 4, dtype=torch.int32)})
+        ),
+        "weight_g_idx has groups other than 0 to 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLAIMS.values(), ids=CLAIMS.keys())
+def test_files_that_contradict_their_description(
+    case: tuple[str, Callable[[Path], object], str], tmp_path: Path
+) -> None:
+    name, damage, message = case
+    quantized, _ = pair(tmp_path, FORMATS[name], **DENSE)
+    damage(quantized)
+    with pytest.raises(CheckpointError, match=message):
         load(quantized)

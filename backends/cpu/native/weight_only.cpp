@@ -1,4 +1,4 @@
-// Projections of up to 64 rows with weights of 8 or 4 bits in groups, which are read in place and once.
+// Projections of up to 64 rows, or of those of experts, with weights of 8 or 4 bits in groups, which are read in place.
 //
 // Where the processor multiplies pairs of 16-bit integers, few rows of x are rounded to such, with a scale for each
 // block of x. This is exact to 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight
@@ -21,9 +21,9 @@ constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which start
 // The scales or zero points of the rows of a weight.
 struct Factors {
     const void* values;  // or null
-    int dtype;           // a Dtype, or kInt8
+    int dtype;           // a Dtype, or one of those below
     int64_t groups;
-    static constexpr int kInt8 = 3;
+    static constexpr int kInt8 = 3, kExponent = 4;
 
     // Writes those of a row in float32.
     void read(int64_t row, float* to) const {
@@ -34,9 +34,25 @@ struct Factors {
                 return copy(static_cast<const bfloat16*>(values) + row * groups, to);
             case kFloat16:
                 return copy(static_cast<const float16*>(values) + row * groups, to);
+            case kExponent:
+                for (int64_t i = 0; i < groups; i++)
+                    to[i] = half_power(static_cast<const uint8_t*>(values)[row * groups + i]);
+                return;
             default:
                 return copy(static_cast<const int8_t*>(values) + row * groups, to);
         }
+    }
+
+    // Returns 2 to the power of an exponent of e8m0 - 128: half of its meaning, since kTwice has twice the numbers.
+    static float half_power(uint8_t exponent) {
+        const uint32_t bits = exponent > 1 ? uint32_t(exponent - 1) << 23 : 0x200000u << exponent;
+        return load<float>(&bits);
+    }
+
+    // Returns those of the rows from `row` on.
+    Factors from(int64_t row) const {
+        constexpr int kBytes[] = {4, 2, 2, 1, 1};
+        return {values ? static_cast<const char*>(values) + row * groups * kBytes[dtype] : nullptr, dtype, groups};
     }
 
   private:
@@ -46,14 +62,23 @@ struct Factors {
     }
 };
 
+// What a weight holds, as the bindings say it.
+enum Numbers { kBytes, kNibbles, kFloat4 };
+
+constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
+
+// Twice the numbers of float4 (e2m1), by their bits.
+constexpr int16_t kTwice[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
+                                0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 struct WeightOnly {
     const uint8_t* weight;
     Factors scales, zeros;
     const void* bias;  // or null
-    int wide_bias, bits;
+    int wide_bias, numbers;
     int64_t rows, width, out, group;
 
-    int64_t row_bytes() const { return width * bits / 8; }
+    int64_t row_bytes() const { return width * bits_of(numbers) / 8; }
 
     template <class T>
     float bias_of(int64_t column) const {
@@ -66,8 +91,11 @@ struct WeightOnly {
 template <class T>
 void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
     const uint8_t* from = given.weight + row * given.row_bytes();
-    if (given.bits == 8)
+    if (given.numbers == kBytes)
         for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
+    else if (given.numbers == kFloat4)
+        for (int64_t i = 0; i < given.width / 2; i++)
+            wide[2 * i] = kTwice[from[i] & 15], wide[2 * i + 1] = kTwice[from[i] >> 4];
     else
         for (int64_t i = 0; i < given.width / 2; i++) {
             wide[2 * i] = float(int(from[i] & 15 ^ 8) - 8);
@@ -147,7 +175,7 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
             int32_t q[kBlockOfX];
             for (int64_t i = 0; i < kBlockOfX; i++) q[i] = finite ? int32_t(std::nearbyint(values[i] * factor)) : 0;
             int16_t* to = made.values.data() + (row * blocks + block) * kBlockOfX;
-            if (given.bits == 8)
+            if (given.numbers == kBytes)
                 for (int64_t half = 0; half < kBlockOfX; half += 64)
                     for (int64_t i = 0; i < 32; i++)
                         to[half + i] = int16_t(q[half + 2 * i]), to[half + 32 + i] = int16_t(q[half + 2 * i + 1]);
@@ -191,10 +219,17 @@ inline __m512i dots(const __m512i* weight, const int16_t* x) {
 }
 
 // Widens 64 bytes of the weight to registers of 16-bit integers.
-template <int Bits>
+template <int Kind>
 inline void unpack(__m512i packed, __m512i* to) {
-    if constexpr (Bits == 8) {
+    if constexpr (Kind == kBytes) {
         to[0] = _mm512_srai_epi16(_mm512_slli_epi16(packed, 8), 8), to[1] = _mm512_srai_epi16(packed, 8);
+    } else if constexpr (Kind == kFloat4) {
+        // An index is the last five bits; the table has each number for both values of the first one.
+        const __m512i table = load<__m512i>(kTwice);
+        to[0] = _mm512_permutexvar_epi16(packed, table);
+        to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), table);
+        to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), table);
+        to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), table);
     } else {
         const __m512i nibble = _mm512_set1_epi16(15);
         packed = _mm512_xor_si512(packed, _mm512_set1_epi8(int8_t(0x88)));
@@ -207,10 +242,10 @@ inline void unpack(__m512i packed, __m512i* to) {
 
 // Writes the sums of each lane of a row of the weight times `Rows` rows of x from `first` on, to held[m * kLanes]. Whole:
 // whether the weights of a block of x have one scale in a lane.
-template <int Bits, bool Whole, int Rows>
+template <int Kind, bool Whole, int Rows>
 inline void multiply(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
                      const float* scales, int64_t first, Lanes* held) {
-    constexpr int64_t kParts = Whole ? 1 : 2, kVectors = 4 / kParts, kBytes = kBlockOfX / kParts * Bits / 8;
+    constexpr int64_t kParts = Whole ? 1 : 2, kVectors = 4 / kParts, kBytes = kBlockOfX / kParts * bits_of(Kind) / 8;
     const int64_t bytes = given.row_bytes(), blocks = x.blocks, stride = blocks * kBlockOfX;
     const int16_t* values = x.values.data() + first * stride;
     const float* of_x = x.scales.data() + first * blocks;
@@ -222,7 +257,7 @@ inline void multiply(const WeightOnly& given, const Integers& x, const Spread& s
             __m512i weight[kVectors];
 #pragma GCC unroll 2
             for (int64_t byte = 0; byte < kBytes; byte += 64) {
-                unpack<Bits>(read(at * kBytes + byte), weight + byte / 32);
+                unpack<Kind>(read(at * kBytes + byte), weight + byte / 32);
                 __builtin_prefetch(line + at * kBytes + byte + kAhead);
             }
             const Lanes scale = spread(scales, at);
@@ -245,32 +280,32 @@ inline void multiply(const WeightOnly& given, const Integers& x, const Spread& s
 }
 
 // Multiplies with all rows of x; the weight's row stays in a core's cache.
-template <int Bits, bool Whole>
+template <int Kind, bool Whole>
 void multiply_rows(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
                    const float* scales, Lanes* held) {
     for (int64_t first = 0; first < given.rows; first += kAtOnce, held += kAtOnce * kLanes) switch (given.rows - first) {
             case 1:
-                multiply<Bits, Whole, 1>(given, x, spread, line, scales, first, held);
+                multiply<Kind, Whole, 1>(given, x, spread, line, scales, first, held);
                 break;
             case 2:
-                multiply<Bits, Whole, 2>(given, x, spread, line, scales, first, held);
+                multiply<Kind, Whole, 2>(given, x, spread, line, scales, first, held);
                 break;
             case 3:
-                multiply<Bits, Whole, 3>(given, x, spread, line, scales, first, held);
+                multiply<Kind, Whole, 3>(given, x, spread, line, scales, first, held);
                 break;
             default:
-                multiply<Bits, Whole, kAtOnce>(given, x, spread, line, scales, first, held);
+                multiply<Kind, Whole, kAtOnce>(given, x, spread, line, scales, first, held);
         }
 }
 
-template <int Bits, bool Whole, class T>
+template <int Kind, bool Whole, class T>
 void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
     thread_local Integers x;
     round(given, from, stride, x);
     const Integers& integers = x;
     constexpr int64_t kTogether = Whole ? kBlockOfX : kBlockOfX / 2;  // elements whose lanes are scaled together
-    constexpr float kOffset = Bits == 4 ? 8 : 0;
-    const bool corrected = Bits == 4 || given.zeros.values;
+    constexpr float kOffset = Kind == kNibbles ? 8 : 0;
+    const bool corrected = Kind == kNibbles || given.zeros.values;
     const int64_t groups = x.groups, apart = groups + 3;  // registers read four at a time
     const Spread spread(x.blocks * kBlockOfX / kTogether, kTogether, given.group, groups);
 #pragma omp parallel if (given.out * given.width > kSerial)
@@ -283,7 +318,7 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
             float less[kFew][kLanes] = {};
             for (int64_t r = 0; r < taken; r++) {
                 given.scales.read(begin + r, scales.data());
-                multiply_rows<Bits, Whole>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
+                multiply_rows<Kind, Whole>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
                                     scales.data(), held + r);
                 if (!corrected) continue;
                 if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
@@ -305,28 +340,70 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
 // Whether a register's lanes belong to at most four groups, each of whole lanes.
 bool spreads(int64_t width, int64_t group) { return group >= width || group == 32 || group == 64 || group % 128 == 0; }
 
+template <class T>
+void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
+#ifdef __AVX512VNNI__
+    if (sizeof(T) == 2 && given.rows <= kFew && spreads(given.width, given.group)) {
+        if (given.numbers == kNibbles) return run_integers<kNibbles, true>(given, x, x_stride, y);
+        if (given.numbers == kFloat4) return run_integers<kFloat4, true>(given, x, x_stride, y);
+        if (given.group >= given.width || given.group % kBlockOfX == 0)
+            return run_integers<kBytes, true>(given, x, x_stride, y);
+        return run_integers<kBytes, false>(given, x, x_stride, y);
+    }
+#endif
+    run_widened(given, x, x_stride, y);
+}
+
 }  // namespace
 
 // Multiplies up to 64 rows of x, whose elements have unit stride, with a weight of 8 or 4 bits. Zero points and the bias
 // may be null. A group has at most `width` elements.
 extern "C" void weight_only_linear(const void* x, const void* weight, const void* scales, const void* zeros,
                                    const void* bias, void* y, int dtype, int scale_dtype, int zero_dtype, int wide_bias,
-                                   int bits, int64_t rows, int64_t width, int64_t out, int64_t group, int64_t x_stride) {
+                                   int numbers, int64_t rows, int64_t width, int64_t out, int64_t group,
+                                   int64_t x_stride) {
     const int64_t groups = (width + group - 1) / group;
     const WeightOnly given{static_cast<const uint8_t*>(weight), Factors{scales, scale_dtype, groups},
-                           Factors{zeros, zero_dtype, groups}, bias, wide_bias, bits, rows, width, out, group};
+                           Factors{zeros, zero_dtype, groups}, bias, wide_bias, numbers, rows, width, out, group};
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        const T* from = static_cast<const T*>(x);
-        T* to = static_cast<T*>(y);
-#ifdef __AVX512VNNI__
-        if (sizeof(T) == 2 && rows <= kFew && spreads(width, group))
-            return bits == 4                               ? run_integers<4, true>(given, from, x_stride, to)
-                   : group >= width || group % kBlockOfX == 0 ? run_integers<8, true>(given, from, x_stride, to)
-                                                              : run_integers<8, false>(given, from, x_stride, to);
-#endif
-        run_widened(given, from, x_stride, to);
+        run(given, static_cast<const T*>(x), x_stride, static_cast<T*>(y));
     });
 }
 
+// Multiplies the rows of each expert, 64 at a time, as weight_only_linear. Returns 0, or 1 if the counts exceed the
+// rows. All contiguous but the rows of x.
+extern "C" int64_t weight_only_grouped_linear(const void* x, const void* weight, const void* scales, const void* zeros,
+                                              const int64_t* counts, const void* bias, void* y, int dtype,
+                                              int scale_dtype, int zero_dtype, int wide_bias, int numbers, int64_t rows,
+                                              int64_t num_experts, int64_t width, int64_t out, int64_t group,
+                                              int64_t x_stride) {
+    int64_t left = rows;
+    for (int64_t expert = 0; expert < num_experts; expert++) {
+        if (counts[expert] < 0 || counts[expert] > left) return 1;
+        left -= counts[expert];
+    }
+    const int64_t groups = (width + group - 1) / group;
+    const Factors all_scales{scales, scale_dtype, groups}, all_zeros{zeros, zero_dtype, groups};
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        WeightOnly given{nullptr, all_scales, all_zeros, nullptr, wide_bias, numbers, 0, width, out, group};
+        const T* from = static_cast<const T*>(x);
+        T* to = static_cast<T*>(y);
+        for (int64_t expert = 0; expert < num_experts; expert++) {
+            const int64_t row = expert * out;
+            given.weight = static_cast<const uint8_t*>(weight) + row * given.row_bytes();
+            given.scales = all_scales.from(row), given.zeros = all_zeros.from(row);
+            if (bias) given.bias = static_cast<const char*>(bias) + row * (wide_bias ? sizeof(float) : sizeof(T));
+            for (int64_t count = counts[expert]; count > 0; count -= given.rows) {
+                given.rows = std::min(count, kOthers);
+                run(given, from, x_stride, to);
+                from += given.rows * x_stride, to += given.rows * out;
+            }
+        }
+    });
+    return 0;
+}
+
 REPLAYABLE(weight_only_linear)
+REPLAYABLE(weight_only_grouped_linear)

@@ -9,12 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.ops.experts.mxfp4 import GROUP
+
 from .. import kernels, low_bits
+from ..grouped import wrong_counts
 from .arguments import DTYPES, Bindings, empty
 
-WEIGHT_ONLY_KERNELS = ("linear_int8", "quant_linear_int4", "weight_only_linear")
-FACTORS = {**DTYPES, torch.int8: 3}
+WEIGHT_ONLY_KERNELS = (
+    "linear_int8",
+    "mxfp4_grouped_linear",
+    "quant_grouped_linear_int4",
+    "quant_linear_int4",
+    "weight_only_grouped_linear",
+    "weight_only_linear",
+)
+ZEROS = {**DTYPES, torch.int8: 3}
+"""Codes of the dtypes of zero points in C++."""
+FACTORS = {**ZEROS, torch.uint8: 4}
 """Codes of the dtypes of scales and zero points in C++."""
+NUMBERS = {torch.int8: (0, 1), torch.int32: (1, 8), torch.uint8: (2, 2)}
+"""Codes of what a weight of each dtype holds in C++, and how many numbers an element holds."""
 MOST_ROWS = 64
 """Rows above which a weight is widened for oneDNN's product."""
 
@@ -25,6 +39,8 @@ class WeightOnlyKernels(Bindings):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library)
         self._weight_only = self.function("weight_only_linear", None, *[c_void_p] * 6, *[c_int] * 5, *[c_int64] * 5)
+        given = *[c_void_p] * 7, *[c_int] * 5, *[c_int64] * 6
+        self._grouped = self.function("weight_only_grouped_linear", c_int64, *given)
 
     def linear_int8(
         self, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, *, out: Tensor | None = None
@@ -58,6 +74,86 @@ class WeightOnlyKernels(Bindings):
         """See :func:`hal.ops.quant_linear_int4`. The product is that of :meth:`weight_only_linear`, in float32."""
         return low_bits.quant_linear_int4(*arguments, out=out, product=self.weight_only_linear)
 
+    def weight_only_grouped_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_zero_point: Tensor | None,
+        counts: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.weight_only_grouped_linear`. It reads only the weights of experts with rows."""
+        given = x, weight, weight_scale, weight_zero_point, counts, bias, group_size
+        if weight.dtype is not torch.uint8 and _few_by_expert(*given):
+            return self._by_expert("weight_only_grouped_linear", *given, out)
+        return low_bits.weight_only_grouped_linear(*given, out=out)
+
+    def mxfp4_grouped_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        counts: Tensor,
+        bias: Tensor | None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.mxfp4_grouped_linear`. It reads only the weights of experts with rows."""
+        given = x, weight, weight_scale, None, counts, bias, GROUP
+        if weight.dtype is weight_scale.dtype is torch.uint8 and _few_by_expert(*given):
+            return self._by_expert("mxfp4_grouped_linear", *given, out)
+        return low_bits.mxfp4_grouped_linear(x, weight, weight_scale, counts, bias, out=out)
+
+    def quant_grouped_linear_int4(self, *arguments: Any, out: Tensor | None = None) -> Tensor:
+        """See :func:`hal.ops.quant_grouped_linear_int4`. The product is that of weights only, in float32."""
+        return low_bits.quant_grouped_linear_int4(*arguments, out=out, product=self.weight_only_grouped_linear)
+
+    def _by_expert(
+        self,
+        operation: str,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        counts: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        out: Tensor | None,
+    ) -> Tensor:
+        (num_experts, features), (rows, width) = weight.shape[:2], x.shape
+        y = empty((rows, features), x) if out is None else out
+        x = x if x.stride(1) == 1 else x.contiguous()
+        scale, weight, counts = scale.contiguous(), weight.contiguous(), counts.contiguous()
+        zero = None if zero is None else zero.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        wrong = self._grouped(
+            x.data_ptr(),
+            weight.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            counts.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            DTYPES[x.dtype],
+            FACTORS[scale.dtype],
+            0 if zero is None else ZEROS[zero.dtype],
+            bias is not None and bias.dtype is torch.float32,
+            NUMBERS[weight.dtype][0],
+            rows,
+            num_experts,
+            width,
+            features,
+            min(group_size, width),
+            x.stride(0),
+        )
+        if wrong:
+            raise wrong_counts(operation, counts, rows)
+        return y
+
     def _few_rows(
         self,
         x: Tensor,
@@ -84,9 +180,9 @@ class WeightOnlyKernels(Bindings):
             y.data_ptr(),
             DTYPES[x.dtype],
             FACTORS[scale.dtype],
-            0 if zero is None else FACTORS[zero.dtype],
+            0 if zero is None else ZEROS[zero.dtype],
             bias is not None and bias.dtype is torch.float32,
-            4 if weight.dtype is torch.int32 else 8,
+            NUMBERS[weight.dtype][0],
             x.shape[0],
             width,
             features,
@@ -98,12 +194,33 @@ class WeightOnlyKernels(Bindings):
 
 def _few(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int) -> bool:
     """Return whether the C++ kernel takes the tensors: few rows, of the shapes and dtypes of the declaration."""
-    width, features = x.shape[-1], weight.shape[0]
-    packed = 8 if weight.dtype is torch.int32 else 1
-    factors = (features, -(-width // max(group_size, 1)))
-    fits = 0 < x.numel() <= MOST_ROWS * width and group_size > 0 and x.dtype in DTYPES
-    fits = fits and weight.shape[1] * packed == width and weight.dtype in (torch.int8, torch.int32)
-    fits = fits and scale.shape == factors and scale.dtype in DTYPES
-    fits = fits and (zero is None or (zero.shape == factors and zero.dtype in FACTORS))
-    fits = fits and (bias is None or (bias.shape == (features,) and bias.dtype in (torch.float32, x.dtype)))
+    return 0 < x.numel() <= MOST_ROWS * x.shape[-1] and _fits(x, weight, scale, zero, bias, group_size)
+
+
+def _few_by_expert(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    counts: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+) -> bool:
+    """Return whether the C++ kernel of experts takes the tensors: few rows of each expert, as above."""
+    num_experts = weight.shape[0]
+    fits = x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS * num_experts and counts.is_cpu
+    fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
+    return fits and _fits(x, weight, scale, zero, bias, group_size)
+
+
+def _fits(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int) -> bool:
+    """Return whether the tensors have the shapes and dtypes of the declaration."""
+    width, of_out = x.shape[-1], weight.shape[:-1]
+    fits = x.dtype in DTYPES and weight.dtype in NUMBERS and group_size > 0
+    if not fits or weight.shape[-1] * NUMBERS[weight.dtype][1] != width:
+        return False
+    factors = (*of_out, -(-width // group_size))
+    fits = scale.shape == factors and scale.dtype in FACTORS
+    fits = fits and (zero is None or (zero.shape == factors and zero.dtype in ZEROS))
+    fits = fits and (bias is None or (bias.shape == of_out and bias.dtype in (torch.float32, x.dtype)))
     return fits and all(each is None or each.is_cpu for each in (x, weight, scale, zero, bias))

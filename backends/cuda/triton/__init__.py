@@ -19,7 +19,7 @@ from .activation import (
 from .attention import paged_attention
 from .cache import store_kv_cache
 from .experts.grouped import grouped_linear
-from .experts.low_bits import fp8_grouped_linear, weight_only_grouped_linear
+from .experts.low_bits import fp8_grouped_linear, mxfp4_grouped_linear, weight_only_grouped_linear
 from .experts.mlp import expert_mlp
 from .experts.permutation import expert_permute, expert_unpermute
 from .experts.quantized import (
@@ -59,6 +59,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "grouped_linear_int8": grouped_linear_int8,
         "l2_norm": l2_norm,
         "linear_int8": linear_int8,
+        "mxfp4_grouped_linear": mxfp4_grouped_linear,
         "paged_attention": paged_attention,
         "quant_expert_mlp_dynamic": quant_expert_mlp_dynamic,
         "quant_expert_mlp_static": quant_expert_mlp_static,

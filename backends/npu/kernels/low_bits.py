@@ -1,8 +1,8 @@
-"""Kernels of weights of 8 and 4 bits in groups, and of float8.
+"""Kernels of weights of 8 and 4 bits in groups, of float8 and of float4.
 
 Sources: the documentation of torch_npu and of CANN's ops-nn and ops-transformer. npu_weight_quant_batchmatmul adds its
 offset to the numbers before it scales them. npu_grouped_matmul takes scales of groups for int4 weights without offsets
-only. Neither takes float8 on the generations A2 and A3, so that each step widens it.
+only. Neither takes float8 or float4 on the generations A2 and A3, so that each step widens them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.experts.mxfp4 import GROUP, exponent_values, float4_values
 from hal.ops.float8 import scaled_by_block
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.weight_only import INT4S, dequantize
@@ -38,6 +39,7 @@ def kernels(device: torch.device, *, experts: bool) -> dict[str, Kernel]:
     if experts:
         found |= {
             "fp8_grouped_linear": float8.grouped_linear,
+            "mxfp4_grouped_linear": Float4(device).grouped_linear,
             "weight_only_grouped_linear": weight_only_grouped_linear,
         }
     return found
@@ -145,6 +147,36 @@ class Float8:
     def _widened(self, x: Tensor, weight: Tensor, weight_scale: Tensor, block_rows: int, block_columns: int) -> Tensor:
         numbers = self._numbers[weight.int()]
         return scaled_by_block(numbers, weight_scale, block_rows, block_columns).to(x.dtype)
+
+
+class Float4:
+    """The kernel of float4 weights, which looks up two numbers at once.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        pairs = float4_values(torch.arange(256, dtype=torch.uint8).unsqueeze(-1))
+        self._pairs = {dtype: pairs.to(dtype).to(device) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+    def grouped_linear(
+        self, x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scales, and the scaled weights, to x's dtype."""
+        if not x.shape[0]:
+            return x.new_empty(0, weight.shape[1])
+        scale = prepared_exponents(weight_scale, x.dtype).unsqueeze(-1)
+        numbers = self._pairs[x.dtype][weight.int()].view(*weight_scale.shape, GROUP)
+        return grouped_linear(x, (numbers * scale).flatten(-2), counts, bias)
+
+
+def prepared_exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the powers of two that exponents mean, in ``dtype``, which a prepared scale has already."""
+    if scale.dtype == dtype:
+        return scale
+    powers = exponent_values(torch.arange(256, dtype=torch.uint8)).to(dtype)
+    return powers.to(scale.device)[scale.int()]
 
 
 def prepared_zero_point(zero_point: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,14 @@ import torch
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.weight_only_kernels import WeightOnlyKernels
+from helpers.low_bits import E2M1
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
+from hal.errors import OperationError
+from hal.ops import Draw
+from hal.ops.experts import mxfp4
 from hal.ops.weight_only import dequantize
 
 SIZES = ((96, 64, 32), (64, 256, 128), (48, 192, 192), (40, 96, 64), (1000, 576, 32), (50, 1024, 1024), (33, 320, 160))
@@ -71,6 +75,7 @@ def test_lower_instruction_sets(highest: str) -> None:
     lower = WeightOnlyKernels(build.load(highest))
     for bits in (8, 4):
         check(lower, torch.bfloat16, bits, integers=False)
+    check_experts(lower, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [2, 20])
@@ -101,6 +106,61 @@ def test_others_use_torch(kernels: WeightOnlyKernels) -> None:
         expected = x @ dequantize(weight, scale, None, 32).t()
         for out in (None, torch.empty(x.shape[0], 40)):
             torch.testing.assert_close(kernels.weight_only_linear(x, weight, scale, None, None, 32, out=out), expected)
+
+
+def check_experts(kernels: WeightOnlyKernels, dtype: torch.dtype) -> None:
+    """Compare each expert with a product of its own, one of them with more rows than are taken at once."""
+    counts = torch.tensor([3, 0, 70, 1])
+    for kind in (8, 4, "mxfp4"):
+        draw = Draw(dtype, seed=1)
+        x, bias = draw.normal(75, 96), draw.normal(4, 40).float()
+        x[74] = float("nan")  # beyond the counts
+        if kind == "mxfp4":
+            weight, scale = mxfp4.float4_groups(draw, 4, 40, 96)
+            wide = mxfp4.widen(weight, scale)
+            found = kernels.mxfp4_grouped_linear(x, weight, scale, counts, bias)
+        else:
+            weight = torch.stack([weights(int(kind), 40, 96) for _ in range(4)])
+            scale, zero = torch.rand(4, 40, 3), torch.randint(-8, 8, (4, 40, 3)).to(torch.int8)
+            wide = torch.stack([dequantize(*each, 32) for each in zip(weight, scale, zero, strict=True)])
+            found = kernels.weight_only_grouped_linear(x, weight, scale, zero, counts, bias, 32)
+        for expert, part in enumerate(x[:74].split(counts.tolist())):
+            expected = part.double() @ wide[expert].double().t() + bias[expert].double()
+            sizes = part.double().abs() @ wide[expert].double().abs().t() + 1
+            difference = found[:74].split(counts.tolist())[expert].double() - expected
+            assert (difference.abs() <= max(torch.finfo(dtype).eps, 2e-4) * sizes).all(), (kind, expert)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_experts(dtype: torch.dtype, kernels: WeightOnlyKernels) -> None:
+    check_experts(kernels, dtype)
+
+
+def test_every_number_of_float4_and_every_exponent(kernels: WeightOnlyKernels) -> None:
+    """Of one row and of many, with and without products of integers; powers of two are exact."""
+    weight = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
+    numbers = torch.tensor(E2M1)[torch.stack((weight & 15, weight >> 4), -1).flatten().long()]
+    for rows, exponent in ((2, 127), (33, 127), (33, 120), (2, 130)):
+        scale = torch.full((1, 1, 16), exponent, dtype=torch.uint8)
+        for dtype in (torch.bfloat16, torch.float32):
+            for chosen in torch.eye(512, dtype=dtype).split(rows)[:: 1 if rows > 2 else 16]:
+                found = kernels.mxfp4_grouped_linear(chosen, weight, scale, torch.tensor([len(chosen)]), None)
+                assert torch.allclose(
+                    found.float()[:, 0], chosen.float() @ numbers * 2.0 ** (exponent - 127), rtol=1e-4
+                )
+    exponents = torch.arange(1, 254, dtype=torch.uint8).view(1, -1, 1)
+    ones = torch.full((1, 253, 16), 0x22, dtype=torch.uint8)
+    x = torch.zeros(1, 32)
+    x[0, 5] = 1
+    found = kernels.mxfp4_grouped_linear(x, ones, exponents, torch.tensor([1]), None)
+    assert torch.equal(found[0].double(), 2.0 ** (exponents.double().flatten() - 127))
+
+
+def test_counts_beyond_the_rows_are_refused(kernels: WeightOnlyKernels) -> None:
+    weight, scale = mxfp4.float4_groups(Draw(seed=1), 2, 8, 32)
+    for counts in ([2, 2], [-1, 1]):
+        with pytest.raises(OperationError, match="mxfp4_grouped_linear: the experts have"):
+            kernels.mxfp4_grouped_linear(torch.ones(3, 32), weight, scale, torch.tensor(counts), None)
 
 
 def test_a_tape_replays_them_without_python() -> None:

@@ -1,4 +1,4 @@
-"""Projections of experts with weights of 8 and 4 bits. A launch widens the weights of all experts first."""
+"""Projections of experts with weights of 8 and 4 bits, and of float4, which a launch widens first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from hal.ops import float8, weight_only
+from hal.ops.experts.mxfp4 import GROUP
 
 from ..low_bits.projections import columns_of_block
-from ..low_bits.unpack import FLOAT8, INT4, INT8
+from ..low_bits.unpack import FLOAT4, FLOAT8, INT4, INT8
 from ..low_bits.widen import widen
 from .grouped import grouped_linear
 
@@ -32,6 +33,14 @@ def weight_only_grouped_linear(
         rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), zeros, kind, (1, columns), x.dtype)
         wide = rows.view(*weight.shape[:2], -1)
     return grouped_linear(x, wide, counts, bias)
+
+
+def mxfp4_grouped_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, bias: Tensor | None
+) -> Tensor:
+    """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scaled weights to x's dtype."""
+    rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), None, FLOAT4, (1, GROUP), x.dtype)
+    return grouped_linear(x, rows.view(*weight.shape[:2], -1), counts, bias)
 
 
 def fp8_grouped_linear(

@@ -5,8 +5,10 @@ import triton.language as tl
 
 from ..interpreter import INTERPRETED, rounded
 
-FLOAT8, INT8, INT4 = 0, 1, 2
-"""The kinds of weights: bits of float8_e4m3fn, int8, and eight 4-bit numbers in an int32."""
+FLOAT8, INT8, INT4, FLOAT4 = 0, 1, 2, 3
+"""The kinds of weights: bits of float8_e4m3fn, int8, eight 4-bit numbers in an int32, and two of float4 in a uint8."""
+IN_ONE = {FLOAT8: 1, INT8: 1, INT4: 8, FLOAT4: 2}
+"""How many numbers an element has, by kind."""
 
 
 @triton.jit
@@ -67,6 +69,13 @@ def _float8(bits):
 
 
 @triton.jit
+def _float4(bits):
+    """Return the numbers of the last four bits, of float4 (e2m1), as float32, by way of float16's subnormal numbers."""
+    half = ((bits & 7) << 9 | (bits & 8) << 12).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 16384.0
+
+
+@triton.jit
 def _float32(packed, kind: tl.constexpr):
     """Return the numbers of a tile of packed weights."""
     if kind == 2:
@@ -75,9 +84,24 @@ def _float32(packed, kind: tl.constexpr):
         # Plus 128, a number is the last bits of a float32 between 2**23 and 2**24.
         bits = ((packed.to(tl.int32) & 255) ^ 128) | 0x4B000000
         numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
+    elif kind == 3:
+        wide = packed.to(tl.int16)
+        numbers = tl.interleave(_float4(wide), _float4(wide >> 4))
     else:
         numbers = _float8(packed)
     return numbers
+
+
+@triton.jit
+def factors(scales, kind: tl.constexpr):
+    """Return scales as float32. Those of float4 are exponents of e8m0."""
+    if kind == 3:
+        exponents = scales.to(tl.int32)
+        bits = tl.where(exponents > 0, exponents << 23, 0x400000)
+        wide = tl.where(exponents < 255, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+    else:
+        wide = scales.to(tl.float32)
+    return wide
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .unpack import INT4, of_blocks, scaled
+from .unpack import IN_ONE, factors, of_blocks, scaled
 
 
 @triton.jit
@@ -22,13 +22,14 @@ def _widen(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     blocks: tl.constexpr,
+    in_one: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ):
     """Write a tile of the scaled weight, ``[out_features, in_features]``."""
     parts: tl.constexpr = columns // block_columns if block_columns < columns else 1
-    width: tl.constexpr = in_features // 8 if kind == 2 else in_features
-    step: tl.constexpr = columns // 8 if kind == 2 else columns
+    width: tl.constexpr = in_features // in_one
+    step: tl.constexpr = columns // in_one
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     there = (row < out_features)[:, None]
     outer = tl.program_id(1) * step + tl.arange(0, step)[None, :]
@@ -36,7 +37,7 @@ def _widen(
     own = tl.where(row < out_features, row, 0)
     packed = tl.load(weight + own.to(tl.int64)[:, None] * width + outer, mask=there & (outer < width), other=0)
     block_row, start = (own // block_rows * blocks)[:, None], tl.program_id(1) * columns
-    scales = of_blocks(scale + block_row, start, block_columns, blocks, parts).to(tl.float32)
+    scales = factors(of_blocks(scale + block_row, start, block_columns, blocks, parts), kind)
     zeros = None
     if zero_point is not None:
         zeros = of_blocks(zero_point + block_row, start, block_columns, blocks, parts)
@@ -49,7 +50,7 @@ def widen(
 ) -> Tensor:
     """Return the scaled weight, ``[out_features, in_features]``. For the arguments, see :func:`~.product.project`."""
     out_features, width = weight.shape
-    in_features = width * 8 if kind == INT4 else width
+    in_features = width * IN_ONE[kind]
     result = torch.empty((out_features, in_features), dtype=dtype, device=weight.device)
     _widen[triton.cdiv(out_features, 4), triton.cdiv(in_features, 1024)](
         weight.contiguous(),
@@ -61,6 +62,7 @@ def widen(
         kind,
         *block,
         scale.shape[-1],
+        IN_ONE[kind],
         4,
         1024,
         num_warps=4,

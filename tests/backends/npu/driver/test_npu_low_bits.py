@@ -21,6 +21,7 @@ from hal.nn import QuantizedLinear, WeightUse
 from hal.nn.low_bits import Fp8Linear
 from hal.nn.quantized_linear import DynamicQuantizedLinear
 from hal.ops import Draw
+from hal.ops.experts import mxfp4
 from hal.ops.int4_projection import int8_rows, row_sums
 from hal.ops.tolerance import assert_agree
 from hal.ops.weight_only import quantized_groups
@@ -87,6 +88,20 @@ def test_experts_are_one_launch(npu: Opened, bits: int, group_size: int, zero_po
     operation = ops.operation("weight_only_grouped_linear")
     plain = (x, weight, scale, named["weight_zero_point"], counts, None, group_size)
     assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), "nine rows")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_experts_of_float4(npu: Opened, dtype: torch.dtype) -> None:
+    """Their weights are looked up and scaled, once for all experts."""
+    backend, draw = npu(), Draw(dtype, "npu", 3)
+    weight, scale = mxfp4.float4_groups(draw, 4, 96, 64)
+    prepared = backend.prepare_weight(scale, WeightUse("mxfp4_grouped_linear", "weight_scale", dtype))
+    x, bias, counts = draw.normal(9, 64), draw.normal(4, 96), torch.tensor([2, 0, 4, 3], device="npu")
+    found, launches = counted(backend, lambda: backend.ops.mxfp4_grouped_linear(x, weight, prepared, counts, bias))
+    assert sum(launches.values()) <= 5
+    operation = ops.operation("mxfp4_grouped_linear")
+    plain = on_cpu((x, weight, scale, counts, bias))
+    assert_agree(operation, dtype, found, operation.reference(*plain), "nine rows")
 
 
 INT4 = "weight", "weight_scale", "row_sums"
