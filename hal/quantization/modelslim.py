@@ -25,6 +25,8 @@ ZERO_POINT = "weight_offset"
 """The tensor of the zero points of a weight."""
 INT4 = "W4A8_DYNAMIC"
 """The type of int4 weights, which files of :data:`VERSION` pack."""
+INT4_ONLY = "W4A16"
+"""The type of int4 weights with floating-point activations."""
 VERSION = "1.0.0"
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
@@ -49,6 +51,12 @@ class ModelSlimQuantization(Quantization):
         found = types[name]
         if found == _FLOAT:
             return None
+        if found == INT4_ONLY:
+            raise CheckpointError(
+                f"{file} has the quantization type {found!r} for {name}, which hal does not support: msModelSlim does "
+                "not document how it packs these weights, nor the tensors of their groups",
+                "quantize it with W4A8_DYNAMIC or W8A16, or in W4A16 with hal quantize --scheme w4a16",
+            )
         if not isinstance(found, str) or found not in self._schemes:
             raise CheckpointError(
                 f"{file} has the quantization type {found!r:.60} for {name}, which hal does not support",

@@ -358,7 +358,10 @@ CASES = {
         "weight is I8, expected a floating-point dtype.*no file describes how",
     ),
     "another type": slim(
-        types({f"{DOWN}.weight": "W4A16"}), CheckpointError, "type 'W4A16' for .*down_proj.weight.*W8A8"
+        types({f"{DOWN}.weight": "W4A4"}), CheckpointError, "type 'W4A4' for .*down_proj.weight.*W8A8"
+    ),
+    "int4 weights without int8 activations": slim(
+        types({f"{DOWN}.weight": "W4A16"}), CheckpointError, "type 'W4A16' for .*down_proj.weight.*does not document"
     ),
     "layers of one, by ModelSlim": slim(
         types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantized differently: .*q_proj not, .*k_proj w8a8"
