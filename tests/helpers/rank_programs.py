@@ -117,7 +117,7 @@ def several(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tokens(**job) for job in jobs]
 
 
-def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, Any]:
+def logits(checkpoint: str, dtype: str, parallel: dict[str, Any], cache: str = "model") -> dict[str, Any]:
     """Run one prefill, and return its logits, and the bytes of weights, of experts, and of what was read of files."""
     read = 0
 
@@ -125,7 +125,8 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any]) -> dict[str, A
         nonlocal read
         read = done
 
-    with hal.open({"backend": "cpu", "dtype": dtype, "parallel": parallel, "options": {"pack_weights": False}}) as on:
+    config = {"backend": "cpu", "dtype": dtype, "parallel": parallel, "options": {"pack_weights": False}}
+    with hal.open({**config, "cache": {"dtype": cache}}) as on:
         model = hal.load_model(checkpoint, on, progress=progress)
         held, experts = _nbytes(model), sum(_nbytes(each) for each in model.modules() if isinstance(each, Experts))
         with hal.Runner(model, on) as runner:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import rank_programs
 from helpers.checkpoints import random_checkpoint
+from helpers.ranks import in_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -104,6 +106,45 @@ def test_the_states_take_half_the_bytes_on_any_number_of_ranks(plain: Path) -> N
             "key_scale": (heads,),
             "value_scale": (heads,),
         }
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_memory_plan_counts_the_bytes_of_8_bits(plain: Path, dtype: str) -> None:
+    found = {}
+    for cache in ("model", dtype):
+        config = {"backend": "cpu", "dtype": "bfloat16", "cache": {"dtype": cache, "block_size": 16}}
+        with hal.open(config) as on:
+            found[cache] = hal.plan_memory(hal.load_model(plain, on), on, max_sequences=2, max_length=32).spec
+    assert found[dtype] == hal.state_spec(
+        plain, block_size=16, num_blocks=found[dtype].num_blocks, dtype=torch.bfloat16, cache_dtype=dtype
+    )
+    assert found["model"].token_bytes / 2 < found[dtype].token_bytes < found["model"].token_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_ranks_keep_the_numbers_of_their_heads(plain: Path, dtype: str) -> None:
+    alone = rank_programs.logits(str(plain), "float32", {}, dtype)["logits"]
+    assert not torch.equal(alone, rank_programs.logits(str(plain), "float32", {})["logits"])
+    for rank in in_ranks("logits", 2, checkpoint=str(plain), dtype="float32", parallel={"tensor": 2}, cache=dtype):
+        torch.testing.assert_close(rank["logits"], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_reused_prefix_keeps_its_numbers_and_scales(plain: Path, dtype: str) -> None:
+    prompts = [[*range(3, 40), 7, 8], [*range(3, 40), 90, 12, 5]]
+
+    def texts(*, reuse: bool) -> tuple[list[list[int]], int]:
+        on = runner(plain, dtype=dtype, reuse_prefixes=reuse)
+        on.backend.activate()
+        made = [
+            [each.token_id for each in hal.generate(on, [prompt], hal.SamplingParams(max_new_tokens=6))]
+            for prompt in prompts
+        ]
+        return made, 0 if on.prefixes is None else len(on.prefixes.reuse(prompts[1]))
+
+    (expected, none), (found, shared) = texts(reuse=False), texts(reuse=True)
+    assert found == expected
+    assert (none, shared) == (0, 2)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float", "fp8"), ("int", "int8")])
