@@ -28,6 +28,8 @@ BY_TOKEN_AND_HEAD = 5
 """The antiquant mode with a scale for each token and head, in blocks as the cache."""
 BLOCK_MULTIPLE = 32
 """What the block size of an int8 cache is a multiple of."""
+SMALLEST = torch.finfo(torch.float32).tiny
+"""What a head is divided by if its scale is less, such as that of zeros."""
 SCALES = ("key_scale", "value_scale")
 """The states that have scales."""
 
@@ -148,9 +150,10 @@ class StoreQuantized:
         """See :func:`hal.ops.store_quantized_kv_cache`."""
         if not key.shape[0]:
             return
-        if keys.dtype is INTEGERS and key_scale is None and value_scale is None:
+        if key_scale is None and value_scale is None:
             # Together: the copy makes values contiguous, which quantization alone needs, too.
-            (key, value), (key_scale, value_scale) = torch_npu.npu_dynamic_quant(torch.stack((key, value)))
+            both = self._quantized(torch.stack((key, value)), None, keys.dtype)
+            (key, value), (key_scale, value_scale) = both
         else:
             given = (key, key_scale), (value, value_scale)
             (key, key_scale), (value, value_scale) = (self._quantized(*each, keys.dtype) for each in given)
@@ -193,7 +196,7 @@ class Float8Numbers:
         """Return numbers and scales; see :func:`hal.ops.quantized_cache.quantized_heads`."""
         wide = x.float()
         scales = wide.abs().amax(-1) / LARGEST[FLOAT8] if scale is None else scale.expand(x.shape[:2])
-        divided = wide / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)
+        divided = wide / scales.clamp_min(SMALLEST).unsqueeze(-1)
         code = torch.searchsorted(self._middles, divided.abs())
         code = torch.where(divided.isnan(), 127, code) + (divided.view(torch.int32) < 0) * 128
         return code.to(torch.uint8), scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
+from hal import ops
 from hal.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,6 +76,19 @@ def test_a_decode_reads_an_int8_cache_as_it_is(tmp_path: Path) -> None:
     assert found["int8"]["FusedInferAttentionScoreV3"] == layers
     assert more.pop("DynamicQuantV2") == layers
     assert 0 < sum(more.values()) <= 5 * layers, more
+
+
+def test_keys_and_values_in_float8_are_quantized_together(npu: Callable[..., hal.Backend]) -> None:
+    backend, draw = npu(), ops.Draw(torch.bfloat16, "npu", 1)
+    samples = ops.operation("store_quantized_kv_cache").samples(draw)
+    given = next(each for each in samples if each[4].dtype is torch.uint8)
+    torch.npu.synchronize()
+    with emulator.trace() as trace:
+        backend.ops.store_quantized_kv_cache(*given)
+        torch.npu.synchronize()
+    counts = trace.counts()
+    assert counts["SearchSorted"] == counts["Div"] == counts["ScatterPaKvCache"] == 1
+    assert sum(counts.values()) <= 22, counts
 
 
 def test_a_cache_in_fractal_nz_is_refused(tmp_path: Path) -> None:
