@@ -24,7 +24,6 @@ from hal.quantization.packed_integers import (
     by_expert,
     check_scales,
     signed_weight,
-    signed_zero_points,
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
@@ -49,13 +48,14 @@ class AwqTensors(Representation):
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        scale = stored["scales"].transpose(-1, -2).contiguous()
+        scale = by_expert(stored, _transposed, stored["scales"])
         check_scales(stored, scale, "scales")
+        zero = by_expert(stored, _zero_points, stored["qzeros"])
         return {
             **stored.tensors,
             "weight": by_expert(stored, _weight, stored["qweight"]),
             "weight_scale": scale,
-            "weight_zero_point": signed_zero_points(unsigned(stored["qzeros"], BITS, ORDER).transpose(-1, -2), BITS),
+            "weight_zero_point": zero if bool(zero.any()) else None,
         }
 
 
@@ -82,6 +82,16 @@ class Awq(CheckpointFormat):
         scheme, _ = self.known()["w4a16"]
         configured = scheme.configured({"group_size": size, "symmetric": False})
         return ExcludedLayers(configured, content.get("modules_to_not_convert"), where)
+
+
+def _transposed(scales: Tensor) -> Tensor:
+    return scales.t().clone(memory_format=torch.contiguous_format)
+
+
+def _zero_points(qzeros: Tensor) -> Tensor:
+    """Return zero points, int8 ``[out_features, groups]``, from int32 ``[groups, out_features / 8]``."""
+    signed: Tensor = (unsigned(qzeros, BITS, ORDER).t() - (1 << BITS - 1)).to(torch.int8)
+    return signed.contiguous()
 
 
 def _weight(qweight: Tensor) -> Tensor:
