@@ -24,6 +24,7 @@ from hal.quantization.packed_integers import (
     by_expert,
     check_scales,
     signed_weight,
+    transposed,
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
@@ -48,7 +49,7 @@ class AwqTensors(Representation):
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        scale = by_expert(stored, _transposed, stored["scales"])
+        scale = by_expert(stored, transposed, stored["scales"])
         check_scales(stored, scale, "scales")
         zero = by_expert(stored, _zero_points, stored["qzeros"])
         return {
@@ -82,10 +83,6 @@ class Awq(CheckpointFormat):
         scheme, _ = self.known()["w4a16"]
         configured = scheme.configured({"group_size": size, "symmetric": False})
         return ExcludedLayers(configured, content.get("modules_to_not_convert"), where)
-
-
-def _transposed(scales: Tensor) -> Tensor:
-    return scales.t().clone(memory_format=torch.contiguous_format)
 
 
 def _zero_points(qzeros: Tensor) -> Tensor:

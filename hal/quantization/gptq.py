@@ -20,11 +20,13 @@ from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, 
 from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.packed_integers import (
     FLOATS,
+    by_expert,
     check_group_index,
     check_scales,
     in_one,
     signed_weight,
     signed_zero_points,
+    transposed,
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
@@ -56,11 +58,11 @@ class GptqTensors(Representation):
     def decode(self, stored: StoredLayer) -> Tensors:
         layer = stored.layer
         assert isinstance(layer, WeightOnlyTensors)
-        bits, scale = layer.bits, stored["scales"].transpose(-1, -2).contiguous()
+        bits, scale = layer.bits, by_expert(stored, transposed, stored["scales"])
         check_scales(stored, scale, "scales")
         check_group_index(stored, stored.tensors["g_idx"], layer.group_size, "g_idx")
-        packed = stored["qweight"].transpose(-1, -2).contiguous()
-        zero = unsigned(stored["qzeros"], bits).transpose(-1, -2)
+        packed = by_expert(stored, transposed, stored["qweight"])
+        zero = by_expert(stored, lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
         if self.description == VERSIONS[0]:
             stored.check_rows(
                 (zero < (1 << bits) - 1).all(-1), f"{{}}.qzeros has zero points of {1 << bits}, beyond {bits} bits"

@@ -87,6 +87,11 @@ def by_expert(stored: StoredLayer, compute: Callable[[Tensor], Tensor], tensor: 
     return found
 
 
+def transposed(matrix: Tensor) -> Tensor:
+    """Return a contiguous copy of a matrix with its dimensions exchanged, for :func:`by_expert`."""
+    return matrix.t().clone(memory_format=torch.contiguous_format)
+
+
 def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize ``[rows, columns]`` symmetrically in groups. Of some scales, each group gets that of the least error.
 
