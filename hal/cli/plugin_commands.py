@@ -25,6 +25,8 @@ COMMANDS: Plugins[click.Command] = Plugins(GROUP, "command", _check, error=Drive
 class ContributedCommands(Commands):
     """hal's commands and those of installed packages, which are imported when they run or appear in the help."""
 
+    takers = ("generate", "chat", "serve")
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command's name. Imports none."""
         return sorted({*super().list_commands(ctx), *COMMANDS.names()})

@@ -101,6 +101,25 @@ def test_a_command_that_nobody_has() -> None:
     assert "No such command 'greetings'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [
+        (["Qwen/Qwen3-0.6B"], ("hal generate Qwen/Qwen3-0.6B", "hal chat Qwen/Qwen3-0.6B", "hal serve Qwen")),
+        (["bench", "a/folder"], ("hal bench decode a/folder", "hal bench prefill a/folder")),
+    ],
+)
+def test_a_checkpoint_in_place_of_a_command(arguments: list[str], suggested: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="hal")
+    assert result.exit_code == 2
+    assert all(each in result.stderr for each in suggested), result.stderr
+
+
+def test_a_prompt_without_its_option() -> None:
+    result = CliRunner().invoke(main, ["generate", "a/folder", "Hello"])
+    assert result.exit_code == 2
+    assert "(Hello). A prompt needs --prompt" in result.stderr
+
+
 def test_the_modules_of_others_are_not_imported_for_hals_own_commands() -> None:
     CliRunner().invoke(main, ["backends"])
     assert "acme_commands" not in sys.modules

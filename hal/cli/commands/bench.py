@@ -13,7 +13,7 @@ import attrs
 import click
 
 from hal.cli.config_options import COMPILATION_CONFIG, compilation_of
-from hal.cli.console import print_table, progress_on_stderr
+from hal.cli.console import SuggestingGroup, print_table, progress_on_stderr
 from hal.cli.emulation import EMULATE, emulated
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
@@ -64,7 +64,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     return functools.reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
 
 
-@click.group("bench")
+class _Workloads(SuggestingGroup):
+    takers = ("decode", "prefill")
+
+
+@click.group("bench", cls=_Workloads)
 def command() -> None:
     """Measure decode steps or prefills, and plot the figures.
 

@@ -46,7 +46,16 @@ JSON = "Print one JSON object per prompt, a line each, instead of the texts."
 log = logging.getLogger("hal.cli")
 
 
-@click.command("generate", cls=ResultCommand)
+class _Generate(ResultCommand):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. A second one is most likely a prompt."""
+        found = super().parse_args(ctx, args)
+        if ctx.args:
+            raise click.UsageError(f"Got unexpected extra argument ({ctx.args[0]}). A prompt needs --prompt.", ctx)
+        return found
+
+
+@click.command("generate", cls=_Generate, context_settings={"allow_extra_args": True})
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
