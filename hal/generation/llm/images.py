@@ -66,7 +66,9 @@ def read_image(given: Any, where: str) -> Any:
             opened = library.open(io.BytesIO(content), formats=FORMATS)
     except library.DecompressionBombError as error:
         raise BatchError(f"{where} is too large: {error}", "give a smaller image") from None
-    except (library.UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except library.UnidentifiedImageError:  # Its message names a Python object.
+        raise BatchError(f"{where} is no image that can be read: its format is not known", _REMEDY) from None
+    except (OSError, ValueError, SyntaxError) as error:
         raise BatchError(f"{where} is no image that can be read: {error!s:.200}", _REMEDY) from None
     return _decoded(opened, where, library)
 
