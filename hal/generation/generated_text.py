@@ -46,7 +46,9 @@ class TextStream:
         """Return the text of the context, and what the held tokens add."""
         before: str = self._tokenizer.decode(self._context)
         together: str = self._tokenizer.decode(self._context + self._held)
-        # A context that ends inside a character reads as U+FFFD there; the new tokens may complete the character.
+        if together.startswith(before):
+            return before, together[len(before) :]
+        # A context that ends inside a character reads as U+FFFD there; the new tokens complete the character.
         return before, together[len(commonprefix((before, together))) :]  # noqa: RUF071 - of characters, not of paths
 
 

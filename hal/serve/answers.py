@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -12,6 +13,8 @@ from hal.generation.streaming_text import Piece
 from hal.serve.token_text import TokenText
 
 JSON = dict[str, Any]
+json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Writes JSON without spaces."""
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> JSON:
@@ -38,6 +41,7 @@ class Answer(ABC):
 
     def __init__(self, model: str, n: int, tokens: TokenText | None) -> None:
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._chunk_head = json_text({**self._head, "object": self.chunk_kind}).removesuffix("}")
         self._n = n
         self._tokens = tokens
         self._sent: dict[int, int] = {}  # the characters of each text that is streamed
@@ -58,8 +62,8 @@ class Answer(ABC):
         ]
         return {**self._head, "object": self.kind, "choices": choices, "usage": used}
 
-    def chunk(self, piece: Piece, *, with_usage: bool = False) -> JSON | None:
-        """Return the event of a stream for a piece; None if it adds nothing."""
+    def chunk(self, piece: Piece, *, with_usage: bool = False) -> str | None:
+        """Return the event of a stream for a piece, as JSON; None if it adds nothing."""
         if not (piece.text or piece.finished or self._tokens):
             return None
         index = self._index(piece)
@@ -70,14 +74,14 @@ class Answer(ABC):
             **self._delta(piece.text, first=index not in self._sent),
         }
         self._sent[index] = self._sent.get(index, 0) + len(piece.text)
-        return self._event([choice], {"usage": None} if with_usage else {})
+        return self._event(json_text(choice), ',"usage":null' if with_usage else "")
 
-    def last_chunk(self, used: JSON) -> JSON:
+    def last_chunk(self, used: JSON) -> str:
         """Return the event with the numbers of tokens."""
-        return self._event([], {"usage": used})
+        return self._event("", f',"usage":{json_text(used)}')
 
-    def _event(self, choices: list[JSON], more: JSON) -> JSON:
-        return {**self._head, "object": self.chunk_kind, "choices": choices, **more}
+    def _event(self, choice: str, more: str) -> str:
+        return f'{self._chunk_head},"choices":[{choice}]{more}}}'
 
     def _index(self, piece: Piece) -> int:
         return piece.prompt_index * self._n + piece.sample_index

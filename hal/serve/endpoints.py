@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from hal.errors import HalError
 from hal.generation.streaming_text import Piece
 from hal.serve.admission import RETRY_AFTER, Admitted
-from hal.serve.answers import usage
+from hal.serve.answers import json_text, usage
 from hal.serve.api_error import ApiError, failed, refused
 from hal.serve.exchange import ClientGone, EventStream, read_body, until_gone
 from hal.serve.jobs import Job, chat_job, completion_job, encoded
@@ -115,33 +115,34 @@ class TextEndpoint(Endpoint):
         """
 
     async def _collect(self, job: Job, exchange: Exchange) -> None:
-        pieces = list[Piece]()
-        while found := await self._read(job, exchange, first=not pieces):
-            pieces += found
+        pieces = await self._read(exchange, job.pieces.read, first=True)
+        pieces += await self._read(exchange, job.pieces.rest)
         exchange.admitted.end()
         await exchange.send_json(job.answer.whole(pieces, usage(job.prompt_tokens, len(pieces))))
 
     async def _stream(self, job: Job, exchange: Exchange) -> None:
         events, made = EventStream(exchange.send), 0
         try:
-            while pieces := await self._read(job, exchange, first=not made):
+            while pieces := await self._read(exchange, job.pieces.read, first=not made):
                 made += len(pieces)
                 chunks = (job.answer.chunk(each, with_usage=job.include_usage) for each in pieces)
-                if texts := [_event(each) for each in chunks if each is not None]:
+                if texts := [each for each in chunks if each is not None]:
                     await events.send(*texts)
             if job.include_usage:
-                await events.send(_event(job.answer.last_chunk(usage(job.prompt_tokens, made))))
+                await events.send(job.answer.last_chunk(usage(job.prompt_tokens, made)))
         except ApiError as error:
             if not events.begun:
                 raise
-            await events.send(_event(error.body))
+            await events.send(json_text(error.body))
         exchange.admitted.end()  # Before the client knows that the texts have ended.
         await events.end()
 
-    async def _read(self, job: Job, exchange: Exchange, *, first: bool) -> list[Piece]:
-        """Return the next pieces, and count them."""
+    async def _read(
+        self, exchange: Exchange, read: Callable[[], Awaitable[list[Piece]]], *, first: bool = False
+    ) -> list[Piece]:
+        """Return the pieces that ``read`` gives, and count them."""
         try:
-            found = await job.pieces.read()
+            found = await read()
         except HalError as error:
             raise failed(error) from error
         if first and found:
@@ -203,7 +204,3 @@ class Embeddings(Endpoint):
         ]
         used = {"prompt_tokens": total, "total_tokens": total}
         await exchange.send_json({"object": "list", "model": asked.model, "data": data, "usage": used})
-
-
-def _event(content: Any) -> str:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import hal
 from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError
+from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.request import Request
 
 CONFIG: dict[str, Any] = {
@@ -140,6 +141,37 @@ def test_streams_end_with_their_reader(llm: hal.LLM) -> None:
     assert len(cut) < len(first)
     llm.generate("x", max_new_tokens=1)
     assert idle_blocks(llm) == before
+
+
+@pytest.mark.parametrize("read", [0, 1, 4])
+def test_the_rest_of_a_stream_is_read_at_once(read: int, llm: hal.LLM) -> None:
+    async def texts(stream: PieceStream) -> tuple[list[str], int]:
+        pieces, reads = [], 0
+        for _ in range(read):
+            pieces += await stream.read()
+        while found := await stream.rest():
+            pieces, reads = pieces + found, reads + 1
+        joined = ["".join(each.text for each in pieces if each.prompt_index == index) for index in (0, 1)]
+        return joined, reads
+
+    for seed in (1, 2):  # each in an event loop of its own
+        prompts, sampling = TEXTS[:2], {"max_new_tokens": 12, "seed": seed, "ignore_eos": True}
+        found, reads = asyncio.run(texts(llm.apieces(prompts, **sampling)))
+        assert found == [each.text for each in llm.generate(prompts, **sampling)]
+        assert reads == 1
+
+
+def test_the_rest_of_a_stream_that_is_closed(trained: Path) -> None:
+    async def closed(llm: hal.LLM) -> None:
+        stream = llm.apieces(TEXTS[0], max_new_tokens=140, ignore_eos=True)
+        await stream.read()
+        rest = asyncio.create_task(stream.rest())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(ClosedError):
+            await rest
+
+    asyncio.run(closed(opened(trained)))
 
 
 @pytest.mark.shows("log-probabilities", "hal.LLM")

@@ -7,6 +7,7 @@ import queue
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import closing
+from typing import ClassVar
 
 from hal.errors import HalError
 from hal.generation.generated_text import GeneratedText
@@ -81,13 +82,27 @@ class PieceStream(AsyncIterator[Piece]):
         Raises:
             HalError: a step failed, or the LLM is closed.
         """
+        return await self._read(each=True)
+
+    async def rest(self) -> list[Piece]:
+        """Wait until all texts have ended, and return the pieces that were not read.
+
+        Raises:
+            HalError: as :meth:`read`.
+        """
+        pieces = list[Piece]()
+        while found := await self._read(each=False):
+            pieces += found
+        return pieces
+
+    async def _read(self, *, each: bool) -> list[Piece]:
         if not self._left:
             return []
         if self._arrivals is None:
-            self._arrivals = _Arrivals(asyncio.get_running_loop())
+            self._arrivals = _Arrivals(_Waker.of_running_loop())
             self._serving.submit(list(self._texts), self._arrivals.put)
         found = []
-        for request, token in await self._arrivals.take():
+        for request, token in await self._arrivals.take(each=each):
             if isinstance(token, HalError):
                 self.cancel()
                 raise token
@@ -105,27 +120,77 @@ class PieceStream(AsyncIterator[Piece]):
 class _Arrivals:
     """Passes tokens from the serving loop's thread to a task, which wakes once for all that arrive meanwhile."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready = asyncio.Event()
+    def __init__(self, waker: _Waker) -> None:
+        self._waker = waker
         self._arrived: deque[tuple[Request, Token | HalError]] = deque()
-        self._notified = False
+        self._each = True
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, request: Request, token: Token | HalError) -> None:
         self._arrived.append((request, token))
-        if not self._notified:
-            self._notified = True
-            self._loop.call_soon_threadsafe(self._notify)
+        if self._each or _ends(token):
+            self._waker.wake(self)
 
-    def _notify(self) -> None:
-        self._notified = False  # Before the task reads: what is appended from here on notifies again.
-        self._ready.set()
+    def arrived(self) -> None:
+        """Let the task go on. Called in its thread."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-    async def take(self) -> list[tuple[Request, Token | HalError]]:
-        while not self._arrived:
-            self._ready.clear()
-            await self._ready.wait()
+    async def take(self, *, each: bool) -> list[tuple[Request, Token | HalError]]:
+        """Wait for a token, or unless ``each``, for one that ends a text, and return all that have arrived."""
+        self._each = each
+        while not (self._arrived if each else any(_ends(token) for _, token in list(self._arrived))):
+            self._waiting = self._waker.loop.create_future()
+            await self._waiting
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+
+def _ends(token: Token | HalError) -> bool:
+    return isinstance(token, HalError) or token.finished is not None
+
+
+class _Waker:
+    """Wakes the tasks of an event loop from other threads. Each call of the loop serves all tasks that are due.
+
+    Args:
+        loop: the event loop.
+    """
+
+    _of_loops: ClassVar[dict[asyncio.AbstractEventLoop, _Waker]] = {}
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._due: deque[_Arrivals] = deque()
+        self._called = False
+
+    @classmethod
+    def of_running_loop(cls) -> _Waker:
+        """Return the waker of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in cls._of_loops:
+            cls._of_loops = {each: waker for each, waker in list(cls._of_loops.items()) if not each.is_closed()}
+            cls._of_loops[loop] = cls(loop)
+        return cls._of_loops[loop]
+
+    def wake(self, arrivals: _Arrivals) -> None:
+        """Wake the task that takes ``arrivals``.
+
+        Raises:
+            RuntimeError: the event loop is closed.
+        """
+        self._due.append(arrivals)
+        if not self._called:
+            self._called = True
+            try:
+                self.loop.call_soon_threadsafe(self._run)
+            except RuntimeError:
+                self._called = False
+                raise
+
+    def _run(self) -> None:
+        self._called = False  # Before the tasks wake: what is due from here on calls again.
+        while self._due:
+            self._due.popleft().arrived()
 
 
 async def iterate_texts_asynchronously(pieces: PieceStream) -> AsyncIterator[str]:
