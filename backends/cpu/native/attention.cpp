@@ -29,24 +29,26 @@ struct Tile {
     const int64_t *at, *ahead;  // in elements from `base`
 };
 
-// scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kRows. A reduction of 16 vectors
-// takes as long for fewer, so fewer queries take more rows at a time.
-template <class T, int M>
+// scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kRows, and kSteps steps of a row; 0
+// for any number. A reduction of 16 vectors takes as long for fewer, so fewer queries take more rows at a time.
+template <class T, int M, int kSteps>
 inline void dots(const Tile<T>& tile, const Operand<T>* queries, int64_t dim, float* scores, int64_t stride) {
     using P = Product<T>;
     constexpr int kAtOnce = kTile / M;
+    const int64_t steps = kSteps ? kSteps : dim / P::kStep;
     for (int first = 0; first < kTile; first += kAtOnce) {
         Lanes sums[kTile] = {};
-        for (int64_t i = 0; i < dim; i += P::kStep) {
-            typename P::Vector right[M];
-#pragma GCC unroll 4
-            for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(queries + i * kRows + m * P::kStep);
 #pragma GCC unroll 16
-            for (int r = 0; r < kAtOnce; r++) {
-                __builtin_prefetch(tile.base + tile.ahead[first + r] + i, 0, 2);
-                const auto left = P::widened(tile.base + tile.at[first + r] + i);
+        for (int r = 0; r < kAtOnce; r++) {
+            const T *row = tile.base + tile.at[first + r], *ahead = tile.base + tile.ahead[first + r];
+#pragma GCC unroll 8
+            for (int64_t step = 0; step < steps; step++) {
+                __builtin_prefetch(ahead + step * P::kStep, 0, 2);
+                const auto left = P::widened(row + step * P::kStep);
 #pragma GCC unroll 4
-                for (int m = 0; m < M; m++) P::add(sums[m * kAtOnce + r], left, right[m]);
+                for (int m = 0; m < M; m++)
+                    P::add(sums[m * kAtOnce + r], left,
+                           load<typename P::Vector>(queries + (step * kRows + m) * P::kStep));
             }
         }
         float found[kTile];
@@ -67,7 +69,7 @@ inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64
     for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes, 0, 2);
+            if (v * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes, 0, 2);
             const Lanes row = wide(tile.base + tile.at[r] + i + v * kLanes);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) held[m * kVectors + v] += weights[m * stride + r] * row;
@@ -102,17 +104,25 @@ struct Partial {
     float largest, total;
 };
 
-// Replaces scores with weights. The sink counts in the first piece.
+// Replaces scores with weights, up to a whole tile. The sink counts in the first piece.
 inline Partial weights_of(const Shape& shape, int64_t head, bool first, float* line, int64_t count) {
     const bool sink = shape.sinks && first;
-    float largest = sink ? shape.sinks[head] : kLowest, total = 0;
+    const int64_t whole = up(count, kTile);
     adjust(shape, line, count);
-    for (int64_t i = 0; i < count; i++) largest = line[i] < largest ? largest : line[i];  // this order keeps a NaN
-    const float base = largest == kLowest ? 0.0f : largest;                              // -inf less -inf would be NaN
-    for (int64_t i = 0; i < count; i++) line[i] = exponential(line[i] - base);
-    for (int64_t i = 0; i < count; i++) total += line[i];
+    std::fill(line + count, line + whole, kLowest);
+    Lanes most = Lanes{} + (sink ? shape.sinks[head] : kLowest), sums = {};
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        const Lanes scores = load<Lanes>(line + i);
+        most = scores > most ? scores : most;
+    }
+    float largest = most[0], total = 0;
+    for (int lane = 1; lane < kLanes; lane++) largest = std::max(largest, most[lane]);
+    const float base = largest == kLowest ? 0.0f : largest;  // -inf less -inf would be NaN
+    for (int64_t i = 0; i < whole; i++) line[i] = exponential(line[i] - base);
+    for (int64_t i = 0; i < whole; i += kLanes) sums += load<Lanes>(line + i);
+    for (int lane = 0; lane < kLanes; lane++) total += sums[lane];
     if (sink) total += exponential(shape.sinks[head] - base);
-    return {largest, total};
+    return {largest, total};  // a NaN among the scores is one in the total
 }
 
 // What a thread reuses.
@@ -180,8 +190,16 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
             const Tile<T> tile = tile_of(keys, index, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * padded + head;
-                dots<T, heads>(tile, scratch.queries.data() + place / kRows * packed + place % kRows * kStep, whole,
-                               scratch.scores.data() + (kv_head * group + head) * stride + index, stride);
+                const Operand<T>* queries = scratch.queries.data() + place / kRows * packed + place % kRows * kStep;
+                float* scores = scratch.scores.data() + (kv_head * group + head) * stride + index;
+                switch (whole / kStep) {
+                    case 2:
+                        return dots<T, heads, 2>(tile, queries, whole, scores, stride);
+                    case 4:
+                        return dots<T, heads, 4>(tile, queries, whole, scores, stride);
+                    default:
+                        return dots<T, heads, 0>(tile, queries, whole, scores, stride);
+                }
             });
         }
     for (int64_t head = 0; head < kv_heads * group; head++)
