@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers.distributions import install
+from helpers.low_bits import gpt_oss_pair
 from helpers.seeing import build
 from helpers.thorough import MODE, thorough
 
@@ -55,6 +56,14 @@ class TestExplain:
         assert after.count("hal.add_rms_norm.default") == 8
         assert "state_0_key" in after
         compile(after, "dump", "exec")
+
+    def test_quantized_layers(self, tmp_path: Path) -> None:
+        """Of two layers with 4 experts, 64 inputs and 3 x 64 outputs: 4.25 bits a weight, and biases in float32."""
+        quantized, _ = gpt_oss_pair(tmp_path)
+        held = 2 * 4 * 3 * 64 * (64 * 17 // 32 + 4)
+        assert self.run(str(quantized), "--backend", "cpu")[2] == (
+            f"4 quantized layers take {held:,} bytes: Mxfp4GroupedLinear"
+        )
 
     def test_fused_operations_without_a_kernel(self, trained: Path, cpu: hal.Backend) -> None:
         """They have no row in the table, in which a reader looks for them."""

@@ -104,7 +104,7 @@ def command(
     config = on.config.compilation.of("decode")
     echo(
         f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
-        f"{config.compiler}\n{_cache(model, on)}\n"
+        f"{config.compiler}\n{_cache(model, on)}\n{_quantized(model)}"
     )
     _layers(opened, model, on)
     if shared.size > 1:
@@ -154,6 +154,16 @@ def _cache(model: CausalLM, on: Backend) -> str:
     kept = [name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") in dtypes]
     quantized = f", quantized to {kept[0]}" if kept else ""
     return f"states take {spec.token_bytes:,} bytes per token, in {' and '.join(sorted(dtypes))}{quantized}"
+
+
+def _quantized(model: CausalLM) -> str:
+    """Return a line with the bytes of the quantized layers, or nothing if there are none."""
+    from hal.nn import QuantizedLinear
+
+    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    held = sum(tensor.nbytes for each in layers for tensor in each.buffers(recurse=False))
+    kinds = " and ".join(sorted({type(each).__name__ for each in layers}))
+    return f"{len(layers)} quantized layers take {held:,} bytes: {kinds}\n" if layers else ""
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
