@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.npu.emulator import trace
+from helpers.npu import processes
+from helpers.npu.schemes import count_launches
 from helpers.seeing import Story, build, our_logits, story
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
@@ -105,3 +107,13 @@ def test_launches_of_the_tower(seeing: Seeing) -> None:
             backend.device.synchronize()
     names = [record.name for record in tracing.records if record.kind == "kernel"]
     assert sum("FusedInferAttention" in each for each in names) == depth, names
+
+
+def test_launches_of_a_text_layer_with_images() -> None:
+    """Positions with three axes keep the fusions of norms and rotations. The first layers add a part of DeepStack."""
+    checkpoint = processes.ROOT / "checkpoints" / "tiny-pictures"
+    (found,) = count_launches(checkpoint, "bfloat16", {}, (8,), ("graph",))
+    fused = {"AddRmsNorm": 2, "RmsNorm": 2, "ApplyRotaryPosEmbV2": 1, "Add": 1, "SwiGlu": 1}
+    assert {name: found.layer[name] for name in fused} == fused
+    page = (processes.ROOT / "docs" / "reference" / "npu-launches.md").read_text(encoding="utf-8")
+    assert f"| together | {found.per_layer - fused['Add']} | 11 | 10 |" in page
