@@ -11,6 +11,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hal.errors import OperationError
+
 from .launch import Launch, storage_of, tensors_of
 from .native.arguments import Bindings, NativeFunction, bound, noting
 
@@ -82,8 +84,11 @@ def _noted(launch: Launch, call: Callable[[], Any]) -> list[tuple[int, Slots]]:
     if not isinstance(getattr(launch.function, "__self__", None), Bindings) or (launch.results and not launch.fills):
         return []
     calls_of_torch = _CallsOfTorch()
-    with noting() as calls, calls_of_torch:
-        call()
+    try:
+        with noting() as calls, calls_of_torch:
+            call()
+    except OperationError:  # It reads values, which are not those of a step.
+        return []
     if calls_of_torch.found:
         return []
     found = []

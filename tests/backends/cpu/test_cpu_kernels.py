@@ -21,6 +21,7 @@ from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native.attention_kernels import FEW
 from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
+from hal.backends.cpu.native.weight_only_kernels import WEIGHT_ONLY_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
 from helpers.reference import prompts
 from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
@@ -33,7 +34,7 @@ from hal.ops import AttentionOptions, Draw, GatedActivation
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCHS = {"linear", "linear_int8", "quant_linear_int4", "weight_only_linear"}
+TORCHS = {"linear", *WEIGHT_ONLY_KERNELS}
 """Operations whose C++ kernels leave to torch what they do not take."""
 
 
