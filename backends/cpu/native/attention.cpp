@@ -18,11 +18,12 @@
 
 namespace {
 
-constexpr int kTile = 16;         // positions at a time
+constexpr int kTile = 16;         // positions at a time at most
+constexpr int64_t kOfValues = 8;  // positions of values at a time: those to prefetch fit a core's first cache
 constexpr int64_t kPiece = 1024;  // positions of a sequence that a thread takes; a longer sequence uses several threads
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// A cache's rows of one key head at kTile positions, and those to prefetch.
+// A cache's rows of one key head at up to kTile positions, and those to prefetch.
 template <class T>
 struct Tile {
     const T* base;
@@ -32,18 +33,19 @@ struct Tile {
 // scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kRows, and kSteps steps of a row; 0
 // for any number. A reduction of 16 vectors takes as long for fewer, so fewer queries take more rows at a time.
 template <class T, int M, int kSteps>
-inline void dots(const Tile<T>& tile, const Operand<T>* queries, int64_t dim, float* scores, int64_t stride) {
+inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, int64_t dim, float* scores,
+                 int64_t stride) {
     using P = Product<T>;
     constexpr int kAtOnce = kTile / M;
     const int64_t steps = kSteps ? kSteps : dim / P::kStep;
-    for (int first = 0; first < kTile; first += kAtOnce) {
+    for (int64_t first = 0; first < rows; first += kAtOnce) {
         Lanes sums[kTile] = {};
 #pragma GCC unroll 16
         for (int r = 0; r < kAtOnce; r++) {
             const T *row = tile.base + tile.at[first + r], *ahead = tile.base + tile.ahead[first + r];
 #pragma GCC unroll 8
             for (int64_t step = 0; step < steps; step++) {
-                __builtin_prefetch(ahead + step * P::kStep, 0, 2);
+                __builtin_prefetch(ahead + step * P::kStep);
                 const auto left = P::widened(row + step * P::kStep);
 #pragma GCC unroll 4
                 for (int m = 0; m < M; m++)
@@ -69,7 +71,7 @@ inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64
     for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            if (v * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes, 0, 2);
+            if (v * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes);
             const Lanes row = wide(tile.base + tile.at[r] + i + v * kLanes);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) held[m * kVectors + v] += weights[m * stride + r] * row;
@@ -168,49 +170,50 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
     int64_t in_copies[kTile];
     scratch.copies.assign(whole == dim && !keys.scales ? 0 : kTile * whole, T(0.0f));
     for (int r = 0; r < kTile; r++) in_copies[r] = r * whole;
-    auto tile_of = [&](const Pages<T>& cache, int64_t index, int64_t kv_head) -> Tile<T> {
+    auto tile_of = [&](const Pages<T>& cache, int64_t index, int64_t rows, int64_t kv_head) -> Tile<T> {
         const int64_t* at = scratch.rows.data() + index;
         T* copies = scratch.copies.data();
         if (cache.scales) {
             const char* numbers = static_cast<const char*>(cache.numbers) + kv_head * dim;
-            for (int r = 0; r < kTile; r++) {
-                for (int64_t i = 0; i < dim; i += 64) __builtin_prefetch(numbers + at[r + kTile] + i);
+            for (int r = 0; r < rows; r++) {
+                for (int64_t i = 0; i < dim; i += 64) __builtin_prefetch(numbers + at[r + rows] + i);
                 cache.widen(at[r] + kv_head * dim, copies + in_copies[r]);
             }
             return {copies, in_copies, in_copies};
         }
         const T* base = static_cast<const T*>(cache.numbers) + kv_head * dim;
-        if (whole == dim) return {base, at, at + kTile};
-        for (int r = 0; r < kTile; r++) std::copy_n(base + at[r], dim, copies + in_copies[r]);
+        if (whole == dim) return {base, at, at + rows};
+        for (int r = 0; r < rows; r++) std::copy_n(base + at[r], dim, copies + in_copies[r]);
         return {copies, in_copies, in_copies};
     };
-    // The heads of a position are contiguous, so this order reads memory sequentially.
-    for (int64_t index = 0; index < count; index += kTile)
+    // The heads of a position are contiguous, so this order reads memory almost sequentially.
+    const int64_t of_keys = group % 4 == 0 ? 4 : group % 2 == 0 ? 8 : kTile;  // what a reduction of M heads takes
+    for (int64_t index = 0; index < count; index += of_keys)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
-            const Tile<T> tile = tile_of(keys, index, piece.first + kv_head);
+            const Tile<T> tile = tile_of(keys, index, of_keys, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * padded + head;
                 const Operand<T>* queries = scratch.queries.data() + place / kRows * packed + place % kRows * kStep;
                 float* scores = scratch.scores.data() + (kv_head * group + head) * stride + index;
                 switch (whole / kStep) {
                     case 2:
-                        return dots<T, heads, 2>(tile, queries, whole, scores, stride);
+                        return dots<T, heads, 2>(tile, of_keys, queries, whole, scores, stride);
                     case 4:
-                        return dots<T, heads, 4>(tile, queries, whole, scores, stride);
+                        return dots<T, heads, 4>(tile, of_keys, queries, whole, scores, stride);
                     default:
-                        return dots<T, heads, 0>(tile, queries, whole, scores, stride);
+                        return dots<T, heads, 0>(tile, of_keys, queries, whole, scores, stride);
                 }
             });
         }
     for (int64_t head = 0; head < kv_heads * group; head++)
         partials[head] = weights_of(shape, piece.first * group + head, piece.starts,
                                     scratch.scores.data() + head * stride, count);
-    for (int64_t index = 0; index < count; index += kTile)
+    for (int64_t index = 0; index < count; index += kOfValues)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
-            const Tile<T> tile = tile_of(values, index, piece.first + kv_head);
+            const Tile<T> tile = tile_of(values, index, kOfValues, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * group + head;
-                accumulate<T, heads>(tile, std::min<int64_t>(kTile, count - index),
+                accumulate<T, heads>(tile, std::min(kOfValues, count - index),
                                      scratch.scores.data() + place * stride + index, stride, whole, sums + place * whole);
             });
         }
