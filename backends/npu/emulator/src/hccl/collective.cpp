@@ -23,7 +23,9 @@ class Execution {
         while (phase != Phase::done) {
             // Before a rank that is faster breaks the communicator, so that all report the same.
             if (phase != Phase::post && lacking() < 0) agree();
-            if (!wait.check(*communicator, [this] { return described(); }, number_now(), lacking())) return;
+            if (!wait.check(*communicator, [this] { return described(); }, number_now(), [this] { return lacking(); })) {
+                return;
+            }
             step();
         }
     }

@@ -36,10 +36,8 @@ class Exchange {
         : communicator(std::move(communicator)), messages(std::move(messages)) {}
 
     bool ready() {
-        auto* blocked = first_blocked();
-        bool some = std::any_of(messages.begin(), messages.end(), [&](auto& each) { return can_move(each); });
-        if (some) wait.reset();
-        return wait.over(*communicator, always, some || !blocked ? -1 : static_cast<int>(blocked->other));
+        if (some_can_move()) wait.reset();
+        return wait.over(*communicator, always, lacking());
     }
 
     void run() {
@@ -52,7 +50,7 @@ class Exchange {
         }
         auto* blocked = first_blocked();
         if (moved || !blocked) return wait.reset();
-        wait.check(*communicator, [&] { return describe(*communicator, *blocked); }, always, static_cast<int>(blocked->other));
+        wait.check(*communicator, [&] { return describe(*communicator, *blocked); }, always, [this] { return lacking(); });
     }
 
     bool unfinished() const { return first_blocked() != nullptr; }
@@ -71,6 +69,16 @@ class Exchange {
         auto found = std::find_if(messages.begin(), messages.end(),
                                   [](auto& each) { return each.state != Message::State::done; });
         return found == messages.end() ? nullptr : &*found;
+    }
+
+    bool some_can_move() const {
+        return std::any_of(messages.begin(), messages.end(), [&](auto& each) { return can_move(each); });
+    }
+
+    // Returns the rank that the first unfinished message waits for, or -1 if there is none or a message can move.
+    int lacking() const {
+        auto* blocked = first_blocked();
+        return some_can_move() || !blocked ? -1 : static_cast<int>(blocked->other);
     }
 
     std::atomic<uint64_t>& sent(uint32_t from, uint32_t to) const { return communicator->member(from).sent[to]; }

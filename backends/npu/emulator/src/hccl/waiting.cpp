@@ -49,17 +49,20 @@ bool Wait::over(const Communicator& communicator, uint64_t number, int lacking) 
     return false;
 }
 
-bool Wait::check(Communicator& communicator, const std::function<std::string()>& call, uint64_t number, int lacking) {
+bool Wait::check(Communicator& communicator, const std::function<std::string()>& call, uint64_t number,
+                 const std::function<int()>& lacking) {
     if (auto reason = communicator.why_broken(number); !reason.empty()) {
         OURS("ranks would otherwise pair this call with another one");
         throw DeviceError(lost_rank, "communicator " + communicator.name + ": " + call() + ", but it cannot succeed: " + reason);
     }
-    if (lacking < 0) {
+    const int other = lacking();
+    if (other < 0) {
         started = false;
         return true;
     }
     std::string text = call() + ", but ";
-    if (auto reason = communicator.lost(lacking); !reason.empty()) {
+    if (auto reason = communicator.lost(other); !reason.empty()) {
+        if (lacking() != other) return false;
         communicator.error = HCCL_E_REMOTE;
         fail_all(communicator, number, lost_rank, text + reason);
     }
@@ -67,8 +70,8 @@ bool Wait::check(Communicator& communicator, const std::function<std::string()>&
         DOCUMENTED("hccl: docs/zh/user_guide/hccl_env/HCCL_EXEC_TIMEOUT.md");
         fail_all(communicator, number, too_late,
                  text + format("waited longer than HCCL_EXEC_TIMEOUT, %.3g s, for rank %d: ",
-                               communicator.limit.count(), lacking) +
-                     last_call(communicator, lacking));
+                               communicator.limit.count(), other) +
+                     last_call(communicator, other));
     }
     return false;
 }

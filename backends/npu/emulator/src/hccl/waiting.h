@@ -20,8 +20,9 @@ class Wait {
     // Returns whether the execution can go on or must fail. `lacking` is a rank that has not got far enough, or -1.
     bool over(const Communicator& communicator, uint64_t number, int lacking);
     // Returns whether the execution can go on. Throws if it never will.
-    // `call` says what this rank calls.
-    bool check(Communicator& communicator, const std::function<std::string()>& call, uint64_t number, int lacking);
+    // `call` says what this rank calls. `lacking` is called again, because a rank may get far enough and leave meanwhile.
+    bool check(Communicator& communicator, const std::function<std::string()>& call, uint64_t number,
+               const std::function<int()>& lacking);
     void reset() { started = false; }
 
   private:
