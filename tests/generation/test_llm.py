@@ -154,7 +154,7 @@ def test_the_rest_of_a_stream_is_read_at_once(read: int, llm: hal.LLM) -> None:
         joined = ["".join(each.text for each in pieces if each.prompt_index == index) for index in (0, 1)]
         return joined, reads
 
-    for seed in (1, 2):  # each in an event loop of its own
+    for seed in (1, 2):  # asyncio.run makes a new event loop for each
         prompts, sampling = TEXTS[:2], {"max_new_tokens": 12, "seed": seed, "ignore_eos": True}
         found, reads = asyncio.run(texts(llm.apieces(prompts, **sampling)))
         assert found == [each.text for each in llm.generate(prompts, **sampling)]

@@ -124,3 +124,22 @@ def test_the_layers_of_a_model_run_as_one(trained: Path, monkeypatch: pytest.Mon
     (graph,) = backend.captured_graphs
     found = pieces(graph)
     assert max(found) > 10 * len(model.states)
+
+
+def test_a_kernel_that_reads_values_runs_in_python(native: hal.Backend) -> None:
+    """So many rows of an expert are torch's. When the call is noted, later calls have overwritten its counts."""
+    x, weight, scale = torch.randn(70, 32), torch.randint(-9, 9, (1, 8, 32), dtype=torch.int8), torch.ones(1, 8, 1)
+    number = torch.tensor([70])
+
+    def step() -> Tensor:
+        counts = number + 0
+        result = ops.weight_only_grouped_linear(x, weight, scale, None, counts, None, 32)
+        counts.fill_(2**40)
+        return result
+
+    graph = native.graph()
+    output = graph.capture(step)
+    assert 0 in pieces(graph)
+    x.normal_()
+    graph.replay()
+    torch.testing.assert_close(output, x @ weight[0].float().T)
