@@ -2,11 +2,12 @@
 
     python tests/families/configurations.py --modes eager,graph,piecewise,ranks-2,ranks-4 [--seeds 1:31] [FAMILY]
     .venv/npu/bin/python tests/families/configurations.py --modes npu-bfloat16,npu-float16
+    python tests/families/configurations.py --modes cuda-float32,cuda-bfloat16
 
 Each line has a family, a mode, the number of configurations, those that hal refuses, and the largest difference from
 transformers in float32, in parts of a sequence's largest logit. Steps are prompts of random lengths, prefills that go
-on behind a cached prefix, and 16 decode steps. On the emulated NPU the difference is the median, beside that of
-transformers in the same dtype, since rounding may route a token to another expert.
+on behind a cached prefix, and 16 decode steps. On the emulated NPU and on a GPU the difference in 16 bits is the
+median, beside that of transformers in the same dtype, since rounding may route a token to another expert.
 """
 
 from __future__ import annotations
@@ -111,8 +112,15 @@ def on_ranks(case: Any, theirs: list[Any], count: int) -> list[float]:
     return found
 
 
-def on_npu(case: Any, theirs: list[Any], dtype: str) -> list[float]:
-    """Return the difference on the emulated NPU, and that of transformers in its dtype, from float32."""
+DEVICES: dict[str, dict[str, Any]] = {
+    "npu": {"backend": "npu", "options": {"emulator": "on"}},
+    "cuda": {"backend": "cuda"},
+}
+"""How to open a backend on a device, by the first word of a mode."""
+
+
+def on_device(case: Any, theirs: list[Any], kind: str, dtype: str) -> list[float]:
+    """Return the difference on a device, and that of transformers in its dtype on the CPU, from float32."""
     import copy
 
     import attrs
@@ -124,14 +132,15 @@ def on_npu(case: Any, theirs: list[Any], dtype: str) -> list[float]:
     blocks = [[place + 1] for place in range(len(case.sequences))]
     case = attrs.evolve(case, block_size=128, blocks=blocks)
     config = {
-        "backend": "npu",
+        **DEVICES[kind],
         "dtype": dtype,
-        "options": {"emulator": "on"},
         "compilation": {"compiler": "graph", "capture_sizes": [2, 4, 8]},
         "cache": {"num_tokens": 128 * len(blocks), "block_size": 128},
     }
     with hal.open(config) as backend, hal.Runner(hal.load_model(case.path, backend), backend) as runner:
         found = [each.float().cpu() for each in our_logits(runner, case)]
+    if dtype == "float32":
+        return [difference(found, theirs)]
     narrow = copy.deepcopy(case.model).to(getattr(torch, dtype))
     rounded = [their_logits(narrow, sequence).float() for sequence in case.sequences]
     return [
@@ -145,7 +154,7 @@ def differences(family: str, seed: int, modes: list[str]) -> dict[str, Any]:
     import hal
 
     if any(mode.startswith("npu") for mode in modes):
-        hal.open({"backend": "npu", "options": {"emulator": "on"}}).close()  # before transformers imports torch_npu
+        hal.open(DEVICES["npu"]).close()  # before transformers imports torch_npu
     from helpers import comparison
     from test_assembled import TIES
 
@@ -160,8 +169,8 @@ def differences(family: str, seed: int, modes: list[str]) -> dict[str, Any]:
         for mode in modes:
             kind, _, option = mode.partition("-")
             try:
-                if kind == "npu":
-                    found[mode] = on_npu(case, theirs, option)
+                if kind in DEVICES:
+                    found[mode] = on_device(case, theirs, kind, option)
                 elif kind == "ranks":
                     found[mode] = on_ranks(case, theirs, int(option))
                 else:
