@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from hal.cli.stdout import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
+from hal.cli.suggestions import SuggestingGroup
 from hal.errors import HalError
 from hal.progress import Say, silent
 
@@ -26,27 +27,6 @@ NO_READER = 141
 """Exit status of a program whose stdout has no reader: 128 plus the number of SIGPIPE."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """Error numbers for a disk that cannot be written."""
-
-
-class SuggestingGroup(click.Group):
-    """A command group that suggests commands if a checkpoint is given in place of one.
-
-    Attributes:
-        takers: the names of commands that take a checkpoint.
-    """
-
-    takers: tuple[str, ...] = ()
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name."""
-        given = args[0]
-        if self.takers and self.get_command(ctx, given) is None and ("/" in given or Path(given).exists()):
-            commands = [f"'{ctx.command_path} {name} {given}'" for name in self.takers]
-            told = f"{', '.join(commands[:-1])} or {commands[-1]}"
-            raise click.UsageError(f"'{given}' is no command. For a checkpoint, use {told}.", ctx)
-        return super().resolve_command(ctx, args)
 
 
 class Commands(SuggestingGroup):

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from hal.cli.console import Commands
+from hal.cli.suggestions import OTHER_TOOLS
 from hal.config.plugins import Plugin, Plugins
 from hal.errors import DriverError, HalError
 
@@ -26,6 +27,7 @@ class ContributedCommands(Commands):
     """hal's commands and those of installed packages, which are imported when they run or appear in the help."""
 
     takers = ("generate", "chat", "serve")
+    known_elsewhere = OTHER_TOOLS
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command's name. Imports none."""

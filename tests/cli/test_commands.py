@@ -13,6 +13,7 @@ from helpers.distributions import install
 
 from hal.cli import main
 from hal.cli.commands import bench
+from hal.cli.suggestions import OTHER_TOOLS
 
 MODULE = """
 import click
@@ -98,7 +99,35 @@ def test_what_libraries_warn_of_is_printed_once_at_the_debug_level() -> None:
 def test_a_command_that_nobody_has() -> None:
     result = CliRunner().invoke(main, ["greetings"])
     assert result.exit_code == 2
-    assert "No such command 'greetings'" in result.stderr
+    assert "No such command 'greetings'. Did you mean 'greet'?" in result.stderr
+    assert "The commands are " in CliRunner().invoke(main, ["qqq"]).stderr
+
+
+@pytest.mark.parametrize(("given", "named"), [("run", "'hal generate MODEL"), ("version", "'hal --version'")])
+def test_a_command_of_other_tools(given: str, named: str) -> None:
+    result = CliRunner().invoke(main, [given, "anything"])
+    assert result.exit_code == 2
+    assert f"No such command '{given}'. Use {named}" in result.stderr
+
+
+def test_other_tools_commands_name_commands_of_hal() -> None:
+    """A name here is no command of hal, and each command of hal that it names exists."""
+    assert not OTHER_TOOLS.keys() & main.commands.keys()  # type: ignore[attr-defined]
+    named = re.findall(r"'hal ([a-z]+)", " ".join(OTHER_TOOLS.values()))
+    assert named
+    assert set(named) <= main.commands.keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("names", [[], ["bench"], ["bench", "decode"], ["greet"]])
+def test_help_is_the_option_help(names: list[str]) -> None:
+    run = CliRunner().invoke
+    assert run(main, ["help", *names]).stdout == run(main, [*names, "--help"]).stdout != ""
+
+
+def test_help_of_no_command() -> None:
+    result = CliRunner().invoke(main, ["help", "generete"])
+    assert result.exit_code == 2
+    assert "Did you mean 'generate'?" in result.stderr
 
 
 @pytest.mark.parametrize(
