@@ -102,7 +102,8 @@ def error(
         return Error(0.0, result)
     floating = want.is_floating_point()
     relative, absolute = (operation.tolerance if operation is not None else DEFAULT_TOLERANCE)[dtype]
-    share = operation.off_by_one.get(dtype, 0.0) if operation is not None and want.dtype == torch.int8 else 0.0
+    quantized = want.dtype in (torch.int8, torch.uint8)
+    share = operation.off_by_one.get(dtype, 0.0) if operation is not None and quantized else 0.0
     if not floating:
         relative, absolute, size, times = 0.0, 1.0 if share else 0.0, 1.0, 1.0
     wide, exact = (each.to(torch.float64 if floating else torch.int64) for each in (got, want))
@@ -114,7 +115,7 @@ def error(
     if share and ratio <= 1:
         off, most = int((~same).sum()), 1 + int(share * want.numel())
         if off > most:
-            problem = f"{off} of {want.numel()} int8 results are off by one; at most {most} are allowed"
+            problem = f"{off} of {want.numel()} quantized results are off by one; at most {most} are allowed"
             return Error(off / most, result, problem=problem)
         ratio = off / most
     at = tuple(int(index) for index in torch.unravel_index(torch.tensor(place), want.shape))

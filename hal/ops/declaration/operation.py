@@ -65,7 +65,7 @@ class Operation:
         host: arguments whose values a kernel may read on the host.
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
-        off_by_one: the largest share of quantized (int8) results that may be off by one, by dtype.
+        off_by_one: the largest share of quantized results (int8, uint8) that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
         over_shards: the results of a collective on every rank, from the arguments of every rank; else None.
         overload: the graph node's target, which takes the fields of options as separate arguments; see

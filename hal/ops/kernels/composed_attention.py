@@ -104,7 +104,8 @@ def one_by_one(
             )
         else:
             attended = _attend(rows, keys[None], values[None], seen.logical_not(), biases, sinks, options)
-        output[start:end] = attended.view(query.shape[1], end - start, -1).transpose(0, 1)
+        # Some of torch's kernels return results that are not contiguous.
+        output[start:end] = attended.reshape(query.shape[1], end - start, -1).transpose(0, 1)
     return output
 
 

@@ -118,7 +118,8 @@ def test_answers_about_pictures(gpu: Opened, mode: str) -> None:
 def test_a_quantised_model(gpu: Opened, trained: Path, tmp_path: Path, scheme: str, mode: str) -> None:
     from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
-    made = quantize_checkpoint(trained, tmp_path / scheme, scheme)
+    settings: dict[str, Any] = {} if scheme in ("w8a8_dynamic", "fp8") else {"group_size": 64}
+    made = quantize_checkpoint(trained, tmp_path / scheme, scheme, **settings)
     runner = reference.open_runner(made.path)
     prompts = reference.prompts(trained)
     wanted = tokens(runner, prompts)

@@ -85,9 +85,9 @@ def weight_only(rows: int, bits: int, group: int, *, zero: bool, dtype: torch.dt
     return empty(rows, INNER, dtype=dtype), weight, scale, scale.to(torch.int8) if zero else None, None, group
 
 
-@pytest.mark.parametrize("rows", [8, 32, 2048])
+@pytest.mark.parametrize("rows", [8, 32, 64])
 def test_low_bits_fit(rows: int, compiling: Compiling) -> None:
-    """A decode, a larger one, and a prefill."""
+    """Decodes; for more rows a launch widens the weight."""
     bits = torch.empty(HIDDEN, INNER, dtype=torch.uint8)
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("weight_only_linear", weight_only(rows, 4, 128, zero=False, dtype=torch.bfloat16)),

@@ -1,8 +1,6 @@
 """Products of consecutive rows with one weight per expert.
 
-A program computes a tile of one expert's rows. It finds the expert from the counts on the device, and the grid is an
-upper bound that depends only on shapes, so that a captured launch serves all counts. Programs past the last tile do
-nothing.
+A program computes a tile of one expert's rows. Programs past the last tile do nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from torch import Tensor
 from ..arguments import require, unit_stride
 from ..interpreter import INTERPRETED, dot, rounded
 from ..quantization import to_int8
+from ..tiles_of_experts import most_tiles, rows_of_tile
 
 
 @triton.jit
@@ -72,22 +71,13 @@ def _project(
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
-    most: tl.constexpr,
 ):
     """Write a tile of ``rows`` by ``columns``; if ``gated``, of ``silu(gate) * up``, each with ``out_features``."""
     features: tl.constexpr = out_features * 2 if gated else out_features
     exact: tl.constexpr = in_features % depth == 0
-    tile = tl.program_id(0)
-    index = tl.arange(0, most)
-    counted = tl.load(counts + index, mask=index < num_experts, other=0).to(tl.int32)
-    tiles = (counted + rows - 1) // rows
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    expert, first, end = rows_of_tile(counts, tl.program_id(0), num_experts, rows)
     if expert >= num_experts:
         return
-    begin = tl.sum(tl.where(index < expert, counted, 0), 0)
-    end = begin + tl.sum(tl.where(index == expert, counted, 0), 0)
-    first = begin + (tile - tl.sum(tl.where(index < expert, tiles, 0), 0)) * rows
-
     row = first + tl.arange(0, rows)
     real = row < end
     # Rows past the end repeat the first, and are not stored.
@@ -168,12 +158,6 @@ def tiles(count: int, num_experts: int, gated: bool, itemsize: int) -> Tiles:
     return Tiles(128, 64 if gated else 128, depth, 8, 3)
 
 
-def most_tiles(count: int, num_experts: int, rows: int) -> int:
-    """Return the maximum number of tiles of ``rows`` rows, for any counts with sum ``count``."""
-    # Each expert with rows leaves at most rows - 1 of its last tile empty, and no tile is empty.
-    return min(count, (count + (rows - 1) * min(count, num_experts)) // rows)
-
-
 def project(
     x: Tensor,
     weight: Tensor,
@@ -228,7 +212,6 @@ def project(
         chosen.rows,
         chosen.columns,
         chosen.depth,
-        triton.next_power_of_2(num_experts),
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

@@ -1,4 +1,4 @@
-"""Projections of experts with weights of 8 and 4 bits, and of float4, which a launch widens first."""
+"""Projections of experts with weights of 8 and 4 bits, and of float4."""
 
 from __future__ import annotations
 
@@ -8,10 +8,42 @@ from torch import Tensor
 from hal.ops import float8, weight_only
 from hal.ops.experts.mxfp4 import GROUP
 
+from ..arguments import require
+from ..low_bits.product import project, tiles
 from ..low_bits.projections import columns_of_block
-from ..low_bits.unpack import FLOAT4, FLOAT8, INT4, INT8
+from ..low_bits.unpack import FLOAT4, FLOAT8, IN_ONE, INT4, INT8
 from ..low_bits.widen import widen
-from .grouped import grouped_linear
+from .grouped import grouped_linear, require_bias
+
+MANY = 64
+"""The most rows of an expert, on average, that multiply packed weights. For more, a launch widens the weights first."""
+
+
+def _run(
+    operation: str,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    counts: Tensor,
+    bias: Tensor | None,
+    kind: int,
+    block: tuple[int, int],
+) -> Tensor:
+    """Launch the product of packed weights, or for many rows, widen them; see :func:`~..low_bits.product.project`."""
+    (num_experts, out_features, width), (block_rows, columns) = weight.shape, block
+    fits = x.dim() == 2 and x.shape[1] == width * IN_ONE[kind]
+    fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
+    fits = fits and scale.shape[:2] == (num_experts, -(-out_features // block_rows))
+    require(fits, operation, x, weight, scale, counts)
+    require_bias(operation, x, weight, bias)
+    average = len(x) / num_experts
+    if average <= MANY:
+        chosen = tiles(round(average), x.itemsize)
+        return project(x, weight, scale, zero_point, bias, kind, block, chosen, counts)
+    zeros = None if zero_point is None else zero_point.flatten(0, 1)
+    rows = widen(weight.flatten(0, 1), scale.flatten(0, 1), zeros, kind, (block_rows, columns), x.dtype)
+    return grouped_linear(x, rows.view(num_experts, out_features, -1), counts, bias)
 
 
 def weight_only_grouped_linear(
@@ -23,24 +55,22 @@ def weight_only_grouped_linear(
     bias: Tensor | None,
     group_size: int,
 ) -> Tensor:
-    """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights to x's dtype."""
+    """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights of groups to x's dtype."""
     columns = columns_of_block(group_size, weight_scale.shape[-1], x.shape[-1])
     if columns is None:
         wide = weight_only.dequantize(weight, weight_scale, weight_zero_point, group_size).to(x.dtype)
-    else:
-        kind = INT4 if weight.dtype is torch.int32 else INT8
-        zeros = None if weight_zero_point is None else weight_zero_point.flatten(0, 1)
-        rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), zeros, kind, (1, columns), x.dtype)
-        wide = rows.view(*weight.shape[:2], -1)
-    return grouped_linear(x, wide, counts, bias)
+        return grouped_linear(x, wide, counts, bias)
+    kind = INT4 if weight.dtype is torch.int32 else INT8
+    given = x, weight, weight_scale, weight_zero_point, counts, bias
+    return _run("weight_only_grouped_linear", *given, kind, (1, columns))
 
 
 def mxfp4_grouped_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, bias: Tensor | None
 ) -> Tensor:
     """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), None, FLOAT4, (1, GROUP), x.dtype)
-    return grouped_linear(x, rows.view(*weight.shape[:2], -1), counts, bias)
+    given = x, weight.contiguous().view(torch.int32), weight_scale, None, counts, bias
+    return _run("mxfp4_grouped_linear", *given, FLOAT4, (1, GROUP))
 
 
 def fp8_grouped_linear(
@@ -54,10 +84,9 @@ def fp8_grouped_linear(
 ) -> Tensor:
     """See :func:`hal.ops.fp8_grouped_linear`. It rounds the scaled weights to x's dtype."""
     columns = columns_of_block(block_columns, weight_scale.shape[-1], x.shape[-1])
-    if columns is None or weight.shape[1] % block_rows:  # Rows of blocks would not be those of all experts in turn.
+    many = len(x) > MANY * len(weight)
+    if columns is None or (many and weight.shape[1] % block_rows):  # whose rows of blocks are not all experts' in turn
         wide = float8.widen(weight, weight_scale, block_rows, block_columns).to(x.dtype)
-    else:
-        block = (block_rows, columns)
-        rows = widen(weight.flatten(0, 1), weight_scale.flatten(0, 1), None, FLOAT8, block, x.dtype)
-        wide = rows.view(weight.shape)
-    return grouped_linear(x, wide, counts, bias)
+        return grouped_linear(x, wide, counts, bias)
+    given = x, weight, weight_scale, None, counts, bias
+    return _run("fp8_grouped_linear", *given, FLOAT8, (block_rows, columns))

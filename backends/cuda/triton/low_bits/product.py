@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..arguments import unit_stride
 from ..interpreter import dot, rounded
-from .unpack import numbers, of_blocks, scaled
+from ..tiles_of_experts import most_tiles, rows_of_tile
+from .unpack import IN_ONE, factors, numbers, of_blocks, scaled
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -24,36 +25,50 @@ def _project(
     scale,
     zero_point,
     bias,
+    counts,
     result,
     count,
     x_row,
+    num_experts: tl.constexpr,
     in_features: tl.constexpr,
     out_features: tl.constexpr,
     kind: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     blocks: tl.constexpr,
+    in_one: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
+    swapped: tl.constexpr,
 ):
     """Write a tile of ``rows`` by ``columns``. A row of scales has ``blocks``, each for ``block_columns``."""
     parts: tl.constexpr = depth // block_columns if block_columns < depth else 1
-    width: tl.constexpr = in_features // 8 if kind == 2 else in_features
-    step: tl.constexpr = depth // 8 if kind == 2 else depth
+    width: tl.constexpr = in_features // in_one
+    step: tl.constexpr = depth // in_one
     exact: tl.constexpr = in_features % depth == 0
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    if counts is None:
+        expert, first, end = 0, tl.program_id(1) * rows, count
+    else:
+        expert, first, end = rows_of_tile(counts, tl.program_id(1), num_experts, rows)
+        if expert >= num_experts:
+            return
+    row = first + tl.arange(0, rows)
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     # Rows and columns past the end repeat the first, and are not stored.
     own = tl.where(column < out_features, column, 0)
+    of_all = tl.cast(expert, tl.int64) * out_features + own
     inner, outer = tl.arange(0, depth), tl.arange(0, step)
-    x_at = x + tl.where(row < count, row, 0).to(tl.int64)[:, None] * x_row + inner[None, :]
-    weight_at = weight + own.to(tl.int64)[:, None] * width + outer[None, :]
-    block_row = (own // block_rows * blocks)[:, None]
+    x_at = x + tl.where(row < end, row, first).to(tl.int64)[:, None] * x_row + inner[None, :]
+    weight_at = weight + of_all[:, None] * width + outer[None, :]
+    block_row = ((expert * ((out_features + block_rows - 1) // block_rows) + own // block_rows) * blocks)[:, None]
     next_scales = of_blocks(scale + block_row, 0, block_columns, blocks, parts)
     if zero_point is not None:
         next_zeros = of_blocks(zero_point + block_row, 0, block_columns, blocks, parts)
-    total = tl.zeros([rows, columns], tl.float32)
+    if swapped:
+        total = tl.zeros([columns, rows], tl.float32)
+    else:
+        total = tl.zeros([rows, columns], tl.float32)
     for done in range(0, in_features, depth):
         if exact:
             values, packed = tl.load(x_at), tl.load(weight_at)
@@ -61,7 +76,7 @@ def _project(
             values = tl.load(x_at, mask=(inner < in_features - done)[None, :], other=0.0)
             packed = tl.load(weight_at, mask=(outer < width - done // depth * step)[None, :], other=0)
         # The scales of the next iteration are loaded in this one.
-        scales = next_scales.to(tl.float32)
+        scales = factors(next_scales, kind)
         next_scales = of_blocks(scale + block_row, done + depth, block_columns, blocks, parts)
         zeros = None
         if zero_point is not None:
@@ -70,18 +85,24 @@ def _project(
         if parts == 1:
             # Numbers are exact in each dtype, and the sums are scaled.
             wide = numbers(packed, zeros, kind, values.dtype)
-            total += dot(values, tl.trans(wide)) * tl.trans(scales)
+            if swapped:
+                total += dot(wide, tl.trans(values)) * scales
+            else:
+                total += dot(values, tl.trans(wide)) * tl.trans(scales)
         else:
             wide = scaled(packed, scales, zeros, kind, values.dtype, depth, parts)
-            total += dot(values, tl.trans(wide))
+            if swapped:
+                total += dot(wide, tl.trans(values))
+            else:
+                total += dot(values, tl.trans(wide))
         x_at += depth
         weight_at += step
+    if swapped:
+        total = tl.trans(total)
     if bias is not None:
-        total += tl.load(bias + own).to(tl.float32)[None, :]
+        total += tl.load(bias + of_all).to(tl.float32)[None, :]
     to = result + row.to(tl.int64)[:, None] * out_features + column[None, :]
-    tl.store(
-        to, rounded(total, result.dtype.element_ty), mask=(row < count)[:, None] & (column < out_features)[None, :]
-    )
+    tl.store(to, rounded(total, result.dtype.element_ty), mask=(row < end)[:, None] & (column < out_features)[None, :])
 
 
 @attrs.frozen
@@ -101,6 +122,7 @@ class Tiles:
     depth: int
     warps: int
     stages: int
+    swapped: bool = False
 
 
 def tiles(count: int, itemsize: int) -> Tiles:
@@ -124,39 +146,47 @@ def project(
     kind: int,
     block: tuple[int, int],
     chosen: Tiles,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Launch the product. Arguments must have been checked.
 
     Args:
         x: ``[..., in_features]``, floating.
-        weight: ``[out_features, in_features]``, or an eighth of the columns.
-        scale: for each block.
+        weight: ``[out_features, in_features]``, or an eighth of the columns; of experts ``[num_experts, ...]``.
+        scale: for each block, of each expert.
         zero_point: as ``scale``, or None.
-        bias: ``[out_features]``, or None.
+        bias: ``[out_features]``, of each expert, or None.
         kind: what the weight holds, such as :data:`INT4`.
         block: rows and columns of the weight with one scale; the latter a power of two, at least 16.
         chosen: tiles.
+        counts: the number of rows of each expert, int64 ``[num_experts]``; None of a weight for all rows.
     """
-    rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[0]
+    rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[-2]
     count, in_features = rows.shape
     result = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    _project[triton.cdiv(out_features, chosen.columns), triton.cdiv(count, chosen.rows)](
+    num_experts = 1 if counts is None else len(counts)
+    tiles_of_rows = most_tiles(count, num_experts, chosen.rows)
+    _project[triton.cdiv(out_features, chosen.columns), tiles_of_rows](
         rows,
         weight.contiguous(),
         scale.contiguous(),
         None if zero_point is None else zero_point.contiguous(),
         None if bias is None else bias.contiguous(),
+        None if counts is None else counts.contiguous(),
         result,
         count,
         rows.stride(0),
+        num_experts,
         in_features,
         out_features,
         kind,
         *block,
         scale.shape[-1],
+        IN_ONE[kind],
         chosen.rows,
         chosen.columns,
         chosen.depth,
+        chosen.swapped,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

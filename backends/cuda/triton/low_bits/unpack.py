@@ -6,8 +6,8 @@ import triton.language as tl
 from ..interpreter import INTERPRETED, rounded
 
 FLOAT8, INT8, INT4, FLOAT4 = 0, 1, 2, 3
-"""The kinds of weights: bits of float8_e4m3fn, int8, eight 4-bit numbers in an int32, and two of float4 in a uint8."""
-IN_ONE = {FLOAT8: 1, INT8: 1, INT4: 8, FLOAT4: 2}
+"""The kinds of weights: bits of float8_e4m3fn, int8, and eight 4-bit numbers in an int32, integers or float4."""
+IN_ONE = {FLOAT8: 1, INT8: 1, INT4: 8, FLOAT4: 8}
 """How many numbers an element has, by kind."""
 
 
@@ -69,10 +69,27 @@ def _float8(bits):
 
 
 @triton.jit
-def _float4(bits):
-    """Return the numbers of the last four bits, of float4 (e2m1), as float32, by way of float16's subnormal numbers."""
-    half = ((bits & 7) << 9 | (bits & 8) << 12).to(tl.float16, bitcast=True)
-    return half.to(tl.float32) * 16384.0
+def _half_float4(words, kind: tl.constexpr):
+    """Return eight numbers of float4 (e2m1) of each int32 in order, in a 16-bit type, exactly.
+
+    Their bits are those of subnormal and small numbers of that type, which a power of two enlarges.
+    """
+    first, second = _two_float4(words, kind), _two_float4(words >> 4, kind)
+    third, fourth = _two_float4(words >> 8, kind), _two_float4(words >> 12, kind)
+    numbers = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+    factor: tl.constexpr = 2.0**126 if kind == tl.bfloat16 else 2.0**14
+    if INTERPRETED:
+        numbers = rounded(numbers.to(tl.float32) * factor, kind)
+    else:
+        numbers *= tl.full([1, 1], factor, kind)
+    return numbers
+
+
+@triton.jit
+def _two_float4(words, kind: tl.constexpr):
+    """Return the numbers of the last four bits of both halves of each int32 in turn, divided by a power of two."""
+    shift: tl.constexpr = 6 if kind == tl.bfloat16 else 9
+    return _halves(((words & 0x00070007) << shift) | ((words & 0x00080008) << 12), kind)
 
 
 @triton.jit
@@ -85,8 +102,7 @@ def _float32(packed, kind: tl.constexpr):
         bits = ((packed.to(tl.int32) & 255) ^ 128) | 0x4B000000
         numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
     elif kind == 3:
-        wide = packed.to(tl.int16)
-        numbers = tl.interleave(_float4(wide), _float4(wide >> 4))
+        numbers = _half_float4(packed, tl.float16).to(tl.float32)
     else:
         numbers = _float8(packed)
     return numbers
@@ -109,6 +125,8 @@ def numbers(packed, zeros, kind: tl.constexpr, dtype: tl.constexpr):
     """Return the numbers of a tile minus zero points, ``[rows, 1]`` or None, in ``dtype``."""
     if kind == 2 and dtype != tl.float32 and (zeros is None or zeros.dtype == tl.int8):
         numbers = _half_nibbles(packed, zeros, dtype)
+    elif kind == 3 and dtype != tl.float32:
+        numbers = _half_float4(packed, dtype)
     elif zeros is None:
         numbers = rounded(_float32(packed, kind), dtype)
     else:
@@ -127,7 +145,13 @@ def of_blocks(rows_at, start, block_columns: tl.constexpr, blocks: tl.constexpr,
 def scaled(packed, scales, zeros, kind: tl.constexpr, dtype: tl.constexpr, width: tl.constexpr, parts: tl.constexpr):
     """Return the scaled numbers of a tile whose rows of ``width`` have ``parts`` blocks."""
     rows: tl.constexpr = packed.shape[0]
-    numbers = tl.reshape(_float32(packed, kind), [rows, parts, width // parts])
-    if zeros is not None:
-        numbers -= zeros.to(tl.float32)[:, :, None]
-    return rounded(tl.reshape(numbers * scales[:, :, None], [rows, width]), dtype)
+    if kind == 3 and dtype == tl.bfloat16 and not INTERPRETED:
+        # Scales are powers of two, so that the products are exact.
+        numbers = tl.reshape(_half_float4(packed, dtype), [rows, parts, width // parts])
+        wide = tl.reshape(numbers * scales.to(dtype)[:, :, None], [rows, width])
+    else:
+        numbers = tl.reshape(_float32(packed, kind), [rows, parts, width // parts])
+        if zeros is not None:
+            numbers -= zeros.to(tl.float32)[:, :, None]
+        wide = rounded(tl.reshape(numbers * scales[:, :, None], [rows, width]), dtype)
+    return wide
