@@ -65,10 +65,7 @@ def _project(
     next_scales = of_blocks(scale + block_row, 0, block_columns, blocks, parts)
     if zero_point is not None:
         next_zeros = of_blocks(zero_point + block_row, 0, block_columns, blocks, parts)
-    if swapped:
-        total = tl.zeros([columns, rows], tl.float32)
-    else:
-        total = tl.zeros([rows, columns], tl.float32)
+    total = tl.zeros([columns, rows] if swapped else [rows, columns], tl.float32)
     for done in range(0, in_features, depth):
         if exact:
             values, packed = tl.load(x_at), tl.load(weight_at)
