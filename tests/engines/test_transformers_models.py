@@ -349,9 +349,16 @@ def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
     assert max(found) < 1e-4
 
 
-def test_ranks_do_not_split_a_model_without_a_plan(saved: Any) -> None:
-    folder, _, _ = saved("gpt2")
-    with pytest.raises(ConfigError, match="transformers has no plan that splits its projections"):
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("gpt2", "transformers has no plan that splits its projections"),
+        ("hrm_text", r"the checkpoint has the tensors of model\.\w+\.layers\.0\.self_attn\.q_proj in a form that"),
+    ],
+)
+def test_ranks_do_not_split_what_they_cannot(family: str, problem: str, saved: Any) -> None:
+    folder, _, _ = saved(family)
+    with pytest.raises(ConfigError, match=problem):
         check_shared(hal.Checkpoint.open(folder), ParallelConfig(2), "transformers")
 
 

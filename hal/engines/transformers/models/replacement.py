@@ -24,6 +24,7 @@ from hal.engines.transformers.models.layers import (
 from hal.engines.transformers.models.routers import Router, router_of
 from hal.engines.transformers.models.tensor_parallel import (
     PARTED,
+    WHOLE,
     PartedLinear,
     plan_of,
     refusal,
@@ -87,11 +88,15 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
     split_parameters(model, plan)
     experts = tuple(f"{path}." for path, each in model.named_modules() if isinstance(each, RoutedExperts))
     model.refused_split = refusal({path: style for path, style in plan.items() if not path.startswith(experts)})
-    if (
-        any(isinstance(each, StackedExperts | LoopedExperts) for each in model.modules())
-        and model.refused_split is None
-    ):
-        model.refused_split = "the checkpoint has the tensors of its experts in a form that hal's ranks do not cut"
+    uncut = [
+        path
+        for path, each in model.named_modules()
+        if type(each) is nn.Linear and plan.get(path, WHOLE[0]) not in WHOLE
+    ]
+    if any(isinstance(each, StackedExperts | LoopedExperts) for each in model.modules()):
+        uncut.insert(0, "its experts")
+    if uncut and model.refused_split is None:
+        model.refused_split = f"the checkpoint has the tensors of {uncut[0]} in a form that hal's ranks do not cut"
     return counts
 
 
