@@ -13,7 +13,7 @@ def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, A
     """Return messages whose content is text or parts, and whose calls of tools have arguments as objects.
 
     Raises:
-        ApiError: a message has content that is neither text nor an image, or arguments that are no JSON object.
+        ApiError: a message has content that is neither text, image nor video, or arguments that are no JSON object.
     """
     return [_message(index, each) for index, each in enumerate(messages)]
 
@@ -26,18 +26,20 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(index: int, content: Any) -> str | list[Any]:
-    """Return a text, or parts if there is an image among them. Files of this machine are not read for a request."""
+    """Return a text, or parts if not all are text. Files of this machine are not read for a request."""
     if content is None:  # of an assistant that calls tools
         return ""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     for each in parts:
-        if not (_is_text(each) or _is_image(each)):
+        if not (_is_text(each) or _is_medium(each)):
             raise ApiError(
                 400,
-                f"the content of message {index} has {each!r:.70}; hal serve takes text, and images as data URLs",
-                'give {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": "data:..."}}',
+                f"the content of message {index} has {each!r:.70}; hal serve takes text, and images or videos "
+                "as data URLs",
+                'give {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": "data:..."}}; '
+                "a video is a video_url",
                 param="messages",
             )
     return "".join(each["text"] for each in parts) if all(map(_is_text, parts)) else parts
@@ -47,8 +49,9 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _is_image(part: Any) -> bool:
-    address = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+def _is_medium(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    address = part.get(kind) if kind in ("image_url", "video_url") else None
     url = address.get("url") if isinstance(address, dict) else None
     return isinstance(url, str) and url.startswith("data:")
 

@@ -206,11 +206,11 @@ def filming(*frames: Any, **given: Any) -> list[dict[str, Any]]:
 def test_a_video_of_no_use(llm: hal.LLM) -> None:
     one, two = picture(23, 17), picture(17, 23)
     for messages, problem in (
-        (filming(fps=1), "message 0 has a video of 0 frames of no size"),
-        (filming(one, two, fps=1), "message 0 has a video of 2 frames of 17 x 23, 23 x 17"),
-        (filming(one, fps=0), "message 0 has a video with fps = 0"),
-        (filming(one), "message 0 has a video with fps = None"),
-        (filming(one, b"text", fps=1), "frame 1 of message 0 is no image"),
+        (filming(fps=1), "the video of message 0 has 0 frames of no size"),
+        (filming(one, two, fps=1), "the video of message 0 has 2 frames of 17 x 23, 23 x 17"),
+        (filming(one, fps=0), "the video of message 0 has fps = 0"),
+        (filming(one), "the video of message 0 has fps = None"),
+        (filming(one, b"text", fps=1), "frame 1 of the video of message 0 is no image"),
     ):
         with pytest.raises(BatchError, match=problem):
             llm.chat(messages, max_new_tokens=1)
@@ -248,14 +248,59 @@ def test_a_conversation_about_a_video(checkpoint: tuple[Any, Path], llm: hal.LLM
     assert (grid[0], list(found.token_ids)) == (2, known[len(prompt) :])
 
 
+@pytest.fixture
+def film(tmp_path: Path) -> Path:
+    """A file of 12 frames, 4 a second, each of another grey."""
+    av = pytest.importorskip("av", reason="hal reads files of videos with av, of the extra vision")
+    with av.open(str(tmp_path / "film.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 24, 16, "yuv420p"
+        for index in range(12):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (24, 16), (20 * index,) * 3))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return tmp_path / "film.mp4"
+
+
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+@pytest.mark.parametrize("fps", [None, 1])
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen3VL"])
+def test_a_file_of_a_video_is_read_as_by_transformers(
+    kind: str, fps: int | None, checkpoint: tuple[Any, Path], film: Path
+) -> None:
+    """The same frames are chosen, and the same pixels reach the encoder. Qwen2VL takes all, unless it is asked."""
+    import functools
+    import shutil
+
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+    from transformers.video_utils import load_video
+
+    from hal.generation.llm.processor import open_processor
+    from hal.generation.llm.videos import read_video
+
+    folder = shutil.copytree(checkpoint[1], film.parent / "checkpoint")
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    del config["image_processor_type"]
+    config["video_processor_type"] = f"{kind}VideoProcessor"
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(config))
+    processor = AutoVideoProcessor.from_pretrained(folder)
+    assert type(processor).__name__ == config["video_processor_type"]
+    choose = functools.partial(processor.sample_frames, **({} if fps is None else {"fps": fps}))
+    if kind == "Qwen2VL" and fps is None:
+        choose = lambda metadata: torch.arange(metadata.total_num_frames)  # noqa: E731
+    frames, metadata = load_video(str(film), backend="pyav", sample_indices_fn=choose)
+    theirs = processor(videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt")
+    (item,) = open_processor(hal.Checkpoint.open(folder)).items([read_video(film, fps, "the video")])
+    assert list(item.grid) == theirs["video_grid_thw"][0].tolist()
+    assert torch.equal(item.values, theirs["pixel_values_videos"])
+    assert (len(item.times), item.times[0]) == (item.grid[0], metadata.frames_indices[:2].sum() / 2 / 4)
+
+
 def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:
     with pytest.raises(BatchError, match="has a part"):
         llm.chat([{"role": "user", "content": [{"type": "audio", "audio": b""}]}], max_new_tokens=1)
     with pytest.raises(BatchError, match="has a part"):
         llm.chat([{"role": "user", "content": [{"type": "image"}]}], max_new_tokens=1)
-    for part in ({"type": "video", "video": "cat.mp4"}, {"type": "video_url", "video_url": {"url": "cat.mp4"}}):
-        with pytest.raises(BatchError, match="message 0 has a video, and hal decodes no files of videos"):
-            llm.chat([{"role": "user", "content": [part]}], max_new_tokens=1)
     with pytest.raises(BatchError, match="placeholders for 2 images or videos, and 1 are given"):
         llm.chat(asking(picture(), text="what <image>"), max_new_tokens=1)
     with pytest.raises(BatchError, match="placeholders for images or videos from token"):
@@ -313,6 +358,31 @@ def test_an_image_in_the_api_of_openai(checkpoint: tuple[Any, Path], llm: hal.LL
         status, answer, _ = ask(address, "POST", "/v1/chat/completions", json.dumps(body).encode(), **headers)
     assert status == 200, answer
     assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+@pytest.mark.shows("videos", "hal serve")
+def test_a_video_over_http(llm: hal.LLM, film: Path) -> None:
+    """A file, and frames, as vLLM's clients send them; and a file that is cut."""
+    pytest.importorskip("starlette", reason="hal serve needs the extra serve")
+    from helpers.api_server import ask, served
+
+    content = film.read_bytes()
+    frames = ",".join(base64.b64encode(encoded(picture(24, 16, seed), "JPEG")).decode() for seed in range(4))
+    urls = [f"data:video/mp4;base64,{base64.b64encode(each).decode()}" for each in (content, content[:-300])]
+    with served(llm) as address:
+        for url in (urls[0], f"data:video/jpeg;base64,{frames}", urls[1]):
+            parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "what is this"}]
+            messages = [{"role": "user", "content": parts}]
+            body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 0}
+            headers = {"Content_Type": "application/json"}
+            status, answer, _ = ask(address, "POST", "/v1/chat/completions", json.dumps(body).encode(), **headers)
+            if url == urls[1]:
+                assert status == 400
+                assert "the video of message 0 is no video that can be read" in answer["error"]["message"]
+                continue
+            (expected,) = llm.chat(messages, max_new_tokens=5, temperature=0.0)
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text)
 
 
 def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.LLM, tmp_path: Path) -> None:

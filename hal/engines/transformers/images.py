@@ -16,8 +16,8 @@ from torch import Tensor
 from hal import Checkpoint
 from hal.config.optional_libraries import need
 from hal.errors import BatchError, CheckpointError, ConfigError
-from hal.generation.llm.images import Video
 from hal.generation.llm.processor import Options, Preparation, Processor
+from hal.generation.llm.videos import Video, VideoFile
 from hal.nn import EncoderItem
 from hal.nn.encoder import IMAGE, VIDEO
 
@@ -92,7 +92,11 @@ class _Prepared(Preparation):
                     raise BatchError(f"the option {name} is {value!r:.40}", "give a number above 0")
         found = []
         for index, each in enumerate(media):
-            if isinstance(each, Video):
+            if isinstance(each, VideoFile):
+                given = options.get(VIDEO, {})
+                left = {name: given[name] for name in given.keys() - SAMPLING}
+                found.append(self._video(self._sampled(each, given), index, left))
+            elif isinstance(each, Video):
                 found.append(self._video(each, index, options.get(VIDEO, {})))
             else:
                 found.append(self._image(each, index, options.get(IMAGE, {})))
@@ -108,6 +112,25 @@ class _Prepared(Preparation):
                 "give an image of which neither side is many times the other",
             ) from error
         return _item(IMAGE, values, grid)
+
+    def _sampled(self, video: VideoFile, options: Mapping[str, Any]) -> Video:
+        """Decode the frames that the processor chooses."""
+        asked = {name: options[name] for name in SAMPLING & options.keys()}
+        if not asked and video.fps is not None:
+            asked = {"fps": video.fps}
+        if not asked and not self._videos.do_sample_frames:
+            return video.read(range(video.total))
+        utilities = need("transformers.video_utils", "vision", "a video")
+        metadata = utilities.VideoMetadata(video.total, video.rate, video.width, video.height)
+        metadata.duration = video.total / video.rate
+        try:
+            places = torch.as_tensor(self._videos.sample_frames(metadata=metadata, **asked)).tolist()
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise BatchError(
+                f"{video.where} has {video.total} frames, of which the processor cannot choose: {error!s:.200}",
+                "give another fps, or a longer video",
+            ) from error
+        return video.read(places)
 
     def _video(self, video: Video, index: int, options: Mapping[str, Any]) -> EncoderItem:
         frames = torch.as_tensor(video.frames)

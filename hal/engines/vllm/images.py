@@ -32,8 +32,9 @@ from hal.checkpoint.random_weights import meta_model
 from hal.engines.vllm.request import fields_of, item_of
 from hal.engines.vllm.vllm_config import PREPARED
 from hal.errors import BatchError, HalError
-from hal.generation.llm.images import Video, read_image
+from hal.generation.llm.images import read_image
 from hal.generation.llm.processor import Preparation, open_processor
+from hal.generation.llm.videos import Video
 from hal.nn import CausalLM, EncoderItem
 from hal.nn.encoder import IMAGE, VIDEO
 

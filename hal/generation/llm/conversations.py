@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import ModelError
 from hal.generation.llm.chat_template import ChatTemplate, Message
-from hal.generation.llm.images import without_images
+from hal.generation.llm.message_media import without_media
 from hal.generation.llm.processor import Preparation, open_processor, prompt_with
 from hal.generation.llm.prompts import MultimodalPrompt
 from hal.nn import CausalLM
@@ -38,7 +38,7 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
-        written, images = without_images(messages)
+        written, images = without_media(messages)
         if images and self._model().encoder is None:
             raise ModelError(
                 f"{type(self._model()).__name__} reads text alone", "leave the images out, or use another model"

@@ -175,16 +175,17 @@ class LLM:
         Args:
             messages: the messages of a conversation, each with ``role`` and ``content``, or a list of conversations.
                 For a model that reads images, a content may be a list of parts: ``{"type": "text", "text": ...}`` and
-                ``{"type": "image", "image": ...}``, where the image is a path, bytes, a data URL or an image of PIL.
+                ``{"type": "image", "image": ...}``, where the image is a path, bytes, a data URL or an image of PIL; or
+                ``{"type": "video", "video": ..., "fps": ...}``, a file or a list of frames.
             tools: the JSON schemas of functions that the model may call.
             params: the sampling parameters, as they are.
             given: sampling parameters by name. Every other name is a switch of the template, such as
                 ``enable_thinking``.
 
         Raises:
-            ConfigError: the template refuses the messages, or has no such switch; or a library for images is missing.
+            ConfigError: the template refuses the messages, or has no such switch; or a library for media is missing.
             CheckpointError: the checkpoint has no template, or the template fails.
-            BatchError: an image cannot be read, or is too large.
+            BatchError: an image or a video cannot be read, or is too large.
             ModelError: there are images, and the model reads text alone.
             HalError: as :meth:`generate`.
         """

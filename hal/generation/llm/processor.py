@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.config.plugins import Plugins, instance_of
 from hal.errors import CheckpointError
-from hal.generation.llm.images import Video, read_image
+from hal.generation.llm.images import read_image
+from hal.generation.llm.videos import Video, VideoFile
 from hal.nn import CausalLM, EncoderItem
 from hal.nn.encoder import IMAGE
 
@@ -57,7 +58,7 @@ class Preparation(ABC):
         """Return images and videos as items of the model's encoder.
 
         Args:
-            media: images of PIL, in RGB, and videos.
+            media: images of PIL, in RGB, and videos as frames or files.
             options: override what the checkpoint says.
 
         Raises:
@@ -95,13 +96,16 @@ def prompt_with(
         model: the model.
         preparation: prepares the images and videos.
         tokens: the prompt, with one placeholder for each image and video.
-        media: images, see :func:`read_image`, and videos.
+        media: images, see :func:`read_image`, and videos as frames or files.
         encode: returns the tokens of a text; see :meth:`hal.nn.CausalLM.expand`.
 
     Raises:
         BatchError: an image or a video cannot be read, or there are more or fewer than placeholders.
         ModelError: the model reads text alone.
     """
-    read = [each if isinstance(each, Video) else read_image(each, f"image {index}") for index, each in enumerate(media)]
+    read = [
+        each if isinstance(each, Video | VideoFile) else read_image(each, f"image {index}")
+        for index, each in enumerate(media)
+    ]
     items = preparation.items(read)
     return model.expand(tokens, items, encode), items
