@@ -11,7 +11,7 @@ import torch
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-METHODS = ("auto_awq", "auto_gptq", "awq", "compressed-tensors", "fp8", "gptq")
+METHODS = ("auto_awq", "auto_gptq", "awq", "compressed-tensors", "fp8", "gpt_oss_mxfp4", "gptq", "mxfp4")
 """vLLM's names of the methods whose checkpoints hal reads."""
 
 

@@ -74,6 +74,8 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "profiler_config": ("hal has no profiler for vLLM", ()),
 }
 """Parts of vLLM's configuration of which hal reads nothing, or only some options: why, and which."""
+SET_BY_VLLM: dict[tuple[str, str], Any] = {("GptOssForCausalLM", "max_cudagraph_capture_size"): 1024}
+"""Options that vLLM itself sets for an architecture, before it asks the platform."""
 VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER")
 """Variables that change how vLLM's own model runner computes, and that hal does not read."""
 CACHE_DTYPES = {
@@ -171,13 +173,19 @@ def check_unread(vllm_config: Any) -> None:
     """
     if LOCAL_RANKS in (vllm_config.additional_config or {}):  # In another process, where vLLM's defaults are in.
         return
+    expected = {
+        option: value
+        for (architecture, option), value in SET_BY_VLLM.items()
+        if architecture in vllm_config.model_config.architectures
+    }
     for part_name, (why, read) in PARTS.items():
         part = getattr(vllm_config, part_name)
         default = type(part)()
         for each in dataclasses.fields(part):
-            value = getattr(part, each.name)
+            value, plain = getattr(part, each.name), getattr(default, each.name)
             off = getattr(value, "name", "") == "NONE"  # A mode, which enforce_eager turns off, too.
-            if each.init and each.name not in read and not off and value != getattr(default, each.name):
+            taken = off or value in (plain, expected.get(each.name, plain))
+            if each.init and each.name not in read and not taken:
                 raise ConfigError(
                     f"hal does not support vLLM's {each.name} = {value!s:.70} in {part_name}", f"leave it out: {why}"
                 )
