@@ -45,7 +45,7 @@ def reading_videos(path: Path, family: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("family", "compilation"),
-    [("Qwen3VL", {"compiler": "graph"}), ("Qwen2_5_VL", {"compiler": "eager"})],
+    [("Qwen3VL", {"compiler": "graph"}), ("Qwen2_5_VL", {"compiler": "eager"}), ("Qwen3_5", {"compiler": "graph"})],
 )
 @pytest.mark.shows("videos", "vLLM")
 def test_videos_and_options_of_the_processor(tmp_path: Path, family: str, compilation: dict[str, Any]) -> None:
