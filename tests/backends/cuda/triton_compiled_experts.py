@@ -81,6 +81,20 @@ def test_int8_products_fit(compiling: Compiling) -> None:
     check_products(kernels, 16)
 
 
+def test_packed_products_fit(compiling: Compiling) -> None:
+    counts, kernels = torch.zeros(NUM_EXPERTS, dtype=torch.int64), []
+    packed = torch.empty((NUM_EXPERTS, WIDTH, HIDDEN // 2), dtype=torch.uint8)
+    exponents = torch.empty((NUM_EXPERTS, WIDTH, HIDDEN // 32), dtype=torch.uint8)
+    scale = torch.empty(NUM_EXPERTS, WIDTH, HIDDEN // 128)
+    for tokens in (8, 400):
+        x = empty(tokens * TOP_K, HIDDEN)
+        kernels += compiled(compiling, "mxfp4_grouped_linear", x, packed, exponents, counts, None)
+        words = packed.view(torch.int32)
+        kernels += compiled(compiling, "weight_only_grouped_linear", x, words, scale, None, counts, None, 128)
+    assert len(kernels) == 4
+    check_products(kernels, 0)
+
+
 def test_float32_fits(compiling: Compiling) -> None:
     """Without tensor cores, whose float32 is shorter."""
     for tokens in TOKENS:

@@ -85,7 +85,7 @@ def weight_only(rows: int, bits: int, group: int, *, zero: bool, dtype: torch.dt
     return empty(rows, INNER, dtype=dtype), weight, scale, scale.to(torch.int8) if zero else None, None, group
 
 
-@pytest.mark.parametrize("rows", [8, 32, 64])
+@pytest.mark.parametrize("rows", [8, 32])
 def test_low_bits_fit(rows: int, compiling: Compiling) -> None:
     """Decodes; for more rows a launch widens the weight."""
     bits = torch.empty(HIDDEN, INNER, dtype=torch.uint8)

@@ -39,7 +39,7 @@ def _run(
     require_bias(operation, x, weight, bias)
     average = len(x) / num_experts
     if average <= MANY:
-        chosen = tiles(round(average), x.itemsize)
+        chosen = tiles(round(average), x.itemsize, kind, out_features, grouped=True)
         return project(x, weight, scale, zero_point, bias, kind, block, chosen, counts)
     zeros = None if zero_point is None else zero_point.flatten(0, 1)
     rows = widen(weight.flatten(0, 1), scale.flatten(0, 1), zeros, kind, (block_rows, columns), x.dtype)

@@ -15,7 +15,10 @@ from torch import Tensor
 from ..arguments import unit_stride
 from ..interpreter import dot, rounded
 from ..tiles_of_experts import most_tiles, rows_of_tile
-from .unpack import IN_ONE, factors, numbers, of_blocks, scaled
+from .unpack import FLOAT4, IN_ONE, INT4, factors, numbers, of_blocks, scaled
+
+NARROW = 8192
+"""The most outputs of a weight in 4 bits whose tiles are narrow, because wide ones would leave processors idle."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -112,6 +115,8 @@ class Tiles:
         depth: inputs per iteration.
         warps: warps per program.
         stages: pipeline stages of loads.
+        swapped: whether the weight is the product's first factor. On Hopper, the tensor cores read it from registers
+            then, into which it was widened, and need not wait for shared memory.
     """
 
     rows: int
@@ -119,19 +124,29 @@ class Tiles:
     depth: int
     warps: int
     stages: int
-    swapped: bool = False
+    swapped: bool
 
 
-def tiles(count: int, itemsize: int) -> Tiles:
-    """Return the tiles for given shapes.
+def tiles(count: int, itemsize: int, kind: int, out_features: int, grouped: bool = False) -> Tiles:
+    """Return the tiles for given shapes, which were the fastest of nine on an H200.
 
     Args:
-        count: rows of the activations.
+        count: rows of the activations; of experts the average.
         itemsize: bytes per element of the activations.
+        kind: what the weight holds.
+        out_features: outputs.
+        grouped: whether the weight is of experts.
     """
+    rows = 16 if count <= 16 else 32
     if itemsize > 2:  # products without tensor cores, which take more registers
-        return Tiles(16 if count <= 16 else 32, 32, 32, 4, 2)
-    return Tiles(16, 64, 128, 4, 4) if count <= 16 else Tiles(32, 64, 128, 4, 3)
+        return Tiles(rows, 32, 32, 4, 2, swapped=False)
+    if kind not in (INT4, FLOAT4):
+        return Tiles(rows, 64, 128, 4, 4 if rows == 16 else 3, swapped=False)
+    if grouped:
+        return Tiles(rows, 64, 128, 4, 4, swapped=True)
+    if out_features <= NARROW:
+        return Tiles(rows, 32, 256, 4, 4, swapped=False)
+    return Tiles(rows, 64, 256, 4, 3, swapped=True)
 
 
 def project(

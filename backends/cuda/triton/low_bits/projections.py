@@ -29,7 +29,7 @@ def _run(
     """Launch the product, or for many rows, widen the weight and let torch multiply."""
     count = x.numel() // max(x.shape[-1], 1)
     if count <= MANY:
-        chosen = tiles(count, x.itemsize)
+        chosen = tiles(count, x.itemsize, kind, len(weight))
         return project(x, weight, scale, zero_point, bias, kind, block, chosen)
     wide = widen(weight, scale, zero_point, kind, block, x.dtype)
     return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
