@@ -3,7 +3,7 @@
 64 prompts get 48 tokens each. ``llm``: one call of ``hal.LLM.generate``. ``whole``: 64 requests at once. ``stream``: 64
 streams at once. ``client`` is the CPU time of the client, which shares the machine's cores, for each second of
 ``stream``. Prints a JSON object for each model: the tokens per second of each way, as the median of the rounds, and the
-ratios to ``llm``. Arguments: ``--rounds N``.
+ratios to ``llm``. Arguments: ``--rounds N``, and ``--checkpoint PATH`` for another model than the two.
 """
 
 from __future__ import annotations
@@ -91,8 +91,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        large = random_checkpoint(folder / "large", **LARGE)
-        for name, checkpoint in (("tiny-python", ROOT / "checkpoints/tiny-python"), ("large", large)):
+        if "--checkpoint" in sys.argv:
+            given = Path(sys.argv[sys.argv.index("--checkpoint") + 1])
+            models = {given.name: given}
+        else:
+            large = random_checkpoint(folder / "large", **LARGE)
+            models = {"tiny-python": ROOT / "checkpoints/tiny-python", "large": large}
+        for name, checkpoint in models.items():
             sys.stdout.write(json.dumps(measure(name, checkpoint, folder)) + "\n")
             sys.stdout.flush()
 
