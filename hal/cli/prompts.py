@@ -64,11 +64,11 @@ class Prompts:
         tokenizer: Tokenizer,
         template: ChatTemplate | None = None,
         variables: Mapping[str, Any] | None = None,
-        images: int = 0,
+        media: Sequence[str] = (),
     ) -> list[list[int]]:
         """Return the token ids of each prompt, or, with a template and variables, of the conversation that it begins.
 
-        With a template, so many images precede each prompt.
+        With a template, a part of each type in ``media``, such as ``image``, precedes each prompt.
 
         Raises:
             BatchError: a prompt has no tokens.
@@ -77,8 +77,8 @@ class Prompts:
         for text in self.texts:
             written = text
             if template is not None:
-                parts = [*[{"type": "image"}] * images, {"type": "text", "text": text}]
-                message = {"role": "user", "content": parts if images else text}
+                parts = [*({"type": kind} for kind in media), {"type": "text", "text": text}]
+                message = {"role": "user", "content": parts if media else text}
                 written = template.render([message], **(variables or {}))
             encoded.append(tokenizer.encode(written, add_special_tokens=template is None).ids)
         for ids, origin in zip(encoded, self.origins, strict=True):

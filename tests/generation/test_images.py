@@ -410,6 +410,24 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
     assert result.stdout == f"{expected.text}\n"
 
 
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+@pytest.mark.shows("videos", "the command")
+def test_a_video_on_the_command_line(checkpoint: tuple[Any, Path], llm: hal.LLM, film: Path) -> None:
+    from click.testing import CliRunner
+
+    from hal.cli import main
+
+    (film.parent / "cat.png").write_bytes(encoded(picture()))
+    options = ["generate", str(checkpoint[1]), "--backend", "cpu", "--dtype", "float32", "--greedy", "--json"]
+    media = ["--video", str(film), "--image", str(film.parent / "cat.png")]
+    result = CliRunner().invoke(main, [*options, *media, "--prompt", "what is this", "--max-new-tokens", "4"])
+    assert result.exit_code == 0, result.stderr
+    parts = [{"type": "image", "image": film.parent / "cat.png"}, {"type": "video", "video": film}]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "what is this"}]}]
+    (expected,) = llm.chat(messages, max_new_tokens=4, temperature=0.0)
+    assert json.loads(result.stdout)["token_ids"] == list(expected.token_ids)
+
+
 def ask(checkpoint: Path, image: Any, folder: Path, hidden: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Run `hal generate` with an image, in processes that cannot import the package ``hidden``."""
     (folder / "cat.png").write_bytes(encoded(image))

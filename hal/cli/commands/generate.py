@@ -36,6 +36,7 @@ MAX_CACHE_TOKENS = 65536
 SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
 IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
+VIDEO = "A video that follows the images, likewise. Repeatable."
 LOGPROBS = "With --json, add the log-probability of each new token, and the N most likely tokens with theirs."
 STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
@@ -70,6 +71,14 @@ class _Generate(ResultCommand):
     metavar="FILE",
     help=IMAGE,
 )
+@click.option(
+    "--video",
+    "videos",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help=VIDEO,
+)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
@@ -91,6 +100,7 @@ def command(
     sampling: dict[str, Any],
     chat: bool,
     images: Sequence[Path],
+    videos: Sequence[Path],
     switches: Sequence[str],
     tools: Path | None,
     revision: str | None,
@@ -128,9 +138,10 @@ def command(
     from hal.config import bounds, read
     from hal.generation.llm.chat_template import ChatTemplate
     from hal.generation.llm.processor import open_processor, prompt_with
+    from hal.generation.llm.videos import read_video
     from hal.parallel.launch import agreed, yielding_to_the_cause
 
-    chat = chat or bool(images)
+    chat = chat or bool(images or videos)
     if not chat and (switches or tools is not None):
         raise click.UsageError("--switch and --tools are for chat templates: add --chat.")
     if logprobs is not None and not as_json:
@@ -144,10 +155,13 @@ def command(
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
-    preparation = open_processor(opened) if images else None  # before the template, which would be blamed for an image
+    preparation = (
+        open_processor(opened) if images or videos else None
+    )  # before the template, which would be blamed for an image
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
-    tokens = given.encode(tokenizer, template, variables, len(images))
+    media = [*images, *(read_video(each, None, str(each)) for each in videos)]
+    tokens = given.encode(tokenizer, template, variables, ["image"] * len(images) + ["video"] * len(videos))
     asked = read(hal.Config, settings, "configuration")
     if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):
         return
@@ -163,7 +177,11 @@ def command(
             model = hal.load_model(opened, on, progress=progress)
         items: list[list[EncoderItem]] | None = None
         if preparation is not None:
-            prepared = [prompt_with(model, preparation, each, images) for each in tokens]
+
+            def encode(text: str) -> list[int]:
+                return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+            prepared = [prompt_with(model, preparation, each, media, encode) for each in tokens]
             tokens, items = [each for each, _ in prepared], [each for _, each in prepared]
         if "num_tokens" not in settings.get("cache", {}):
             num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
