@@ -60,6 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What switches on more of a family than the small configurations do."""
 RECOGNIZED = {
     "gemma2": ("gelu_tanh_and_mul", "rotary_embedding"),
+    "gemma3n_text": ("untransposed_rotary_embedding",),
     "glm4": ("interleaved_rotary_embedding", "silu_and_mul"),
 }
 """Rewrites of a graph of two layers that recognize what is left of a family's code in each."""

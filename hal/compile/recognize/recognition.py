@@ -77,6 +77,20 @@ def masked_assignments(module: fx.GraphModule) -> int:
     return count
 
 
+def late_views(module: fx.GraphModule) -> int:
+    """Move views down to what reads them first. Return the number moved.
+
+    So a query and a key that are rotated one after the other can be rotated together, though the query is transposed
+    in between.
+    """
+    count = 0
+    for node in reversed(list(module.graph.nodes)):
+        if node.target in MOVED and node.users and (reader := min(node.users)).prev is not node:
+            reader.prepend(node)
+            count += 1
+    return count
+
+
 def early_views(module: fx.GraphModule) -> int:
     """Move views up to what they are views of, and copies of what is never written. Return the number moved.
 
@@ -131,6 +145,7 @@ def recognition_passes(backend: Backend) -> tuple[Rewrite | Callable[..., Any], 
         complex_pairs,
         empty_parts,
         masked_assignments,
+        late_views,
         *(each for each in found if each not in LATE),
         integer_round_trips,
         early_views,
@@ -190,6 +205,7 @@ class Recognition:
         last = [each for each in self._passes if each in LATE]
         if not self._passes:
             return
+        yield late_views
         for each in self._passes:
             if each is self._merge:
                 yield common_subexpressions  # so that what reads equal views reads one input

@@ -67,6 +67,7 @@ def _rotation(
     part: int = 1,
     half: bool = False,
     wide: bool = False,
+    transposed: bool = True,
 ) -> Rewrite:
     """Return a rewrite.
 
@@ -77,19 +78,23 @@ def _rotation(
         part: heads are so many times as wide as what is rotated of them, in the samples.
         half: whether cosines and sines are given once for each pair, rather than for each element.
         wide: whether cosines and sines are float32 beside a query and key in 16 bits, which are rounded once.
+        transposed: whether the heads are before the length, in all of them.
     """
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if transposed else x
 
     def pattern(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
         rotated = spelled(query, cos, sin), spelled(key, cos, sin)
         return (rotated[0].to(query.dtype), rotated[1].to(key.dtype)) if wide else rotated
 
     def operation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Rotated:
-        batch, _, length, width = query.shape
-        rows = [each.transpose(1, 2).reshape(-1, each.shape[1], width) for each in (query, key)]
+        batch, length, _, width = turned(query).shape
+        rows = [each.reshape(-1, each.shape[2], width) for each in map(turned, (query, key))]
         angles = [torch.cat((each, each), dim=-1) if half else each for each in (cos, sin)]
-        angles = [each.expand(batch, 1, length, each.shape[-1]).reshape(-1, each.shape[-1]) for each in angles]
+        angles = [turned(each).expand(batch, length, 1, each.shape[-1]).reshape(-1, each.shape[-1]) for each in angles]
         rotated = hal.rotary_embedding.default(*rows, *angles, interleaved)
-        first, second = (each.view(batch, length, -1, width).transpose(1, 2) for each in rotated)
+        first, second = (turned(each.view(batch, length, -1, width)) for each in rotated)
         return first, second
 
     def samples(draw: Draw) -> Iterator[Sample]:
@@ -97,12 +102,12 @@ def _rotation(
             draw = Draw(torch.bfloat16, draw.device)
         for batch, heads, kv_heads, length, width in ((3, 8, 2, 5, 64), (1, 3, 1, 6, 32), (2, 4, 4, 1, 128)):
             for rows in {1, batch}:
-                angles = draw.normal(rows, 1, length, width // 2).float()
+                angles = turned(draw.normal(rows, length, 1, width // 2).float())
                 if not half:
                     angles = angles.repeat_interleave(2, dim=-1) if interleaved else angles.repeat(1, 1, 1, 2)
                 yield (
-                    draw.normal(batch, heads, length, width * part),
-                    draw.normal(batch, kv_heads, length, width * part),
+                    turned(draw.normal(batch, length, heads, width * part)),
+                    turned(draw.normal(batch, length, kv_heads, width * part)),
                     angles.cos().to(torch.float32 if wide else draw.dtype),
                     angles.sin().to(torch.float32 if wide else draw.dtype),
                 )
@@ -114,10 +119,10 @@ def _rotation(
         operation,
         samples,
         axes={
-            "query": "batch num_heads length head_dim",
-            "key": "batch num_kv_heads length head_dim",
-            "cos": f"rows=1|batch 1 length {rotary}",
-            "sin": f"rows=1|batch 1 length {rotary}",
+            "query": "batch num_heads length head_dim" if transposed else "batch length num_heads head_dim",
+            "key": "batch num_kv_heads length head_dim" if transposed else "batch length num_kv_heads head_dim",
+            "cos": f"rows=1|batch 1 length {rotary}" if transposed else f"rows=1|batch length 1 {rotary}",
+            "sin": f"rows=1|batch 1 length {rotary}" if transposed else f"rows=1|batch length 1 {rotary}",
         },
         dtypes={
             "query": HALVES if wide else FLOATING,
@@ -130,6 +135,7 @@ def _rotation(
 
 rotations = (
     _rotation("rotary_embedding", _whole(_halves)),
+    _rotation("untransposed_rotary_embedding", _whole(_halves), transposed=False),
     _rotation("partial_rotary_embedding", _partly(_halves), part=2),
     _rotation("interleaved_rotary_embedding", _whole(_neighbours), interleaved=True),
     _rotation("partial_interleaved_rotary_embedding", _partly(_neighbours), interleaved=True, part=2),
@@ -137,5 +143,6 @@ rotations = (
     _rotation("rotary_embedding_by_wide_angles", _whole(_halves), wide=True),
     _rotation("interleaved_rotary_embedding_by_wide_angles", _widened(_neighbours), interleaved=True, wide=True),
 )
-"""``by_parts`` is gpt-oss' spelling: both halves of a head are computed, then concatenated. ``by_wide_angles`` is OLMo
-2's, which rounds once, and ERNIE 4.5's, which widens both before."""
+"""``untransposed`` is Gemma 3n's and 4's spelling, with the heads behind the length. ``by_parts`` is gpt-oss': both
+halves of a head are computed, then concatenated. ``by_wide_angles`` is OLMo 2's, which rounds once, and ERNIE 4.5's,
+which widens both before."""
