@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.engines.sglang import register
-from hal.errors import ConfigError
+from hal.engines.sglang.served_models import check_checkpoint
+from hal.errors import ConfigError, ModelError
 
 HERE = Path(__file__).parent
 
@@ -307,3 +308,29 @@ def test_arguments_are_served_or_refused(trained: Path) -> None:
     found = json.loads(result.stdout.rpartition("FOUND")[2])
     for (arguments, problem), each in zip(REFUSED, found, strict=True):
         assert problem in each, arguments
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from helpers.seeing import build
+
+    path = tmp_path_factory.mktemp("hybrid")
+    build("Qwen3_5", 4, path)
+    return path
+
+
+RECURRENT = "layer 0 of Qwen35ForConditionalGeneration keeps states per sequence"
+
+
+def test_a_model_with_recurrent_layers_is_refused(hybrid: Path, trained: Path) -> None:
+    check_checkpoint(str(trained), hal.Config())
+    with pytest.raises(ModelError, match=RECURRENT):
+        check_checkpoint(str(hybrid), hal.Config())
+
+
+@needs_sglang
+def test_sglang_does_not_start_with_recurrent_layers(hybrid: Path) -> None:
+    """hal refuses them before SGLang starts a process."""
+    result = run("-c", ARGUMENTS, str(hybrid), json.dumps([ON_CPU]), timeout=300)
+    assert "FOUND" in result.stdout, result.stderr
+    assert RECURRENT in json.loads(result.stdout.rpartition("FOUND")[2])[0]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import hal
 from hal.engines.sglang.batches import batch_of, num_logits, output_of
 from hal.engines.sglang.requests import UNREAD
+from hal.engines.sglang.served_models import check_model
 from hal.engines.sglang.server_args import configuration
-from hal.errors import BatchError, ConfigError, ModelError
+from hal.errors import BatchError, ConfigError
 from hal.step import last_rows
 
 
@@ -39,7 +40,7 @@ class HalSteps:
         }
         self.backend = hal.open(attrs.evolve(config, **decided))
         self._model = hal.load_model(get_model().model_path, self.backend)
-        _check_states(self._model)
+        check_model(self._model)
         self._scores = InputLogprobProcessor(self._model.vocab_size)
         self._bounded = get_schedule().max_total_tokens is not None
 
@@ -136,20 +137,6 @@ class HalForCausalLM(nn.Module):
 
 def _unread(what: str) -> BatchError:
     return BatchError(f"a request to SGLang has {what}, which hal does not support", "send token ids only")
-
-
-def _check_states(model: hal.nn.CausalLM) -> None:
-    if not model.causal:
-        raise ModelError(
-            f"{type(model).__name__} attends to later tokens, so it generates no text", "use hal.LLM.embed"
-        )
-    for index, states in enumerate(model.states):
-        first, *others = states.values()
-        if first.per is not hal.step.TOKEN or len(first.shape) != 2 or others != [first]:
-            raise ModelError(
-                f"layer {index} keeps {dict(states)!s:.200}; hal inside SGLang supports a key and a value per token",
-                "run the model with hal.generate",
-            )
 
 
 EntryClass = [type(name, (HalForCausalLM,), {}) for name in hal.architectures()]

@@ -10,6 +10,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 import hal
 from hal.engines.sglang import PLATFORM
+from hal.engines.sglang.served_models import check_checkpoint
 from hal.engines.sglang.server_args import check, configuration
 from hal.errors import ModelError
 
@@ -31,11 +32,14 @@ class HalPlatform(CpuDeviceMixin, SRTPlatform):
 
         Raises:
             ConfigError: the arguments ask for what hal does not support, or hal's configuration is invalid.
+            CheckpointError: the checkpoint is damaged, or hal has no model for it.
+            ModelError: hal does not run the model inside SGLang.
         """
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase  # imports this module
 
         check(server_args)
         config = configuration(server_args)
+        check_checkpoint(server_args.model_path, config)
         if server_args.page_size is None:
             with hal.open(config, activate=False) as backend:
                 server_args.page_size = backend.block_size
