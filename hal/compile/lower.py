@@ -222,13 +222,15 @@ def hoist_preparations(graph: fx.Graph, backend: Backend, mode: FakeTensorMode, 
         if operation is None or operation.name in keep or not isinstance(kernel, PreparingKernel):
             continue
         arguments = list(operation.node_arguments(node.args, node.kwargs).values())
-        for place, prepare in kernel.places:
+        given = tuple(arguments)
+        for place, prepare, sources in kernel.places:
             if arguments[place] is None:
                 continue
-            traced = make_graph(prepare, [value(arguments[place])], mode)
-            (source,) = (each for each in traced.graph.nodes if each.op == "placeholder")
+            traced = make_graph(prepare, [value(given[source]) for source in sources], mode)
+            inputs = (each for each in traced.graph.nodes if each.op == "placeholder")
             with graph.inserting_before(node):
-                known = {source: arguments[place], **_constants(traced, graph)}
+                known = dict(zip(inputs, (given[source] for source in sources), strict=True))
+                known |= _constants(traced, graph)
                 result = graph.graph_copy(traced.graph, known)
             assert isinstance(result, fx.Node)
             arguments[place] = result

@@ -20,7 +20,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantized_cache import FLOAT8, INTEGERS, LARGEST, quantized_heads, widened_heads
 from hal.step.shape import one_query_each
 from hal.step.state import StateMemory
-from hal.vendor import PartialKernel
+from hal.vendor import PartialKernel, PreparingKernel
 
 from .attention import OPTIONS, ComposedAttention, FusedAttention
 
@@ -53,7 +53,7 @@ def kernels(device: torch.device, attention: FusedAttention) -> dict[str, Kernel
             supports=OPTIONS,
             otherwise=_composed(widening(ComposedAttention(), widen)),
         ),
-        "store_quantized_kv_cache": StoreQuantized(float8),
+        "store_quantized_kv_cache": PreparingKernel(StoreQuantized(float8).store, {"slot_mapping": places}),
     }
 
 
@@ -125,6 +125,17 @@ class QuantizedAttention:
         )
 
 
+def places(slot_mapping: Tensor, keys: Tensor) -> Tensor:
+    """Return what :class:`StoreQuantized` takes in place of slots: int64 ``[5, tokens]``.
+
+    The rows are slots, their blocks, those blocks in a second half of twice as many, and twice the places in blocks.
+    They are the same for all layers, so that a compiled step computes them once.
+    """
+    blocks, size = keys.shape[:2]
+    block, place = slot_mapping // size, slot_mapping % size
+    return torch.stack((slot_mapping, block, block + blocks, place, place)).long()
+
+
 class StoreQuantized:
     """``store_quantized_kv_cache``. Scales are in the memory order that attention reads; see :func:`by_head`.
 
@@ -135,7 +146,7 @@ class StoreQuantized:
     def __init__(self, float8: Float8Numbers) -> None:
         self._float8 = float8
 
-    def __call__(
+    def store(
         self,
         key: Tensor,
         value: Tensor,
@@ -147,22 +158,25 @@ class StoreQuantized:
         value_scales: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """See :func:`hal.ops.store_quantized_kv_cache`."""
+        """See :func:`hal.ops.store_quantized_kv_cache`; ``slot_mapping`` is what :func:`places` returns."""
         if not key.shape[0]:
             return
+        slots, block, _, place, _ = slot_mapping
         if key_scale is None and value_scale is None:
             # Together: the copy makes values contiguous, which quantization alone needs, too.
-            both = self._quantized(torch.stack((key, value)), None, keys.dtype)
-            (key, value), (key_scale, value_scale) = both
+            (key, value), both = self._quantized(torch.stack((key, value)), None, keys.dtype)
+            key_scale, value_scale = both
         else:
             given = (key, key_scale), (value, value_scale)
             (key, key_scale), (value, value_scale) = (self._quantized(*each, keys.dtype) for each in given)
+            both = None
         as_bytes = (each.view(INTEGERS) for each in (key, value, keys, values))
-        torch_npu.npu_scatter_pa_kv_cache(*as_bytes, slot_mapping, cache_mode="Norm")
-        slots, size = slot_mapping.long(), keys.shape[1]
-        block, place = slots // size, slots % size
-        key_scales[block, place] = key_scale
-        value_scales[block, place] = value_scale
+        torch_npu.npu_scatter_pa_kv_cache(*as_bytes, slots, cache_mode="Norm")
+        if both is not None and (scales := _together(key_scales, value_scales)) is not None:
+            scales[slot_mapping[1:3].reshape(-1), slot_mapping[3:].reshape(-1)] = both.flatten(0, 1)
+        else:
+            key_scales[block, place] = key_scale
+            value_scales[block, place] = value_scale
 
     def _quantized(self, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if dtype is not INTEGERS:
@@ -205,18 +219,25 @@ class Float8Numbers:
 def by_head(memory: StateMemory) -> StateMemory:
     """Return a cache whose scales have the memory order that attention reads, ``[blocks, heads, block_size]``.
 
-    The tensors keep their shape.
+    The tensors keep their shape. Those of a layer's keys and values are halves of one tensor, which one launch writes.
     """
+    layers = []
     with torch.inference_mode():
-        layers = [
-            {name: _transposed(each) if name in SCALES else each for name, each in layer.items()}
-            for layer in memory.layers
-        ]
+        for layer in memory.layers:
+            scales = [layer[name].transpose(1, 2) for name in SCALES if name in layer]
+            halves = torch.cat(scales).transpose(1, 2).chunk(len(scales)) if scales else ()
+            layers.append({**layer, **dict(zip((name for name in SCALES if name in layer), halves, strict=True))})
     return attrs.evolve(memory, layers=tuple(layers))
 
 
-def _transposed(scales: Tensor) -> Tensor:
-    return scales.transpose(1, 2).contiguous().transpose(1, 2)
+def _together(key_scales: Tensor, value_scales: Tensor) -> Tensor | None:
+    """Return the tensor ``[2 * num_blocks, ...]`` whose halves are the scales; None if they are not."""
+    after = key_scales.storage_offset() + key_scales.numel()
+    same = key_scales.untyped_storage().data_ptr() == value_scales.untyped_storage().data_ptr()
+    if not same or value_scales.storage_offset() != after or key_scales.stride() != value_scales.stride():
+        return None
+    shape = 2 * key_scales.shape[0], *key_scales.shape[1:]
+    return key_scales.as_strided(shape, key_scales.stride())
 
 
 def _by_head(scales: Tensor) -> Tensor:

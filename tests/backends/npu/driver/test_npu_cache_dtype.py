@@ -88,7 +88,7 @@ def test_keys_and_values_in_float8_are_quantized_together(npu: Callable[..., hal
         torch.npu.synchronize()
     counts = trace.counts()
     assert counts["SearchSorted"] == counts["Div"] == counts["ScatterPaKvCache"] == 1
-    assert sum(counts.values()) <= 22, counts
+    assert sum(counts.values()) <= 24, counts  # five of which prepare the slots for all layers of a step
 
 
 def test_a_cache_in_fractal_nz_is_refused(tmp_path: Path) -> None:
