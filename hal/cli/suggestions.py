@@ -49,7 +49,8 @@ class SuggestingGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that the arguments name. ``help`` names the next one, whose help it asks for."""
         given, *others = args
-        if self.get_command(ctx, given) is None and not given.startswith("-"):
+        completing = ctx.resilient_parsing  # in a shell, which is told of no error
+        if not completing and self.get_command(ctx, given) is None and not given.startswith("-"):
             if given != HELP:
                 raise click.UsageError(self._no_command(ctx, given), ctx)
             if not others:

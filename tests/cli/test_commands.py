@@ -124,6 +124,13 @@ def test_help_is_the_option_help(names: list[str]) -> None:
     assert run(main, ["help", *names]).stdout == run(main, [*names, "--help"]).stdout != ""
 
 
+@pytest.mark.parametrize("before", ["help", "nothing"])
+def test_a_shell_completes_after_no_command(before: str) -> None:
+    typed = {"_HAL_COMPLETE": "bash_complete", "COMP_WORDS": f"hal {before} gener", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(main, env=typed, prog_name="hal")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "plain,generate\n", "")
+
+
 def test_help_of_no_command() -> None:
     result = CliRunner().invoke(main, ["help", "generete"])
     assert result.exit_code == 2
