@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -251,15 +252,30 @@ def test_a_conversation_about_a_video(checkpoint: tuple[Any, Path], llm: hal.LLM
 @pytest.fixture
 def film(tmp_path: Path) -> Path:
     """A file of 12 frames, 4 a second, each of another grey."""
+    return filmed(tmp_path / "film.mp4", 12)
+
+
+def filmed(path: Path, frames: int) -> Path:
+    """Write a file of frames, 4 a second, each of another grey."""
     av = pytest.importorskip("av", reason="hal reads files of videos with av, of the extra vision")
-    with av.open(str(tmp_path / "film.mp4"), "w") as container:
+    with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=4)
         stream.width, stream.height, stream.pix_fmt = 24, 16, "yuv420p"
-        for index in range(12):
-            frame = av.VideoFrame.from_image(Image.new("RGB", (24, 16), (20 * index,) * 3))
+        for index in range(frames):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (24, 16), (240 * index // frames,) * 3))
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    return tmp_path / "film.mp4"
+    return path
+
+
+def with_video_processor(checkpoint: Path, kind: str, folder: Path) -> Path:
+    """Copy a checkpoint, with a processor of videos."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    del config["image_processor_type"]
+    config["video_processor_type"] = f"{kind}VideoProcessor"
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
@@ -270,7 +286,6 @@ def test_a_file_of_a_video_is_read_as_by_transformers(
 ) -> None:
     """The same frames are chosen, and the same pixels reach the encoder. Qwen2VL takes all, unless it is asked."""
     import functools
-    import shutil
 
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
     from transformers.video_utils import load_video
@@ -278,13 +293,9 @@ def test_a_file_of_a_video_is_read_as_by_transformers(
     from hal.generation.llm.processor import open_processor
     from hal.generation.llm.videos import read_video
 
-    folder = shutil.copytree(checkpoint[1], film.parent / "checkpoint")
-    config = json.loads((folder / "preprocessor_config.json").read_text())
-    del config["image_processor_type"]
-    config["video_processor_type"] = f"{kind}VideoProcessor"
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(config))
+    folder = with_video_processor(checkpoint[1], kind, film.parent / "checkpoint")
     processor = AutoVideoProcessor.from_pretrained(folder)
-    assert type(processor).__name__ == config["video_processor_type"]
+    assert type(processor).__name__ == f"{kind}VideoProcessor"
     choose = functools.partial(processor.sample_frames, **({} if fps is None else {"fps": fps}))
     if kind == "Qwen2VL" and fps is None:
         choose = lambda metadata: torch.arange(metadata.total_num_frames)  # noqa: E731
@@ -294,6 +305,20 @@ def test_a_file_of_a_video_is_read_as_by_transformers(
     assert list(item.grid) == theirs["video_grid_thw"][0].tolist()
     assert torch.equal(item.values, theirs["pixel_values_videos"])
     assert (len(item.times), item.times[0]) == (item.grid[0], metadata.frames_indices[:2].sum() / 2 / 4)
+
+
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+def test_frames_that_a_processor_chooses_badly(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    """For 14 of 17 frames, Qwen2VL chooses an 18th, too; for a rate that no float holds, it fails."""
+    from hal.generation.llm.processor import open_processor
+    from hal.generation.llm.videos import read_video
+
+    film = filmed(tmp_path / "film.mp4", 17)
+    preparation = open_processor(hal.Checkpoint.open(with_video_processor(checkpoint[1], "Qwen2VL", tmp_path / "made")))
+    (item,) = preparation.items([read_video(film, 3.3, "the video")])
+    assert item.grid[0] == 7
+    with pytest.raises(BatchError, match="of which the processor cannot choose"):
+        preparation.items([read_video(film, 10**400, "the video")])
 
 
 def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:

@@ -125,12 +125,13 @@ class _Prepared(Preparation):
         metadata.duration = video.total / video.rate
         try:
             places = torch.as_tensor(self._videos.sample_frames(metadata=metadata, **asked)).tolist()
-        except (ValueError, TypeError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             raise BatchError(
                 f"{video.where} has {video.total} frames, of which the processor cannot choose: {error!s:.200}",
                 "give another fps, or a longer video",
             ) from error
-        return video.read(places)
+        # Qwen2-VL's processor adds up steps, whose sum may round to the end.
+        return video.read([each for each in places if each < video.total])
 
     def _video(self, video: Video, index: int, options: Mapping[str, Any]) -> EncoderItem:
         frames = torch.as_tensor(video.frames)
