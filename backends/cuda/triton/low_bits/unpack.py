@@ -125,8 +125,6 @@ def numbers(packed, zeros, kind: tl.constexpr, dtype: tl.constexpr):
     """Return the numbers of a tile minus zero points, ``[rows, 1]`` or None, in ``dtype``."""
     if kind == 2 and dtype != tl.float32 and (zeros is None or zeros.dtype == tl.int8):
         numbers = _half_nibbles(packed, zeros, dtype)
-    elif kind == 3 and dtype != tl.float32:
-        numbers = _half_float4(packed, dtype)
     elif zeros is None:
         numbers = rounded(_float32(packed, kind), dtype)
     else:
