@@ -34,8 +34,9 @@ def _run(
     (num_experts, out_features, width), (block_rows, columns) = weight.shape, block
     fits = x.dim() == 2 and x.shape[1] == width * IN_ONE[kind]
     fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
-    fits = fits and scale.shape[:2] == (num_experts, -(-out_features // block_rows))
-    require(fits, operation, x, weight, scale, counts)
+    fits = fits and scale.shape == (num_experts, -(-out_features // block_rows), -(-x.shape[1] // columns))
+    fits = fits and (zero_point is None or zero_point.shape == scale.shape)
+    require(fits, operation, x, weight, scale, counts, *([] if zero_point is None else [zero_point]))
     require_bias(operation, x, weight, bias)
     average = len(x) / num_experts
     if average <= MANY:
@@ -85,7 +86,8 @@ def fp8_grouped_linear(
     """See :func:`hal.ops.fp8_grouped_linear`. It rounds the scaled weights to x's dtype."""
     columns = columns_of_block(block_columns, weight_scale.shape[-1], x.shape[-1])
     many = len(x) > MANY * len(weight)
-    if columns is None or (many and weight.shape[1] % block_rows):  # whose rows of blocks are not all experts' in turn
+    # The launch that widens takes all experts as one weight, so that no block may span two of them.
+    if columns is None or (many and weight.shape[1] % block_rows):
         wide = float8.widen(weight, weight_scale, block_rows, block_columns).to(x.dtype)
         return grouped_linear(x, wide, counts, bias)
     given = x, weight, weight_scale, None, counts, bias
