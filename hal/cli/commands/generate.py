@@ -36,7 +36,7 @@ MAX_CACHE_TOKENS = 65536
 SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
 IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
-VIDEO = "A video that follows the images, likewise. Repeatable."
+VIDEO = "A video that precedes each prompt, after the images, with --chat, which it implies. Repeatable."
 LOGPROBS = "With --json, add the log-probability of each new token, and the N most likely tokens with theirs."
 STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
@@ -155,9 +155,8 @@ def command(
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
-    preparation = (
-        open_processor(opened) if images or videos else None
-    )  # before the template, which would be blamed for an image
+    # Before the template, which would be blamed for an image.
+    preparation = open_processor(opened) if images or videos else None
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
     media = [*images, *(read_video(each, None, str(each)) for each in videos)]
