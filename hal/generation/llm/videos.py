@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def read_video(given: Any, fps: Any, where: str) -> Video | VideoFile:
     is_file = not is_url and isinstance(given, str | Path | bytes | bytearray | memoryview)
     if fps is None and is_url:
         fps = FRAMES_URL_RATE
-    is_rate = isinstance(fps, int | float) and not isinstance(fps, bool) and 0 < fps < float("inf")
+    is_rate = isinstance(fps, int | float) and not isinstance(fps, bool) and 0 < fps <= sys.float_info.max
     if not is_rate and not (is_file and fps is None):
         raise BatchError(f"{where} has fps = {fps!r:.40}", "give the frames in a second as fps")
     if is_file:
