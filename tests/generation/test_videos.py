@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy
 import pytest
 
@@ -131,8 +132,16 @@ def test_a_file_that_ends_early() -> None:
     whole = film(60, 320, 240, kind="avi")
     read = VideoFile.open(whole[: len(whole) // 2], None, "the video")
     assert read.read([0]).frames.shape == (1, 240, 320, 3)
-    with pytest.raises(BatchError, match=r"the video has \d+ frames that can be decoded; its header says"):
+    with pytest.raises(BatchError, match=r"the video has \d+ frames that can be decoded; by its header"):
         read.read([0, read.total + 100])
+
+
+def test_a_header_with_a_few_frames_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    """As that of a file which was cut without encoding it again."""
+    read = attrs.evolve(VideoFile.open(film(40), None, "the video"), total=42)
+    found = read.read([0, 39, 41])
+    assert (found.frames[1] == found.frames[2]).all()
+    assert "40 frames that can be decoded, of 42; the last is taken for 1 others" in caplog.text
 
 
 def test_more_pixels_than_memory_is_bounded_to() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +16,16 @@ from hal.config.optional_libraries import need
 from hal.errors import BatchError
 from hal.generation.llm.images import MOST_PIXELS, read_content, read_image
 
+log = logging.getLogger("hal.generation")
+
 FORMATS = ("avi", "matroska", "mov", "mpegts")
 """FFmpeg's names of the formats that are read. Others, such as playlists, which name further files, are refused."""
 MOST_FRAME_PIXELS = 1 << 24
 """The most pixels of a frame of a file. A decoder may hold 16 frames beside those that are taken."""
 MOST_DECODED_PIXELS = 1 << 36
 """The most pixels of all frames of a file, 18 minutes of 1920 x 1080 at 30 frames a second. They bound the time."""
+LEAST_DECODED = 0.9
+"""The least share of frames that can be decoded. Files that were cut without encoding again have frames too many."""
 FRAMES_URL = "data:video/jpeg;base64,"
 """The beginning of a data URL of frames, with commas between them."""
 FRAMES_URL_RATE = 1.0
@@ -95,7 +100,7 @@ class VideoFile:
         return cls(content, where, rate, total, width, height, fps)
 
     def read(self, places: Sequence[int]) -> Video:
-        """Decode frames.
+        """Decode frames. A few that are missing at the end are those of the last one, with a warning.
 
         Args:
             places: their numbers, which may repeat.
@@ -125,11 +130,22 @@ class VideoFile:
                     found[index] = frame.to_ndarray(format="rgb24")
                 if len(found) == len(wanted):
                     break
-        if not wanted or len(found) < len(wanted):
+        missing = wanted - found.keys()
+        if not wanted or (missing and index + 1 < LEAST_DECODED * self.total):
             raise BatchError(
-                f"{self.where} has {index + 1} frames that can be decoded; its header says {self.total}",
+                f"{self.where} has {index + 1} frames that can be decoded; by its header and packets it has "
+                f"{self.total}",
                 "check that the file is complete",
             )
+        if missing:
+            log.warning(
+                "%s has %d frames that can be decoded, of %d; the last is taken for %d others",
+                self.where,
+                index + 1,
+                self.total,
+                len(missing),
+            )
+            found |= dict.fromkeys(missing, frame.to_ndarray(format="rgb24"))
         return Video(numpy.stack([found[each] for each in places]), self.rate, tuple(places), self.total)
 
 
