@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -47,6 +47,12 @@ JSON = "Print one JSON object per prompt, a line each, instead of the texts."
 log = logging.getLogger("hal.cli")
 
 
+def _files(medium: str, told: str) -> Callable[[Any], Any]:
+    """Return the option of files of a medium."""
+    kind = click.Path(exists=True, dir_okay=False, path_type=Path)
+    return click.option(f"--{medium}", f"{medium}s", type=kind, multiple=True, metavar="FILE", help=told)
+
+
 class _Generate(ResultCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. A second one is most likely a prompt."""
@@ -63,22 +69,8 @@ class _Generate(ResultCommand):
 @click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Maximum per prompt.")
 @sampling_options(SEED)
 @click.option("--chat", is_flag=True, help=CHAT)
-@click.option(
-    "--image",
-    "images",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help=IMAGE,
-)
-@click.option(
-    "--video",
-    "videos",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help=VIDEO,
-)
+@_files("image", IMAGE)
+@_files("video", VIDEO)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
