@@ -279,6 +279,31 @@ class TestCleanUp:
         found = lower(graph.graph)(*(each.clone() for each in given))
         torch.testing.assert_close(found, function(*(each.clone() for each in given)))
 
+    def test_a_preparation_reads_the_shape_of_another_argument(self, cpu: hal.Backend) -> None:
+        """Once for two kernels."""
+
+        def function(x: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+            for _ in range(2):
+                ops.store_kv_cache(x, x, keys, values, slots)
+            return (keys * 2,)
+
+        def later(slots: Tensor, key_cache: Tensor) -> Tensor:
+            return slots + key_cache.shape[1]
+
+        kernel = PreparingKernel(cpu.kernels["store_kv_cache"], {"slot_mapping": later})
+        backend = hal.Backend("own", cpu.device, kernels={**cpu.kernels, "store_kv_cache": kernel})
+        given = [*inputs((3, 2, 4), (4, 4, 2, 4), (4, 4, 2, 4)), torch.tensor([4, 5, 7], dtype=torch.int32)]
+        graph = traced(function, *given)
+        mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
+        assert hoist_preparations(graph.graph, backend, mode) == 2
+        assert common_subexpressions(graph) == 1
+        found = lower(graph.graph)(*(each.clone() for each in given))
+        expected = function(*(each.clone() for each in given[:3]), given[3] + 4)
+        torch.testing.assert_close(found, expected)
+        direct = [each.clone() for each in (given[0], given[0], *given[1:])]
+        kernel(*direct)
+        torch.testing.assert_close(direct[2] * 2, expected[0])
+
     def test_reciprocals(self) -> None:
         twice = inputs((5, 8))[0].abs() + 1
         assert self.count(reciprocals, lambda x: (x.reciprocal().reciprocal() * 2,), twice) == 1

@@ -109,7 +109,7 @@ def test_others_use_torch(kernels: WeightOnlyKernels) -> None:
 
 
 def check_experts(kernels: WeightOnlyKernels, dtype: torch.dtype) -> None:
-    """The result of each expert is that of its own product. One expert has more rows than the kernel takes at once."""
+    """Each expert gives what its own product gives, also one with more rows than a call of the kernel takes."""
     counts = torch.tensor([3, 0, 70, 1])
     for kind in (8, 4, "mxfp4"):
         draw = Draw(dtype, seed=1)
