@@ -76,6 +76,8 @@ class Glm4MoeConfig(DecoderConfig):
 
 
 class Glm4MoeForCausalLM(DecoderLM):
+    model_types = ("glm4_moe",)  # transformers' class runs Sarvam's models too, by other names of tensors
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         glm = Glm4MoeConfig.from_config(config)
@@ -86,5 +88,4 @@ class Glm4MoeForCausalLM(DecoderLM):
             attention = SelfAttention(glm, rotary, bias=(glm.attention_bias, False), norm=norm)
             return DecoderLayer(glm, attention, glm.mlp(index))
 
-        layers = map(layer, range(glm.num_hidden_layers))
-        return cls(glm, layers, ignored_layers=glm.num_nextn_predict_layers)
+        return cls(glm, map(layer, range(glm.num_hidden_layers)), ignored_layers=glm.num_nextn_predict_layers)

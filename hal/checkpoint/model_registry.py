@@ -50,6 +50,25 @@ def knows(architecture: str) -> bool:
     return _registered_name(architecture) in MODELS.names()
 
 
+def serves(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a class is registered for an architecture and is for the ``model_type`` of a config.
+
+    transformers saves some families with the architecture of another one, whose tensors have other names. A config
+    without a ``model_type`` is what its architecture says.
+
+    Args:
+        architecture: the architecture in config.json.
+        config: the content of config.json.
+
+    Raises:
+        ModelError: see :func:`find_model`.
+    """
+    if not knows(architecture):
+        return False
+    types = vars(find_model(architecture)).get("model_types", ())  # not those of a base class
+    return not types or config.get("model_type") in (None, *types)
+
+
 def find_model(architecture: str) -> type[CausalLM]:
     """Return the model class registered for an architecture. Imports that one only.
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hal.checkpoint.model_registry import find_model, knows
+from hal.checkpoint.model_registry import find_model, knows, serves
 from hal.config.plugins import Plugins, instance_of
 from hal.errors import CheckpointError, ConfigError, HalError, nearest
 from hal.nn import CausalLM
@@ -57,8 +57,8 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
     Args:
         architecture: its architecture in config.json.
         config: the content of config.json without quantization keys.
-        source: ``hal``, another source's name, or ``auto``: hal's class if one is registered, else the first other
-            source's that has one, in the order of names.
+        source: ``hal``, another source's name, or ``auto``: hal's class if one is registered and is for the config's
+            ``model_type``, else the first other source's that has one, in the order of names.
 
     Raises:
         CheckpointError: no source has a class.
@@ -73,20 +73,32 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
                 f"group {GROUP}",
             )
         return SOURCES.load(source).find(architecture, config)
-    if source == HAL or knows(architecture):
+    if source == HAL or serves(architecture, config):
         return find_model(architecture)
-    refusals = []
+    wanted = architecture
+    if knows(architecture):
+        wanted += f" for model_type {config['model_type']!r:.70}"
+    refusals: list[HalError] = []
     for name in SOURCES.names():
         try:
             found = SOURCES.load(name).find(architecture, config)
         except (CheckpointError, ConfigError) as error:
             refusals.append(error)
             continue
-        log.info("hal has no model %s; it runs the code of %s (model_source)", architecture, name)
+        log.info("hal has no model %s; it runs the code of %s (model_source)", wanted, name)
         return found
+    own = _refusal(architecture, wanted)
+    problems = "".join(f"; {each.problem}" for each in refusals)
+    remedies = "".join(f"; or {each.remedy}" for each in refusals)
+    raise type(own)(f"{own.problem}{problems}", f"{own.remedy}{remedies}")
+
+
+def _refusal(architecture: str, wanted: str) -> HalError:
+    """Return why hal has no class for a checkpoint."""
     try:
-        return find_model(architecture)
+        find_model(architecture)
     except HalError as error:
-        problems = "".join(f"; {each.problem}" for each in refusals)
-        remedies = "".join(f"; or {each.remedy}" for each in refusals)
-        raise type(error)(f"{error.problem}{problems}", f"{error.remedy}{remedies}") from None
+        return error
+    return CheckpointError(
+        f"hal has no model {wanted}", f"set model_source to hal if its tensors are those of hal's {architecture}"
+    )

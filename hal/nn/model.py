@@ -28,6 +28,8 @@ class CausalLM(nn.Module):
     It is registered in the entry-point group ``hal.models`` under the architecture name in config.json.
 
     Attributes:
+        model_types: the values of ``model_type`` in config.json that the class is for, where other models have its
+            architecture's name too; empty for all. A subclass does not inherit it.
         vocab_size: the size of the vocabulary, and of the last dimension of the logits.
         extra: names of further tensors that ``forward`` returns, each with a row per token.
         max_length: the maximum sequence length, in tokens.
@@ -51,6 +53,7 @@ class CausalLM(nn.Module):
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
     """
 
+    model_types: tuple[str, ...] = ()
     vocab_size: int
     max_length: int
     states: Sequence[LayerStates]

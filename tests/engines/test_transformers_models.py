@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.pages import lay_out
 from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
-from helpers.transformers_families import config_of, layer_keys, model_of
+from helpers.transformers_families import config_of, kinds, layer_keys, model_of
 
 import hal
-from hal.checkpoint.loading import check_shared
+from hal.checkpoint.loading import build_model, check_shared
+from hal.checkpoint.model_registry import serves
 from hal.config import ParallelConfig
 from hal.errors import CheckpointError, ConfigError
 
@@ -107,6 +109,47 @@ def test_another_family_is_found_by_itself(saved: Any, caplog: pytest.LogCapture
     assert type(model).__mro__[1].__name__ == "TransformersLM"
     lines = [each for each in caplog.messages if "model_source" in each]
     assert lines == ["hal has no model GPT2LMHeadModel; it runs the code of transformers (model_source)"]
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("exaone", "LlamaForCausalLM"), ("sarvam_moe", "Glm4MoeForCausalLM")]
+)
+def test_a_family_that_has_the_architecture_of_another(
+    family: str, architecture: str, saved: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers saves it with the names of its own tensors, and the name of the class that computes it."""
+    folder, rows, wanted = saved(family)
+    with hal.open(config_for("eager", model_source="auto")) as backend:
+        model = hal.load_model(folder, backend)
+        with hal.Runner(model, backend) as runner:
+            assert max(differences(runner, rows, wanted).values()) < 1e-4
+    wanted_line = f"hal has no model {architecture} for model_type {family!r}; it runs the code of transformers"
+    assert [each for each in caplog.messages if "model_source" in each] == [f"{wanted_line} (model_source)"]
+
+
+def test_which_families_have_the_architecture_of_another(tmp_path: Path) -> None:
+    """hal's class is for those whose tensors it reads, and no other family has an architecture of hal."""
+    by_architecture: dict[str, list[str]] = {}
+    for family, architecture in kinds().items():
+        by_architecture.setdefault(architecture, []).append(family)
+    shared = {name: each for name, each in by_architecture.items() if name in hal.architectures() and len(each) > 1}
+    assert {"LlamaForCausalLM", "Glm4MoeForCausalLM"} <= {*shared}
+    for architecture, families in shared.items():
+        for family in families:
+            model_of(family).save_pretrained(tmp_path / family)
+            checkpoint = hal.Checkpoint.open(tmp_path / family)
+            with nullcontext() if serves(architecture, checkpoint.config) else pytest.raises(CheckpointError):
+                build_model(checkpoint, source="hal")
+
+
+def test_a_family_that_no_source_has_under_the_architecture_of_another(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "llama", architectures=["LlamaForCausalLM"], model_type="acme")
+    with hal.open({"backend": "cpu", "dtype": "float32"}) as backend:
+        with pytest.raises(CheckpointError) as caught:
+            hal.load_model(folder, backend)
+        problem = "hal has no model LlamaForCausalLM for model_type 'acme'; transformers has no model_type 'acme'"
+        assert caught.value.problem == problem
+        assert "set model_source to hal if its tensors are those of hal's LlamaForCausalLM" in caught.value.remedy
 
 
 def test_the_source_is_chosen(tmp_path: Path) -> None:

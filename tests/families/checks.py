@@ -15,7 +15,7 @@ from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.transformers_families import config_of, is_size, kinds, layer_keys, model_of
 
 import hal
-from hal.checkpoint.model_registry import knows
+from hal.checkpoint.model_registry import serves
 
 BOUND = 1e-3
 """The largest difference of logits in float32, in parts of the largest, that is rounding."""
@@ -63,7 +63,7 @@ def limited(seconds: int) -> Iterator[None]:
 def on_cpu(kind: str, compilers: tuple[str, ...], tell: Tell) -> None:
     """Compare logits in each compiler with transformers'."""
     name = kinds()[kind]
-    tell(architecture=name, native=knows(name))
+    tell(architecture=name, native=serves(name, {"model_type": kind}))
     try:
         model_of(kind)
     except Exception as error:
