@@ -223,6 +223,18 @@ def in_forks(family: str, seeds: list[int], modes: list[str]) -> dict[int, dict[
     return found
 
 
+def prepare_inductor() -> None:
+    """Do once what Inductor would do in each fork: import itself, and find out which vectors g++ can compile."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # A pool of processes would start in each fork too.
+    import torch._inductor.codegen.cpp
+    import torch._inductor.cpu_vec_isa
+    import torch._inductor.lowering
+
+    import hal.compile.inductor_backend  # noqa: F401
+
+    torch._inductor.cpu_vec_isa.pick_vec_isa()
+
+
 def main() -> None:
     """Print a line for each family and mode."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -235,6 +247,8 @@ def main() -> None:
     if not any(mode.startswith("npu") for mode in modes):
         import transformers.modeling_utils  # noqa: F401 - so that each fork has it
 
+        if "inductor" in modes:
+            prepare_inductor()
         names = list(families())
     else:
         names = given.families or json.loads(os.environ.get("FAMILIES", "[]"))
