@@ -307,16 +307,53 @@ def test_a_file_of_a_video_is_read_as_by_transformers(
     assert (len(item.times), item.times[0]) == (item.grid[0], metadata.frames_indices[:2].sum() / 2 / 4)
 
 
-@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
-def test_a_frame_that_a_processor_chooses_past_the_end(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
-    """For 14 of 17 frames, Qwen2VL chooses an 18th, too."""
-    from hal.generation.llm.processor import open_processor
-    from hal.generation.llm.videos import read_video
+SAMPLINGS: list[dict[str, Any]] = [{}, *({"fps": each} for each in (0.3, 1, 3.3, 60))]
+SAMPLINGS += [{"num_frames": each} for each in (1, 2, 5, 14, 60)]
 
-    film = filmed(tmp_path / "film.mp4", 17)
-    preparation = open_processor(hal.Checkpoint.open(with_video_processor(checkpoint[1], "Qwen2VL", tmp_path / "made")))
-    (item,) = preparation.items([read_video(film, 3.3, "the video")])
-    assert item.grid[0] == 7
+
+@pytest.mark.skipif(not installed("torchvision"), reason="transformers prepares videos with torchvision")
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen3VL"])
+def test_frames_are_chosen_as_by_the_processor(kind: str, checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    """Qwen2.5-VL has Qwen2VL's processor, and Qwen3.5 Qwen3VL's. What they cannot choose, hal can, or refuses.
+
+    Their failures are frames past the end, no frame at all, and fewer than a patch has.
+    """
+    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+
+    from hal.generation.llm.processor import open_processor
+    from hal.generation.llm.videos import Video
+
+    folder = with_video_processor(checkpoint[1], kind, tmp_path / "made")
+    processor, preparation = AutoVideoProcessor.from_pretrained(folder), open_processor(hal.Checkpoint.open(folder))
+    asked = [(total, rate, each) for total in (1, 2, 17, 34, 53) for rate in (4, 29.97) for each in SAMPLINGS]
+    failed = 0
+    for total, rate, options in asked:
+        frames = torch.randint(0, 256, (total, 8, 8, 3), dtype=torch.uint8)
+        given = {"fps": options.get("fps"), "num_frames": options.get("num_frames")} if options else {}
+        try:
+            theirs = processor(
+                videos=[frames.permute(0, 3, 1, 2)],
+                video_metadata=[{"total_num_frames": total, "fps": rate, "frames_indices": [*range(total)]}],
+                do_sample_frames=bool(options) or processor.do_sample_frames,
+                return_metadata=True,
+                return_tensors="pt",
+                **given,
+            )
+        except Exception:
+            theirs, failed = None, failed + 1
+        video = Video(frames, rate, tuple(range(total)), total, sampled=False)
+        if theirs is None and options.get("num_frames", 0) > total:
+            with pytest.raises(BatchError, match="of which the processor cannot choose"):
+                preparation.items([video], {"video": options})
+            continue
+        (item,) = preparation.items([video], {"video": options})
+        assert item.values.shape[0] == item.grid[0] * item.grid[1] * item.grid[2]
+        if theirs is not None:
+            assert torch.equal(item.values, theirs["pixel_values_videos"]), (total, rate, options)
+            assert list(item.grid) == theirs["video_grid_thw"][0].tolist()
+            places = torch.as_tensor(theirs["video_metadata"][0].frames_indices).tolist()
+            assert item.times[0] == (places[0] + places[min(1, len(places) - 1)]) / 2 / rate
+    assert 0 < failed < len(asked) / 2
 
 
 def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:

@@ -26,6 +26,8 @@ PIXELS = frozenset({"min_pixels", "max_pixels"})
 """Options: the least and the most pixels after resizing. Some processors count those of all frames of a video."""
 SAMPLING = frozenset({"fps", "num_frames"})
 """Options of videos: how many frames are taken, in a second or at all. At most one is given."""
+MOST_FRAMES = 1 << 16
+"""The largest ``num_frames``. Some processors repeat frames of a video that has fewer."""
 
 
 class TransformersProcessor(Processor):
@@ -90,13 +92,11 @@ class _Prepared(Preparation):
                 whole = name != "fps"
                 if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
                     raise BatchError(f"the option {name} is {value!r:.40}", "give a number above 0")
+                if name == "num_frames" and value > MOST_FRAMES:
+                    raise BatchError(f"the option num_frames is {value!r:.40}", f"give at most {MOST_FRAMES}")
         found = []
         for index, each in enumerate(media):
-            if isinstance(each, VideoFile):
-                given = options.get(VIDEO, {})
-                left = {name: given[name] for name in given.keys() - SAMPLING}
-                found.append(self._video(self._sampled(each, given), index, left))
-            elif isinstance(each, Video):
+            if isinstance(each, Video | VideoFile):
                 found.append(self._video(each, index, options.get(VIDEO, {})))
             else:
                 found.append(self._image(each, index, options.get(IMAGE, {})))
@@ -113,49 +113,46 @@ class _Prepared(Preparation):
             ) from error
         return _item(IMAGE, values, grid)
 
-    def _sampled(self, video: VideoFile, options: Mapping[str, Any]) -> Video:
-        """Decode the frames that the processor chooses."""
+    def _sampled(self, video: Video | VideoFile, where: str, options: Mapping[str, Any]) -> Video:
+        """Return the frames that the processor chooses of a video."""
         asked = {name: options[name] for name in SAMPLING & options.keys()}
-        if not asked and video.fps is not None:
+        if isinstance(video, Video) and video.sampled:
+            if asked:
+                raise BatchError(
+                    f"the frames of {where} were chosen before, and {', '.join(sorted(asked))} is given",
+                    "leave it out, or give all frames of the video",
+                )
+            return video
+        if isinstance(video, VideoFile) and not asked and video.fps is not None:
             asked = {"fps": video.fps}
         if not asked and not self._videos.do_sample_frames:
-            return video.read(range(video.total))
+            return video if isinstance(video, Video) else video.read(range(video.total))
         utilities = need("transformers.video_utils", "vision", "a video")
-        metadata = utilities.VideoMetadata(video.total, video.rate, video.width, video.height)
-        metadata.duration = video.total / video.rate
+        metadata = utilities.VideoMetadata(video.total, video.rate, duration=video.total / video.rate)
         try:
             places = torch.as_tensor(self._videos.sample_frames(metadata=metadata, **asked)).tolist()
+        except ZeroDivisionError:  # Qwen2-VL's processor rounds a single frame down to none.
+            places = [0]
         except (ValueError, TypeError, ArithmeticError) as error:
             raise BatchError(
-                f"{video.where} has {video.total} frames, of which the processor cannot choose: {error!s:.200}",
+                f"{where} has {video.total} frames, of which the processor cannot choose: {error!s:.200}",
                 "give another fps, or a longer video",
             ) from error
         # Qwen2-VL's processor adds up steps, whose sum may round to the end.
         return video.read([each for each in places if each < video.total])
 
-    def _video(self, video: Video, index: int, options: Mapping[str, Any]) -> EncoderItem:
+    def _video(self, given: Video | VideoFile, index: int, options: Mapping[str, Any]) -> EncoderItem:
+        video = self._sampled(given, given.where if isinstance(given, VideoFile) else f"video {index}", options)
         frames = torch.as_tensor(video.frames)
-        metadata = {
-            "total_num_frames": video.total,
-            "fps": video.rate,
-            "duration": video.total / video.rate,
-            "frames_indices": list(video.places),
-        }
-        asked = sorted(SAMPLING & options.keys())
-        if asked and video.sampled:
-            raise BatchError(
-                f"the frames of video {index} were chosen before, and {', '.join(asked)} is given",
-                "leave it out, or give all frames of the video",
-            )
+        merged = self._videos.temporal_patch_size  # frames, of which Qwen3-VL's processor needs as many at least
+        if len(frames) < merged:
+            frames = torch.cat([frames, frames[-1:].expand(merged - len(frames), *frames.shape[1:])])
         try:
             prepared = self._videos(
                 videos=[frames.permute(0, 3, 1, 2)],
-                video_metadata=[metadata],
-                do_sample_frames=not video.sampled and (bool(asked) or self._videos.do_sample_frames),
-                return_metadata=True,
+                do_sample_frames=False,
                 return_tensors="pt",
                 **_size(self._videos, options),
-                **({name: options.get(name) for name in SAMPLING} if asked else {}),
             )
             values, grid = prepared["pixel_values_videos"], prepared["video_grid_thw"][0].tolist()
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -163,10 +160,10 @@ class _Prepared(Preparation):
                 f"video {index} with frames {tuple(frames.shape)} cannot be prepared: {error!s:.200}",
                 "give frames of which neither side is many times the other",
             ) from error
-        merged = self._videos.temporal_patch_size  # frames, whose time is the middle of the first and the last
-        places = torch.as_tensor(prepared["video_metadata"][0].frames_indices).tolist()
+        places = [*video.places]
         seconds = merged * video.total / len(places) / video.rate
         places += [places[-1]] * (-len(places) % merged)
+        # The time of merged frames is the middle of the first and the last.
         times = tuple((places[at] + places[at + merged - 1]) / 2 / video.rate for at in range(0, len(places), merged))
         return _item(VIDEO, values, grid, seconds, times)
 

@@ -51,6 +51,24 @@ class Video:
     total: int
     sampled: bool = True
 
+    def read(self, places: Sequence[int]) -> Video:
+        """Return some of the frames of a video that is not sampled. Those that are missing at the end are the last one.
+
+        Args:
+            places: their numbers, each less than ``total``; they may repeat.
+
+        Raises:
+            BatchError: repeated frames have too many pixels.
+        """
+        _, height, width, _ = self.frames.shape
+        if len(places) > len(self.places) and len(places) * height * width > MOST_PIXELS:
+            raise BatchError(
+                f"{len(places)} frames of a video that has {len(self.places)} have more than {MOST_PIXELS} pixels",
+                "take fewer frames",
+            )
+        chosen = [min(each, len(self.places) - 1) for each in places]
+        return attrs.evolve(self, frames=self.frames[chosen], places=tuple(places), sampled=True)
+
 
 @attrs.frozen(eq=False)
 class VideoFile:
