@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
             BatchError: the placeholders are not those of the items.
             ModelError: the model has no encoder, which is the default.
         """
-        raise ModelError(f"{type(self).__name__} reads text alone", "leave the images out, or use another model")
+        raise _unread(self, (each.kind for each in items))
 
     def expand(
         self, tokens: Sequence[int], items: Sequence[EncoderItem], encode: Callable[[str], Sequence[int]] | None = None
@@ -167,7 +167,16 @@ class CausalLM(nn.Module):
             BatchError: the placeholders are not those of the items.
             ModelError: the model has no encoder, which is the default.
         """
-        raise ModelError(f"{type(self).__name__} reads text alone", "leave the images out, or use another model")
+        raise _unread(self, (each.kind for each in items))
+
+    def check_kinds(self, kinds: Iterable[str]) -> None:
+        """Check that the model reads items of some kinds, such as ``video``.
+
+        Raises:
+            ModelError: it does not read one of them.
+        """
+        if unread := set(kinds).difference(() if self.encoder is None else self.placeholders.values()):
+            raise _unread(self, unread)
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Complete a model whose weights were loaded, such as with tensors that no checkpoint has. Does nothing here.
@@ -182,6 +191,14 @@ class CausalLM(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def _unread(model: CausalLM, kinds: Iterable[str]) -> ModelError:
+    reads = " and ".join(["text", *(f"{each}s" for each in sorted(set(model.placeholders.values())))])
+    given = " and ".join(sorted(set(kinds))) or "item"
+    return ModelError(
+        f"{type(model).__name__} reads {reads} alone; given: {given}", f"leave the {given} out, or use another model"
+    )
 
 
 def flat_outputs(model: CausalLM, found: Any) -> tuple[Tensor, ...]:

@@ -7,20 +7,21 @@ import base64
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Generic
 
 import attrs
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hal.errors import HalError
+from hal.generation.llm.message_media import media_kinds
 from hal.generation.streaming_text import Piece
 from hal.serve.admission import RETRY_AFTER, Admitted
 from hal.serve.answers import json_text, usage
 from hal.serve.api_error import ApiError, failed, refused
 from hal.serve.exchange import ClientGone, EventStream, read_body, until_gone
 from hal.serve.jobs import Job, chat_job, completion_job, encoded
-from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest
+from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest, T
 from hal.serve.server_metrics import CANCELLED
 from hal.serve.server_state import ServerState
 
@@ -93,12 +94,21 @@ class Endpoint(ABC):
         """
 
 
-class TextEndpoint(Endpoint):
-    """A path that answers with texts."""
+class TextEndpoint(Endpoint, Generic[T]):
+    """A path that answers with texts.
+
+    Attributes:
+        request: the class of its requests.
+    """
+
+    request: type[T]
 
     async def respond(self, body: bytes, exchange: Exchange) -> None:
         """Run the request, and send its texts."""
-        job = await asyncio.to_thread(self.job, body)
+        asked = await asyncio.to_thread(self.state.parse, self.request, body)
+        # A long video must not take a thread that other requests need.
+        pool = self.state.pool_for(self.media(asked))
+        job = await asyncio.get_running_loop().run_in_executor(pool, self.job, asked)
         exchange.admitted.take(job.count)
         self.state.metrics.prompted(job.prompt_tokens)
         try:
@@ -106,8 +116,12 @@ class TextEndpoint(Endpoint):
         finally:
             job.pieces.cancel()
 
+    def media(self, asked: T) -> set[str]:
+        """Return the kinds of images and videos in a request."""
+        return set()
+
     @abstractmethod
-    def job(self, body: bytes) -> Job:
+    def job(self, asked: T) -> Job:
         """Return what a request asks for. Runs in a thread.
 
         Raises:
@@ -151,25 +165,30 @@ class TextEndpoint(Endpoint):
         return found
 
 
-class Completions(TextEndpoint):
+class Completions(TextEndpoint[CompletionRequest]):
     """Continues prompts."""
 
     path = "/v1/completions"
+    request = CompletionRequest
 
-    def job(self, body: bytes) -> Job:
+    def job(self, asked: CompletionRequest) -> Job:
         """Return what a request asks for."""
-        asked = self.state.parse(CompletionRequest, body)
         return completion_job(self.state.llm, asked, self.state.options.max_texts)
 
 
-class ChatCompletions(TextEndpoint):
+class ChatCompletions(TextEndpoint[ChatRequest]):
     """Answers conversations."""
 
     path = "/v1/chat/completions"
+    request = ChatRequest
 
-    def job(self, body: bytes) -> Job:
+    def media(self, asked: ChatRequest) -> set[str]:
+        """Return the kinds of images and videos in the messages."""
+        return media_kinds(asked.messages)
+
+    def job(self, asked: ChatRequest) -> Job:
         """Return what a request asks for."""
-        asked, options = self.state.parse(ChatRequest, body), self.state.options
+        options = self.state.options
         return chat_job(self.state.llm, asked, options.max_texts, options.switches)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import attrs
 
 from hal.generation.llm.language_model import LLM
+from hal.generation.llm.message_media import KINDS
 from hal.serve.admission import Admission
 from hal.serve.api_error import ApiError
 from hal.serve.request_fields import T, parse
 from hal.serve.server_metrics import ServerMetrics
+
+MEDIA_THREADS = 2
+"""The threads for each kind. They bound the memory and the processors that large media take."""
 
 
 @attrs.frozen
@@ -42,12 +47,16 @@ class ServerState:
         options: what the server allows.
         admission: the texts that run and wait.
         metrics: the server's figures.
+        pools: threads that prepare requests with an image or a video, by its kind.
     """
 
     llm: LLM
     options: ServerOptions
     admission: Admission
     metrics: ServerMetrics
+    pools: Mapping[str, Executor] = attrs.field(
+        factory=lambda: {kind: ThreadPoolExecutor(MEDIA_THREADS, f"hal-{kind}") for kind in KINDS}
+    )
 
     @classmethod
     def of(cls, llm: LLM, options: ServerOptions) -> ServerState:
@@ -63,6 +72,10 @@ class ServerState:
         asked = parse(kind, body)
         self.check_model(asked.model)
         return asked
+
+    def pool_for(self, kinds: Collection[str]) -> Executor | None:
+        """Return the threads that prepare a request with media of some kinds; None for asyncio's."""
+        return next((self.pools[kind] for kind in reversed(KINDS) if kind in kinds), None)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError unless a name is that of the model."""

@@ -19,8 +19,8 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 
 import hal
-from hal.generation.llm.images import Video
 from hal.generation.llm.processor import open_processor
+from hal.generation.llm.videos import Video
 from hal.nn import EncoderItem
 
 NEW = 8

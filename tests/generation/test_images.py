@@ -10,11 +10,15 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers.distributions import installed
@@ -24,6 +28,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 import hal
 from hal.errors import BatchError, CheckpointError, ConfigError, ModelError
 from hal.generation.llm.images import MOST_PIXELS, read_image
+from hal.generation.llm.videos import Video
 from hal.nn import EncoderItem
 
 Image = pytest.importorskip("PIL.Image", reason="hal reads images with pillow, of the extra vision")
@@ -321,7 +326,6 @@ def test_frames_are_chosen_as_by_the_processor(kind: str, checkpoint: tuple[Any,
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
     from hal.generation.llm.processor import open_processor
-    from hal.generation.llm.videos import Video
 
     folder = with_video_processor(checkpoint[1], kind, tmp_path / "made")
     processor, preparation = AutoVideoProcessor.from_pretrained(folder), open_processor(hal.Checkpoint.open(folder))
@@ -385,8 +389,13 @@ def test_a_checkpoint_without_processor_and_a_model_of_text(
         open_processor(opened)
     backend = hal.open({"backend": "cpu"})
     text = hal.load_model(trained, backend)
-    with pytest.raises(ModelError, match="reads text alone"):
-        prompt_with(text, open_processor(llm.checkpoint), [1, 2], [picture()])
+    video = Video(numpy.zeros((2, 8, 8, 3), numpy.uint8), 1.0, (0, 1), 2)
+    for media, given in (([picture()], "image"), ([video], "video"), ([video, picture()], "image and video")):
+        with pytest.raises(ModelError, match=f"reads text alone; given: {given}\n.*leave the {given} out"):
+            prompt_with(text, open_processor(llm.checkpoint), [1, 2], media)
+    item = EncoderItem("video", torch.zeros(4, 96), (1, 2, 2), b"")
+    with pytest.raises(ModelError, match="reads text alone; given: video"):
+        text.place([1, 2], [item])
 
 
 def test_an_image_for_a_model_of_text_on_the_command_line(trained: Path, tmp_path: Path) -> None:
@@ -397,8 +406,11 @@ def test_an_image_for_a_model_of_text_on_the_command_line(trained: Path, tmp_pat
     (tmp_path / "cat.png").write_bytes(encoded(picture()))
     options = ["generate", str(trained), "--backend", "cpu", "--prompt", "what is this", "--image"]
     result = CliRunner().invoke(main, [*options, str(tmp_path / "cat.png")])
-    assert "has no preprocessor_config.json" in result.stderr, "not the template, which images would break"
-    assert "leave the images out" in result.stderr
+    assert "reads text alone; given: image" in result.stderr, "not the template, which images would break"
+    assert "leave the image out" in result.stderr
+    options[-1] = "--video"
+    result = CliRunner().invoke(main, [*options, str(tmp_path / "cat.png")])
+    assert "reads text alone; given: video" in result.stderr
     result = CliRunner().invoke(main, [*options, str(tmp_path / "none.png")])
     assert "none.png' does not exist" in result.stderr
 
@@ -443,6 +455,60 @@ def test_a_video_over_http(llm: hal.LLM, film: Path) -> None:
                 continue
             (expected,) = llm.chat(messages, max_new_tokens=5, temperature=0.0)
             assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text)
+
+
+@pytest.mark.shows("videos", "hal serve")
+def test_requests_are_answered_while_videos_are_read(
+    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More videos than the server has threads for: texts and images do not wait for them."""
+    pytest.importorskip("starlette", reason="hal serve needs the extra serve")
+    from helpers.api_server import ask, served
+
+    from hal.generation.llm import conversations, processor
+    from hal.serve.server_state import MEDIA_THREADS
+
+    reading, go_on = threading.Semaphore(0), threading.Event()
+
+    class Slow(processor.Preparation):
+        def __init__(self, real: processor.Preparation) -> None:
+            self.real = real
+
+        def items(self, media: Any, options: Any = MappingProxyType({})) -> list[EncoderItem]:
+            if isinstance(media[0], Video):
+                reading.release()
+                assert go_on.wait(60)
+                raise BatchError("the video was read", "")
+            return self.real.items(media, options)
+
+    monkeypatch.setattr(conversations, "open_processor", lambda of: Slow(processor.open_processor(of)))
+    url = "data:image/jpeg;base64," + base64.b64encode(encoded(picture(), "JPEG")).decode()
+    text = {"type": "text", "text": "what is this"}
+    image = {"type": "image_url", "image_url": {"url": url}}
+    video = {"type": "video_url", "video_url": {"url": url.replace("image", "video")}}
+
+    def said(*parts: Any) -> int:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [*parts, text]}], "max_tokens": 2}
+        headers = {"Content_Type": "application/json"}
+        status, answer, _ = ask(address, "POST", "/v1/chat/completions", json.dumps(body).encode(), **headers)
+        assert (status == 400) == ("the video was read" in str(answer)), answer
+        return status
+
+    count = 4 * MEDIA_THREADS + (os.cpu_count() or 1)  # more than all threads of asyncio
+    with (
+        hal.LLM(checkpoint[1], backend="cpu", dtype="float32", max_length=256, max_sequences=4) as own,
+        served(own) as address,
+        ThreadPoolExecutor(count) as clients,
+    ):
+        videos = [clients.submit(said, video) for _ in range(count)]
+        try:
+            for _ in range(MEDIA_THREADS):
+                assert reading.acquire(timeout=60)
+            assert (said(), said(image)) == (200, 200)
+            assert not any(each.done() for each in videos)
+        finally:
+            go_on.set()
+        assert [each.result() for each in videos] == [400] * count
 
 
 def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.LLM, tmp_path: Path) -> None:

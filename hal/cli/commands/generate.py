@@ -127,6 +127,7 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.hub import check_path
+    from hal.checkpoint.random_weights import meta_model
     from hal.config import bounds, read
     from hal.generation.llm.chat_template import ChatTemplate
     from hal.generation.llm.processor import open_processor, prompt_with
@@ -147,13 +148,15 @@ def command(
     read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
-    # Before the template, which would be blamed for an image.
-    preparation = open_processor(opened) if images or videos else None
+    asked = read(hal.Config, settings, "configuration")
+    preparation, kinds = None, ["image"] * len(images) + ["video"] * len(videos)
+    if kinds:  # Before the template, which would be blamed for an image.
+        meta_model(opened.config, asked.model_source).check_kinds(kinds)
+        preparation = open_processor(opened)
     tokenizer = opened.tokenizer()
     template = ChatTemplate.read(opened) if chat else None
     media = [*images, *(read_video(each, None, str(each)) for each in videos)]
-    tokens = given.encode(tokenizer, template, variables, ["image"] * len(images) + ["video"] * len(videos))
-    asked = read(hal.Config, settings, "configuration")
+    tokens = given.encode(tokenizer, template, variables, kinds)
     if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):
         return
 

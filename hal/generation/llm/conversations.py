@@ -9,9 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.errors import ModelError
 from hal.generation.llm.chat_template import ChatTemplate, Message
-from hal.generation.llm.message_media import without_media
+from hal.generation.llm.message_media import media_kinds, without_media
 from hal.generation.llm.processor import Preparation, open_processor, prompt_with
 from hal.generation.llm.prompts import MultimodalPrompt
 from hal.nn import CausalLM
@@ -38,21 +37,18 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
-        written, images = without_media(messages)
-        if images and self._model().encoder is None:
-            raise ModelError(
-                f"{type(self._model()).__name__} reads text alone", "leave the images out, or use another model"
-            )
+        self._model().check_kinds(media_kinds(messages))
+        written, media = without_media(messages)
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
         text = self._template.render(written, tools=tools, **switches)
         tokens = self._encoded(text)
-        if not images:
+        if not media:
             return tokens
         with self._lock:
             if self._preparation is None:
                 self._preparation = open_processor(self._checkpoint)
-            return MultimodalPrompt(*prompt_with(self._model(), self._preparation, tokens, images, self._encoded))
+        return MultimodalPrompt(*prompt_with(self._model(), self._preparation, tokens, media, self._encoded))
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer().encode(text, add_special_tokens=False).ids)

@@ -186,7 +186,7 @@ class LLM:
             ConfigError: the template refuses the messages, or has no such switch; or a library for media is missing.
             CheckpointError: the checkpoint has no template, or the template fails.
             BatchError: an image or a video cannot be read, or is too large.
-            ModelError: there are images, and the model reads text alone.
+            ModelError: there are images or videos, and the model does not read them.
             HalError: as :meth:`generate`.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)

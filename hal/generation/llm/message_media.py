@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hal.errors import BatchError
 from hal.generation.llm.videos import read_video
 
 KINDS = ("image", "video")
+
+
+def media_kinds(messages: Iterable[Any]) -> set[str]:
+    """Return the kinds of images and videos in the parts of messages, which may be invalid."""
+    found = set[str]()
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else [content]:
+            if isinstance(part, Mapping):
+                found |= {str(part.get("type")).removesuffix("_url")} & {*KINDS}
+    return found
 
 
 def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

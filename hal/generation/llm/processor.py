@@ -16,7 +16,7 @@ from hal.errors import CheckpointError
 from hal.generation.llm.images import read_image
 from hal.generation.llm.videos import Video, VideoFile
 from hal.nn import CausalLM, EncoderItem
-from hal.nn.encoder import IMAGE
+from hal.nn.encoder import IMAGE, VIDEO
 
 GROUP = "hal.processors"
 
@@ -45,7 +45,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class Preparation(ABC):
-    """Prepares images and videos for one checkpoint. Threading: one thread at a time.
+    """Prepares images and videos for one checkpoint. Threading: any threads, at the same time.
 
     Attributes:
         options: the names of the options for each kind. A kind that cannot be prepared has no entry.
@@ -101,8 +101,9 @@ def prompt_with(
 
     Raises:
         BatchError: an image or a video cannot be read, or there are more or fewer than placeholders.
-        ModelError: the model reads text alone.
+        ModelError: the model does not read images or videos.
     """
+    model.check_kinds(VIDEO if isinstance(each, Video | VideoFile) else IMAGE for each in media)
     read = [
         each if isinstance(each, Video | VideoFile) else read_image(each, f"image {index}")
         for index, each in enumerate(media)
