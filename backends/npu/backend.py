@@ -145,7 +145,7 @@ class NpuBackend(Backend):
 
     def allocate(self, spec: StateSpec) -> StateMemory:
         """Allocate a model's states; see :meth:`hal.Backend.allocate`."""
-        return quantized_cache.by_head(super().allocate(spec))
+        return quantized_cache.allocate(spec, super().allocate)
 
     def activate(self) -> None:
         """Activate the backend, and make its device the thread's current one, on which kernels allocate results."""

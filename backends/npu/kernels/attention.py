@@ -202,7 +202,7 @@ class FusedAttention:
         block_size: int,
         **arguments: Any,
     ) -> Tensor:
-        """Attend with one query per sequence, in the layout BSH.
+        """Attend with one query per sequence.
 
         Args:
             query: ``[sequences, num_heads, head_dim]``, contiguous.

@@ -20,7 +20,7 @@ def attend_alike(
     options: AttentionOptions,
     **arguments: Any,
 ) -> Tensor:
-    """Attend with as many queries of each sequence, in the layout BSH.
+    """Attend with as many queries of each sequence, in the layout BSH, or one in BNSD where a cache has 4 dimensions.
 
     Args:
         query: ``[sequences * queries, num_heads, head_dim]``.
@@ -31,13 +31,15 @@ def attend_alike(
         options: of the operation.
         arguments: further ones of npu_fused_infer_attention_score.
     """
+    _, heads, head_dim = query.shape
+    by_head = keys.dim() == 4
     attended, sums = torch_npu.npu_fused_infer_attention_score(
-        query.view(-1, queries, query.shape[1] * query.shape[2]),
+        query.view(-1, *((heads, 1, head_dim) if by_head else (queries, heads * head_dim))),
         keys,
         values,
-        num_heads=query.shape[1],
+        num_heads=heads,
         scale=options.scale,
-        input_layout="BSH",
+        input_layout="BNSD" if by_head else "BSH",
         softmax_lse_flag=sinks is not None,
         **arguments,
     )

@@ -1,13 +1,21 @@
 """Kernels of a KV cache in 8 bits: npu_fused_infer_attention_score reads int8 caches of decode steps as they are.
 
 It takes a scale of each token and head in the shape ``[num_blocks, num_kv_heads, block_size]``, float32, with int8
-numbers, one query for each sequence, and blocks of a multiple of 32 tokens. Other steps widen the blocks of their
-sequences first; so do all steps with float8, for which the operator has no such scales.
+numbers in ``[num_blocks, num_kv_heads, block_size, head_dim]``, one query for each sequence, and blocks of a multiple
+of 32 tokens. Other steps widen the blocks of their sequences first; so do all steps with float8, for which the operator
+has no such scales.
 
-Source: the documentation of ``torch_npu.npu_fused_infer_attention_score``, ``key_antiquant_mode`` 5.
+:func:`allocate` gives int8 caches that order. Keys and values of a layer are halves of one tensor, and so are their
+scales, so that one launch of npu_scatter_pa_kv_cache writes all four: numbers as its keys, and the bytes of scales as
+its values.
+
+Sources: the documentation of ``torch_npu.npu_fused_infer_attention_score``, ``key_antiquant_mode`` 5, and of
+``aclnnScatterPaKvCache``, whose keys and values may have heads of different sizes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -15,11 +23,12 @@ import torch_npu
 from torch import Tensor
 
 from hal.ops import AttentionOptions
+from hal.ops.float8 import float8_bits, float8_values
 from hal.ops.kernels.composed_attention import widening
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantized_cache import FLOAT8, INTEGERS, LARGEST, quantized_heads, widened_heads
+from hal.ops.quantized_cache import FLOAT8, INTEGERS, LARGEST, widened_heads
 from hal.step.shape import one_query_each
-from hal.step.state import StateMemory
+from hal.step.state import LayerStates, StateMemory, StateSpec
 from hal.vendor import PartialKernel, PreparingKernel
 
 from .attention import OPTIONS, ComposedAttention, FusedAttention
@@ -29,7 +38,7 @@ BY_TOKEN_AND_HEAD = 5
 BLOCK_MULTIPLE = 32
 """What the block size of an int8 cache is a multiple of."""
 SMALLEST = torch.finfo(torch.float32).tiny
-"""What a head is divided by if its scale is less, such as that of zeros."""
+"""The least scale of a head in float8, such as that of zeros."""
 SCALES = ("key_scale", "value_scale")
 """The states that have scales."""
 
@@ -43,8 +52,17 @@ def kernels(device: torch.device, attention: FusedAttention) -> dict[str, Kernel
     """
     float8 = Float8Numbers(device)
 
-    def widen(numbers: Tensor, scales: Tensor) -> Tensor:
-        return widened_heads(numbers, scales) if numbers.dtype is INTEGERS else float8.widened(numbers, scales)
+    def widen(
+        keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor, blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        widened = widened_heads if keys.dtype is INTEGERS else float8.widened
+        numbers, scales = _joined(keys, values), _joined(key_scales, value_scales)
+        if numbers is not None and scales is not None:
+            key, value = widened(*(_gathered(each.unflatten(0, (2, -1)), blocks, 1) for each in (numbers, scales)))
+            return key, value
+        pairs = (keys, key_scales), (values, value_scales)
+        key, value = (widened(*(_gathered(each, blocks) for each in pair)) for pair in pairs)
+        return key, value
 
     return {
         "quantized_paged_attention": PartialKernel(
@@ -53,7 +71,7 @@ def kernels(device: torch.device, attention: FusedAttention) -> dict[str, Kernel
             supports=OPTIONS,
             otherwise=_composed(widening(ComposedAttention(), widen)),
         ),
-        "store_quantized_kv_cache": PreparingKernel(StoreQuantized(float8).store, {"slot_mapping": places}),
+        "store_quantized_kv_cache": PreparingKernel(StoreQuantized(float8).store, {"slot_mapping": slots_of_halves}),
     }
 
 
@@ -92,6 +110,7 @@ class QuantizedAttention:
         """See :func:`hal.ops.quantized_paged_attention`."""
         tokens, block_size, starts = query.shape[0], keys.shape[1], query_start_loc_host.tolist()
         takes = keys.dtype is INTEGERS and block_size % BLOCK_MULTIPLE == 0
+        by_head = not keys.is_contiguous()
         if not (tokens and takes and one_query_each(tokens, starts)):
             return self._otherwise(  # type: ignore[no-any-return]
                 query,
@@ -109,8 +128,8 @@ class QuantizedAttention:
             )
         return self._attention.decode(
             query.contiguous(),
-            keys.flatten(2),
-            values.flatten(2),
+            keys.transpose(1, 2) if by_head else keys.flatten(2),
+            values.transpose(1, 2) if by_head else values.flatten(2),
             block_table.contiguous(),
             kv_lens,
             kv_lens_host.tolist(),
@@ -118,26 +137,30 @@ class QuantizedAttention:
             options,
             num_key_value_heads=keys.shape[2],
             block_size=block_size,
-            key_antiquant_scale=_by_head(key_scales),
-            value_antiquant_scale=_by_head(value_scales),
+            key_antiquant_scale=key_scales.transpose(1, 2).contiguous(),
+            value_antiquant_scale=value_scales.transpose(1, 2).contiguous(),
             key_antiquant_mode=BY_TOKEN_AND_HEAD,
             value_antiquant_mode=BY_TOKEN_AND_HEAD,
         )
 
 
-def places(slot_mapping: Tensor, keys: Tensor) -> Tensor:
-    """Return what :class:`StoreQuantized` takes in place of slots: int64 ``[5, tokens]``.
+def slots_of_halves(slot_mapping: Tensor, keys: Tensor) -> Tensor:
+    """Return what :class:`StoreQuantized` takes in place of slots: these, and the rows of the joined halves.
 
-    The rows are slots, their blocks, those blocks in a second half of twice as many, and twice the places in blocks.
-    They are the same for all layers, so that a compiled step computes them once.
+    Rows of an int8 cache are those of single heads. They are the same for all layers, so that a compiled step computes
+    them once.
     """
-    blocks, size = keys.shape[:2]
-    block, place = slot_mapping // size, slot_mapping % size
-    return torch.stack((slot_mapping, block, block + blocks, place, place)).long()
+    blocks, size, heads, _ = keys.shape
+    if keys.dtype is not INTEGERS:
+        return torch.cat((slot_mapping, slot_mapping, slot_mapping + blocks * size))
+    first = slot_mapping + slot_mapping // size * ((heads - 1) * size)
+    halves = torch.stack((first, first + blocks * heads * size))
+    rows = halves.unsqueeze(-1) + size * torch.arange(heads, dtype=slot_mapping.dtype, device=slot_mapping.device)
+    return torch.cat((slot_mapping, rows.view(-1)))
 
 
 class StoreQuantized:
-    """``store_quantized_kv_cache``. Scales are in the memory order that attention reads; see :func:`by_head`.
+    """``store_quantized_kv_cache``, in one write where :func:`allocate` made the cache.
 
     Args:
         float8: encodes float8.
@@ -158,88 +181,127 @@ class StoreQuantized:
         value_scales: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """See :func:`hal.ops.store_quantized_kv_cache`; ``slot_mapping`` is what :func:`places` returns."""
-        if not key.shape[0]:
+        """See :func:`hal.ops.store_quantized_kv_cache`; ``slot_mapping`` is what :func:`slots_of_halves` returns."""
+        tokens = key.shape[0]
+        if not tokens:
             return
-        slots, block, _, place, _ = slot_mapping
         if key_scale is None and value_scale is None:
             # Together: the copy makes values contiguous, which quantization alone needs, too.
-            (key, value), both = self._quantized(torch.stack((key, value)), None, keys.dtype)
-            key_scale, value_scale = both
+            numbers, scales = self._quantized(torch.stack((key, value)), None, keys.dtype)
         else:
-            given = (key, key_scale), (value, value_scale)
-            (key, key_scale), (value, value_scale) = (self._quantized(*each, keys.dtype) for each in given)
-            both = None
-        as_bytes = (each.view(INTEGERS) for each in (key, value, keys, values))
-        torch_npu.npu_scatter_pa_kv_cache(*as_bytes, slots, cache_mode="Norm")
-        if both is not None and (scales := _together(key_scales, value_scales)) is not None:
-            scales[slot_mapping[1:3].reshape(-1), slot_mapping[3:].reshape(-1)] = both.flatten(0, 1)
+            pairs = (self._quantized(*each, keys.dtype) for each in ((key, key_scale), (value, value_scale)))
+            numbers, scales = (torch.stack(each) for each in zip(*pairs, strict=True))
+        scales, single, both = scales.unsqueeze(-1), slot_mapping[:tokens], slot_mapping[tokens:]
+        caches = keys, values, key_scales.unsqueeze(-1), value_scales.unsqueeze(-1)
+        if not keys.is_contiguous():  # a row for each head
+            numbers, scales = (each.flatten(1, 2).unsqueeze(2) for each in (numbers, scales))
+            keys, values, key_scales, value_scales = (
+                each.transpose(1, 2).flatten(0, 1).unsqueeze(2) for each in caches
+            )
+            single = both[: numbers.shape[1]]
         else:
-            key_scales[block, place] = key_scale
-            value_scales[block, place] = value_scale
+            keys, values, key_scales, value_scales = caches
+        cache, scale_cache = _joined(keys, values), _joined(key_scales, value_scales)
+        if cache is None or scale_cache is None or both.shape[0] != 2 * single.shape[0]:
+            _write(numbers[0], numbers[1], keys, values, single)
+            _write(scales[0], scales[1], key_scales, value_scales, single)
+        else:
+            _write(numbers.flatten(0, 1), scales.flatten(0, 1), cache, scale_cache, both)
 
     def _quantized(self, x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if dtype is not INTEGERS:
             return self._float8.quantized(x, scale)
-        if scale is not None:
-            return quantized_heads(x, dtype, scale)
-        return torch_npu.npu_dynamic_quant(x.contiguous())  # type: ignore[no-any-return]
+        if scale is None:
+            return torch_npu.npu_dynamic_quant(x.contiguous())  # type: ignore[no-any-return]
+        numbers = torch_npu.npu_quantize(x.contiguous(), scale, None, torch.qint8, 1)
+        return numbers, scale.expand(x.shape[:-1])
+
+
+def _write(rows: Tensor, others: Tensor, cache: Tensor, other: Tensor, slots: Tensor) -> None:
+    """Write the bytes of rows ``[rows, heads, size]`` to their slots of two caches, whose sizes may differ."""
+    given = (each.view(INTEGERS) for each in (rows, others, cache, other))
+    torch_npu.npu_scatter_pa_kv_cache(*given, slots, cache_mode="Norm")
 
 
 class Float8Numbers:
-    """Float8 numbers on devices without the dtype: they are looked up, and encoded by their bits in float32.
+    """Float8 numbers on devices without the dtype: they are looked up, and so are the bits of numbers in float16.
 
     Args:
         device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        bits = torch.arange(256, dtype=torch.uint8)
-        self._numbers = bits.view(torch.float8_e4m3fn).float().to(device)
-        ascending = bits[:127].view(torch.float8_e4m3fn).float()
-        middles = (ascending[1:] + ascending[:-1]) / 2
-        # A number in the middle of two rounds to the even one, which is the larger one of every second pair.
-        middles[1::2] = torch.nextafter(middles[1::2], torch.zeros(()))
-        self._middles = middles.to(device)
+        self._numbers = float8_values(torch.arange(256, dtype=torch.uint8)).to(device)
+        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        self._bits = float8_bits(halves.float()).to(device)
+        self._smallest = torch.full((1,), SMALLEST).to(device)
 
     def widened(self, numbers: Tensor, scales: Tensor) -> Tensor:
         """Return keys or values in float32; see :func:`hal.ops.quantized_cache.widened_heads`."""
         return self._numbers[numbers.int()] * scales.unsqueeze(-1)
 
     def quantized(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return numbers and scales; see :func:`hal.ops.quantized_cache.quantized_heads`."""
-        wide = x.float()
-        scales = wide.abs().amax(-1) / LARGEST[FLOAT8] if scale is None else scale.expand(x.shape[:2])
-        divided = wide / scales.clamp_min(SMALLEST).unsqueeze(-1)
-        code = torch.searchsorted(self._middles, divided.abs())
-        code = torch.where(divided.isnan(), 127, code) + (divided.view(torch.int32) < 0) * 128
-        return code.to(torch.uint8), scales
+        """Return numbers and scales; see :func:`hal.ops.quantized_cache.quantized_heads`.
+
+        A quotient is rounded to float16 first, which changes the result only next to the middle of two numbers.
+        """
+        if scale is None:
+            # CANN's quantization to int8 finds the largest number of a head in one launch.
+            _, scales = torch_npu.npu_dynamic_quant(x)
+            scales = torch.add(self._smallest, scales, alpha=LARGEST[INTEGERS] / LARGEST[FLOAT8])
+        else:
+            scales = scale.expand(x.shape[:-1])
+        half = (x / scales.unsqueeze(-1)).half()
+        return self._bits[half.view(torch.int16).int() & 0xFFFF], scales
 
 
-def by_head(memory: StateMemory) -> StateMemory:
-    """Return a cache whose scales have the memory order that attention reads, ``[blocks, heads, block_size]``.
+def allocate(spec: StateSpec, canonical: Callable[[StateSpec], StateMemory]) -> StateMemory:
+    """Return zeroed states. The keys and values of a cache in 8 bits are halves of one tensor, and so are their scales.
 
-    The tensors keep their shape. Those of a layer's keys and values are halves of one tensor, which one launch writes.
+    All have the canonical shape. Those of an int8 cache have the memory order ``[blocks, heads, block_size]``.
+
+    Args:
+        spec: the states.
+        canonical: allocates states in the canonical layout.
     """
-    layers = []
-    with torch.inference_mode():
-        for layer in memory.layers:
-            scales = [layer[name].transpose(1, 2) for name in SCALES if name in layer]
-            halves = torch.cat(scales).transpose(1, 2).chunk(len(scales)) if scales else ()
-            layers.append({**layer, **dict(zip((name for name in SCALES if name in layer), halves, strict=True))})
-    return attrs.evolve(memory, layers=tuple(layers))
+    quantized = [SCALES[0] in layer for layer in spec.layers]
+    pairs = zip(quantized, spec.layers, strict=True)
+    memory = canonical(attrs.evolve(spec, layers=[_both(layer) if each else layer for each, layer in pairs]))
+    made = zip(quantized, memory.layers, strict=True)
+    return attrs.evolve(memory, spec=spec, layers=tuple(_halves(layer) if each else layer for each, layer in made))
 
 
-def _together(key_scales: Tensor, value_scales: Tensor) -> Tensor | None:
-    """Return the tensor ``[2 * num_blocks, ...]`` whose halves are the scales; None if they are not."""
-    after = key_scales.storage_offset() + key_scales.numel()
-    same = key_scales.untyped_storage().data_ptr() == value_scales.untyped_storage().data_ptr()
-    if not same or value_scales.storage_offset() != after or key_scales.stride() != value_scales.stride():
+def _both(layer: LayerStates) -> LayerStates:
+    """Return the states of numbers and of scales, both of keys and values."""
+    return {name: attrs.evolve(layer[name], shape=(2, *layer[name].shape)) for name in ("key", "key_scale")}
+
+
+def _halves(layer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the states of a layer from the memory of :func:`_both`, ``[num_blocks, block_size, 2, heads, ...]``."""
+    found, by_head = dict(layer), layer["key"].dtype is INTEGERS
+    for key, value in (("key", "value"), SCALES):
+        blocks, size, _, heads, *rest = layer[key].shape
+        order = (heads, size) if by_head else (size, heads)
+        both = layer[key].view(2, blocks, *order, *rest)
+        found[key], found[value] = both.transpose(2, 3) if by_head else both
+    return found
+
+
+def _gathered(cache: Tensor, blocks: Tensor, dimension: int = 0) -> Tensor:
+    """Return blocks of a cache in either memory order, without a copy of the others."""
+    if cache.is_contiguous():
+        return cache.index_select(dimension, blocks)
+    heads = dimension + 1, dimension + 2
+    return cache.transpose(*heads).index_select(dimension, blocks).transpose(*heads)
+
+
+def _joined(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Return the tensor ``[2 * num_blocks, ...]`` whose halves are keys and values, or their scales; else None.
+
+    Fake tensors, with which npugraph_ex traces, share no memory.
+    """
+    if keys.untyped_storage() is not values.untyped_storage() or keys.stride() != values.stride():
         return None
-    shape = 2 * key_scales.shape[0], *key_scales.shape[1:]
-    return key_scales.as_strided(shape, key_scales.stride())
-
-
-def _by_head(scales: Tensor) -> Tensor:
-    """Return scales as attention takes them, without a copy if they are in its order."""
-    return scales.transpose(1, 2).contiguous()
+    if values.storage_offset() != keys.storage_offset() + keys.numel():
+        return None
+    return keys.as_strided((2 * keys.shape[0], *keys.shape[1:]), keys.stride())

@@ -140,14 +140,25 @@ def _attend(
     return (weights.masked_fill_(hidden, 0.0) @ values.float()).to(rows.dtype)
 
 
-def widening(attention: Kernel, widen: Callable[[Tensor, Tensor], Tensor] = widened_heads) -> Kernel:
+Widen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes keys, values, their scales, and the numbers of blocks. Returns the keys and values of these blocks."""
+
+
+def widened_blocks(
+    keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor, blocks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of blocks in float32; see :data:`Widen`."""
+    return widened_heads(keys[blocks], key_scales[blocks]), widened_heads(values[blocks], value_scales[blocks])
+
+
+def widening(attention: Kernel, widen: Widen = widened_blocks) -> Kernel:
     """Return a kernel of :func:`hal.ops.quantized_paged_attention` that widens the blocks of its sequences.
 
     A graph can capture a decode if it can capture that of ``attention``.
 
     Args:
         attention: the kernel of :func:`hal.ops.paged_attention`.
-        widen: takes numbers of a cache and their scales.
+        widen: widens blocks.
     """
 
     def quantized_paged_attention(
@@ -164,12 +175,9 @@ def widening(attention: Kernel, widen: Callable[[Tensor, Tensor], Tensor] = wide
         sinks: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor:
-        blocks = block_table.flatten().long()
+        blocks = block_table.flatten()
         own = torch.arange(blocks.shape[0], dtype=torch.int32, device=query.device).view(block_table.shape)
-        wide = (
-            widen(numbers[blocks], scales[blocks]).to(query.dtype)
-            for numbers, scales in ((keys, key_scales), (values, value_scales))
-        )
+        wide = (each.to(query.dtype) for each in widen(keys, values, key_scales, value_scales, blocks))
         return attention(  # type: ignore[no-any-return]
             query, *wide, own, query_start_loc, kv_lens, query_start_loc_host, kv_lens_host, sinks, options
         )

@@ -16,7 +16,12 @@ from torch import Tensor
 
 import hal
 from hal import ops
+from hal.checkpoint.cache_dtype import DTYPES
 from hal.errors import ConfigError
+from hal.ops.tolerance import assert_agree
+from hal.step import StateSpec
+from hal.step.state import key_value_states
+from hal.vendor import PreparingKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [1, 7, 30, 4, 200, 19, 19, 3]
@@ -75,20 +80,32 @@ def test_a_decode_reads_an_int8_cache_as_it_is(tmp_path: Path) -> None:
     more = {name: count - found["model"].get(name, 0) for name, count in found["int8"].items()}
     assert found["int8"]["FusedInferAttentionScoreV3"] == layers
     assert more.pop("DynamicQuantV2") == layers
-    assert 0 < sum(more.values()) <= 5 * layers, more
+    assert found["int8"]["ScatterPaKvCache"] == found["model"]["ScatterPaKvCache"] == layers
+    assert 0 < sum(more.values()) <= 10, more  # which prepare the slots of all layers
 
 
-def test_keys_and_values_in_float8_are_quantized_together(npu: Callable[..., hal.Backend]) -> None:
-    backend, draw = npu(), ops.Draw(torch.bfloat16, "npu", 1)
-    samples = ops.operation("store_quantized_kv_cache").samples(draw)
-    given = next(each for each in samples if each[4].dtype is torch.uint8)
+@pytest.mark.parametrize(("cache", "most"), [("int8", 3), ("fp8", 9)])
+def test_one_launch_writes_numbers_and_scales(cache: str, most: int, npu: Callable[..., hal.Backend]) -> None:
+    """The slots of all layers of a step are prepared in a few more, which a compiled step launches once."""
+    backend, layer = npu(), key_value_states(2, 64, quantized=DTYPES[cache])
+    states = backend.allocate(StateSpec((layer,), torch.bfloat16, num_blocks=3, block_size=32)).layers[0]
+    names = "key", "value", "key_scale", "value_scale"
+    caches, draw = [states[name] for name in names], ops.Draw(torch.bfloat16, "npu", 1)
+    given = [draw.normal(5, 2, 64) for _ in range(2)]
+    slots = torch.tensor([33, 95, 40, 64, 90], dtype=torch.int32)
+    kernel = backend.kernels["store_quantized_kv_cache"]
+    assert isinstance(kernel, PreparingKernel)
+    prepared = kernel.prepare["slot_mapping"](slots.npu(), caches[0])
     torch.npu.synchronize()
     with emulator.trace() as trace:
-        backend.ops.store_quantized_kv_cache(*given)
+        kernel.kernel(*given, None, None, *caches, prepared)
         torch.npu.synchronize()
-    counts = trace.counts()
-    assert counts["SearchSorted"] == counts["Div"] == counts["ScatterPaKvCache"] == 1
-    assert sum(counts.values()) <= 24, counts  # five of which prepare the slots for all layers of a step
+    assert trace.counts()["ScatterPaKvCache"] == 1
+    assert sum(trace.counts().values()) == most, trace.counts()
+    declared = ops.operation("store_quantized_kv_cache")
+    expected = [torch.zeros(each.shape, dtype=each.dtype) for each in caches]
+    declared.reference(*(each.cpu() for each in given), None, None, *expected, slots)
+    assert_agree(declared, torch.bfloat16, [each.cpu() for each in caches], expected, cache)
 
 
 def test_a_cache_in_fractal_nz_is_refused(tmp_path: Path) -> None:
