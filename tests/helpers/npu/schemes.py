@@ -30,7 +30,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import hal  # noqa: E402
-from hal.errors import CompileError  # noqa: E402
+from hal.errors import CompileError, HalError  # noqa: E402
 from hal.step import ALL  # noqa: E402
 from helpers import held_out  # noqa: E402
 
@@ -41,6 +41,8 @@ EXPERT_KERNELS = ("Moe", "GroupedMatmul", "SwiGlu", "DequantSwigluQuant")
 SCHEMES = ("float16", "bfloat16", "w8a16", "w8a8", "w8a8_dynamic")
 WEIGHT_ONLY = ("w4a16", "w4a8_dynamic", "w8a16_group", "fp8")
 """Schemes that only --launches measures."""
+WEIGHTS = ("w8a16", "w8a8", "w8a8_dynamic", *WEIGHT_ONLY)
+"""Schemes whose launches are counted in every mode."""
 PREFILLS = (16, 64, 256)
 
 
@@ -192,6 +194,23 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
     return rows
 
 
+def mode_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+    """Return rows in Markdown: weights, cache, and launches per layer of a decode of eight sequences, by mode."""
+    rows = []
+    kept = (*(("bfloat16", cache) for cache in ("model", "int8", "fp8")), *((each, "model") for each in WEIGHTS))
+    for scheme, cache in kept:
+        path, dtype = made[scheme]
+        found = []
+        for mode in ("graph", "piecewise", "npugraph_ex"):
+            try:
+                (each,) = count_launches(path, dtype, {}, (8,), (mode,), cache)
+                found.append(str(each.per_layer))
+            except HalError as error:
+                found.append(error.problem)
+        rows.append(f"| {scheme} | {cache} | {' | '.join(found)} |")
+    return rows
+
+
 def prefill_table(path: Path) -> list[str]:
     """Return rows in Markdown: mode, launches per layer, and launches outside the layers."""
     modes = ("eager", "graph", "piecewise")
@@ -214,7 +233,9 @@ def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
     source = EXPERTS if experts else TRAINED
     if launches:
         with checkpoints(source, () if experts else WEIGHT_ONLY) as made:
-            click.echo("\n".join(expert_table(made) if experts else [*launch_table(made), *prefill_table(TRAINED)]))
+            dense = launch_table, mode_table
+            rows = expert_table(made) if experts else [row for each in dense for row in each(made)]
+            click.echo("\n".join(rows if experts else [*rows, *prefill_table(TRAINED)]))
         return
     stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
     with checkpoints(source) as made:
