@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "claims.h"
 #include "elements.h"
 #include "packed_linear.h"
 #include "products.h"
@@ -18,10 +19,11 @@
 
 namespace {
 
-constexpr int64_t kNear = 1024;               // bytes to prefetch ahead in a stream of weights
-constexpr int64_t kPanelBytes = 512 << 10;    // of weights that stay in a core's cache for all rows
-constexpr int64_t kChunkBytes = 256 << 10;    // of weights that a thread takes at a time
-constexpr int64_t kSerialBytes = 128 << 10;   // of weights, up to which starting threads costs more than it gains
+constexpr int64_t kAhead = 4096;               // bytes to prefetch ahead in a stream that is read once
+constexpr int64_t kNearPanelBytes = 16 << 10;  // of weights that stay in a core's first cache for two passes
+constexpr int64_t kPanelBytes = 128 << 10;     // of weights that stay in a core's second cache for more passes
+constexpr int64_t kLine = 64;                  // bytes of a cache line
+constexpr int64_t kSerialBytes = 128 << 10;    // of weights, up to which starting threads costs more than it gains
 
 // The arithmetic of words. kColumns is the number of words in a register.
 #ifdef __AVX512BF16__
@@ -68,9 +70,9 @@ struct Words {
 };
 #endif
 
-// sums[r * stride + c] (+)= x[r] . column c, for R rows and V registers of columns. `next` is the memory that is read
-// afterwards: an iteration fetches `step` bytes of it into the core's cache.
-template <int R, int V>
+// sums[r * stride + c] (+)= x[r] . column c, for R rows and V registers of columns. Ahead: the weights that lie kAhead are
+// fetched into the core's first cache. An iteration also fetches `step` bytes of `next` into its second cache.
+template <bool Ahead, int R, int V>
 void multiply(const uint32_t* weight, int64_t block, const Words::Element* x, int64_t x_stride, int64_t pairs,
               float* sums, int64_t stride, bool add, const char* next, int64_t step) {
     constexpr int kColumns = Words::kColumns;
@@ -82,11 +84,11 @@ void multiply(const uint32_t* weight, int64_t block, const Words::Element* x, in
         Words::Column columns[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
-            if (v * kColumns % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(weight + v * kColumns) + kNear);
+            if (Ahead && v * kColumns * 4 % kLine == 0)
+                __builtin_prefetch(reinterpret_cast<const char*>(weight + v * kColumns) + kAhead);
             columns[v] = Words::column(weight + v * kColumns);
         }
-        __builtin_prefetch(next, 0, 2);
-        if (V > 2) __builtin_prefetch(next + 64, 0, 2);
+        for (int64_t line = 0; line < step; line += kLine) __builtin_prefetch(next + line, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const Words::Pair pair = Words::pair(x + r * x_stride);
@@ -98,46 +100,52 @@ void multiply(const uint32_t* weight, int64_t block, const Words::Element* x, in
         for (int v = 0; v < V; v++) std::memcpy(sums + r * stride + v * kColumns, &held[r][v], sizeof(Words::Sums));
 }
 
-template <int V, int R = Words::kMostSums / V>
+template <bool Ahead, int V, int R = Words::kMostSums / V>
 void multiply_rows(int64_t rows, const uint32_t* weight, int64_t block, const Words::Element* x, int64_t x_stride,
                    int64_t pairs, float* sums, int64_t stride, bool add, const char* next, int64_t step) {
     if constexpr (R > 1)
         if (rows < R)
-            return multiply_rows<V, R - 1>(rows, weight, block, x, x_stride, pairs, sums, stride, add, next, step);
-    multiply<R, V>(weight, block, x, x_stride, pairs, sums, stride, add, next, step);
+            return multiply_rows<Ahead, V, R - 1>(rows, weight, block, x, x_stride, pairs, sums, stride, add, next, step);
+    multiply<Ahead, R, V>(weight, block, x, x_stride, pairs, sums, stride, add, next, step);
 }
 
-// A unit is V registers of columns.
+// A unit is V registers of columns. Its rows are multiplied in passes over a panel of the weight at a time. If the unit
+// is a block, so that panels follow one another in memory, the passes fetch the panel after the next, or the next one if
+// panels are large, each a share.
 template <int V>
 void multiply_units(const PackedProduct& product, const Words::Element* x, int64_t x_stride) {
     constexpr int64_t kUnit = V * Words::kColumns, kMost = Words::kMostSums / V;
-    const int64_t in_block = product.block / kUnit, units = (product.out + kUnit - 1) / kUnit;
-    const int64_t word_bytes = product.pairs * 4, chunk = std::max<int64_t>(1, kChunkBytes / (word_bytes * kUnit));
+    const int64_t block = product.block, in_block = block / kUnit, units = (product.out + kUnit - 1) / kUnit;
     const int64_t passes = (product.rows + kMost - 1) / kMost, at_once = (product.rows + passes - 1) / passes;
-    const int64_t most_pairs = std::max<int64_t>(16, kPanelBytes / (4 * product.block));
-    const int64_t taken = (product.pairs + most_pairs - 1) / most_pairs;
-    const int64_t panel = (product.pairs + taken - 1) / taken;  // pairs at a time
-    // Each pass fetches its share of the next panel, up to two lines with each pair.
-    const int64_t step = std::max<int64_t>(1, std::min<int64_t>(V > 2 ? 2 : 1, kUnit / 16 / passes)) * 64;
-#pragma omp parallel if (product.out * word_bytes > kSerialBytes)
+    const int64_t bytes = passes > 2 ? kPanelBytes : kNearPanelBytes, distance = passes > 2 ? 1 : 2;
+    const int64_t most_pairs = passes > 1 ? std::max<int64_t>(16, bytes / (4 * block)) : product.pairs;
+    const int64_t panels = (product.pairs + most_pairs - 1) / most_pairs;
+    const int64_t panel = (product.pairs + panels - 1) / panels;  // pairs at a time
+    const bool streams = passes > 1 && kUnit == block;
+    const int64_t step = streams ? up((4 * kUnit + passes - 1) / passes, kLine) : 0;  // a pass's share of a pair
+    const bool parallel = product.out * product.pairs * 4 > kSerialBytes;
+    Claims claims(units, parallel ? omp_get_max_threads() : 1);
+    const auto weight_of = [&](int64_t unit) {
+        return product.weight + unit / in_block * product.block_pairs * block + unit % in_block * kUnit;
+    };
+#pragma omp parallel if (parallel)
     {
         std::vector<float> sums(product.rows * kUnit);
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t unit = 0; unit < units; unit++) {
-            const int64_t place = unit % in_block * kUnit;
-            const uint32_t* weight = product.weight + unit / in_block * product.block_pairs * product.block + place;
+        claims.run([&](int64_t unit, int64_t following) {
+            const uint32_t *weight = weight_of(unit), *beyond = weight_of(following);
             for (int64_t first = 0; first < product.pairs; first += panel) {
-                const int64_t count = std::min(panel, product.pairs - first);
-                const uint32_t* from = weight + first * product.block;
-                for (int64_t row = 0, pass = 0; row < product.rows; row += at_once, pass++) {
-                    const char* next = reinterpret_cast<const char*>(from + count * product.block) + pass * count * step;
-                    multiply_rows<V>(std::min(at_once, product.rows - row), from, product.block,
-                                     x + row * x_stride + 2 * first, x_stride, count, sums.data() + row * kUnit, kUnit,
-                                     first > 0, passes > 1 ? next : reinterpret_cast<const char*>(from), passes > 1 ? step : 0);
+                const int64_t count = std::min(panel, product.pairs - first), target = first + distance * panel;
+                const uint32_t* next = target < product.pairs ? weight + target * block
+                                                              : beyond + (target - product.pairs) * block;
+                for (int64_t row = 0, fetched = 0; row < product.rows; row += at_once, fetched += step) {
+                    const auto run = streams || row > 0 ? multiply_rows<false, V> : multiply_rows<true, V>;
+                    run(std::min(at_once, product.rows - row), weight + first * block, block,
+                        x + row * x_stride + 2 * first, x_stride, count, sums.data() + row * kUnit, kUnit, first > 0,
+                        reinterpret_cast<const char*>(next) + fetched * count, fetched < 4 * kUnit ? step : 0);
                 }
             }
             product.write(sums.data(), kUnit, unit * kUnit, std::min(kUnit, product.out - unit * kUnit));
-        }
+        });
     }
 }
 
