@@ -179,7 +179,7 @@ class Gemma4Attention(SelfAttention):
         heads = [self._heads(each) for each in self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)]
         query, key, value = self.q_norm(heads[0]), None, None
         if self.v_norm is None:
-            query, _ = ops.rotary_embedding(query, query[:, :1], *angles, False)
+            query, _ = ops.rotary_embedding(query, query[:, :0], *angles, False)
         else:
             query, key = ops.rotary_embedding(query, self.k_norm(heads[1]), *angles, False)
             value = self.v_norm(heads[-1])

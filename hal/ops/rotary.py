@@ -38,6 +38,8 @@ def _rotary_samples(draw: Draw) -> Iterator[Sample]:
             cos, sin = _angles(draw, tokens, width, interleaved)
             yield *pair, cos, sin, interleaved
             yield *pair, cos.float(), sin.float(), interleaved
+    query = draw.normal(4, 3, 64)
+    yield query, query[:, :0], *_angles(draw, 4, 64), False
 
 
 @op(
@@ -69,7 +71,7 @@ def rotary_embedding(
 
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
-        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
+        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype. A layer without a key of its own gives no heads.
         cos: ``[tokens, rotary_dim]``, of query's dtype or float32, for the first ``rotary_dim`` elements of a head;
             others stay. Both elements of a pair have the same value. Computed once per step.
         sin: as ``cos``.

@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from helpers.pages import lay_out
 from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 from helpers.transformers_families import config_of, kinds, layer_keys, model_of
+from torch import Tensor, nn
 
 import hal
 from hal.checkpoint.loading import build_model, check_shared
@@ -344,6 +346,34 @@ def test_layers_are_replaced_by_what_they_compute() -> None:
     cohere = adapt(config_of("cohere").to_dict())
     assert type(cohere.model.norm) is hal.nn.LayerNorm
     assert cohere.model.norm.bias is None
+
+
+def test_norms_without_a_weight_are_replaced() -> None:
+    """Their width is that of what they get."""
+    gemma = adapt(config_of("gemma4_text").to_dict())
+    norms = [layer.self_attn.v_norm for layer in gemma.model.layers if hasattr(layer.self_attn, "v_norm")]
+    assert norms
+    assert {(type(each), each.learned) for each in norms} == {(hal.nn.RMSNorm, False)}
+    assert {each.width for each in norms} == {layer.self_attn.head_dim for layer in gemma.model.layers}
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "another epsilon", "no root", "a width that varies"])
+def test_other_layers_without_tensors_stay(wrong: str) -> None:
+    from hal.engines.transformers.models.layers import InputWidths, norm_of
+
+    class Norm(nn.Module):
+        eps = 1e-6
+
+        def forward(self, x: Tensor) -> Tensor:
+            eps, power = (1e-3 if wrong == "another epsilon" else self.eps), (-1.0 if wrong == "no root" else -0.5)
+            return x * (x.square().mean(-1, keepdim=True) + eps).pow(power)
+
+    model = nn.Sequential(Norm(), nn.Linear(32, 16 if wrong == "a width that varies" else 32, device="meta"))
+    model.append(model[0])
+    widths = InputWidths(model)
+    model(torch.empty(2, 32, device="meta"))
+    found = norm_of(model[0], widths.found().get("0"))
+    assert type(found) is (hal.nn.RMSNorm if wrong == "nothing" else NoneType)
 
 
 @pytest.mark.parametrize("family", ["bart", "trocr", "gpt_neo", "gemma2", "gemma3n_text", "gemma4_text"])

@@ -133,6 +133,39 @@ def _rotation(
     )
 
 
+def _alone(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _whole(_halves)(query, cos, sin)
+
+
+def _rotated_alone(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    batch, length, heads, width = query.shape
+    rows = query.reshape(-1, heads, width)
+    angles = [each.expand(batch, length, 1, width).reshape(-1, width) for each in (cos, sin)]
+    rotated: Tensor = hal.rotary_embedding.default(rows, rows[:, :0], *angles, False)[0]
+    return rotated.view(batch, length, heads, width)
+
+
+def _alone_samples(draw: Draw) -> Iterator[Sample]:
+    for batch, heads, length, width in ((3, 8, 5, 64), (1, 3, 6, 32), (2, 4, 1, 128)):
+        for rows in {1, batch}:
+            angles = draw.normal(rows, length, 1, width // 2).float().repeat(1, 1, 1, 2)
+            query = draw.normal(batch, length, heads, width)
+            yield query, angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)
+
+
+_rotation_alone = Rewrite(
+    "query_rotary_embedding",
+    _alone,
+    _rotated_alone,
+    _alone_samples,
+    axes={
+        "query": "batch length num_heads head_dim",
+        "cos": "rows=1|batch length 1 head_dim",
+        "sin": "rows=1|batch length 1 head_dim",
+    },
+    dtypes={"query": FLOATING, "cos": "query", "sin": "cos"},
+)
+
 rotations = (
     _rotation("rotary_embedding", _whole(_halves)),
     _rotation("untransposed_rotary_embedding", _whole(_halves), transposed=False),
@@ -142,7 +175,8 @@ rotations = (
     _rotation("rotary_embedding_by_parts", _by_parts, half=True),
     _rotation("rotary_embedding_by_wide_angles", _whole(_halves), wide=True),
     _rotation("interleaved_rotary_embedding_by_wide_angles", _widened(_neighbours), interleaved=True, wide=True),
+    _rotation_alone,  # after those of pairs
 )
 """``untransposed`` is Gemma 3n's and 4's spelling, with the heads behind the length. ``by_parts`` is gpt-oss': both
 halves of a head are computed, then concatenated. ``by_wide_angles`` is OLMo 2's, which rounds once, and ERNIE 4.5's,
-which widens both before."""
+which widens both before. The ``query`` alone is rotated in layers of Gemma 3n and 4 that read other layers' keys."""

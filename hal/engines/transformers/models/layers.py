@@ -60,23 +60,56 @@ def takes_one(layer: nn.Module) -> bool:
     return len(parameters) == 1 and all(each.kind is not each.VAR_KEYWORD for each in parameters)
 
 
-def norm_of(layer: nn.Module) -> nn.Module | None:
-    """Return hal's norm that computes what a layer does, or None."""
+class InputWidths:
+    """Records, in a call of a model, how wide the inputs of layers without tensors are, such as norms without a weight.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: dict[str, set[int]] = {}
+        self._hooks = [
+            layer.register_forward_pre_hook(self._hook(path))
+            for path, layer in model.named_modules()
+            if not any(True for _ in (*layer.children(), *layer.parameters())) and takes_one(layer)
+        ]
+
+    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, args: self._seen.setdefault(path, set()).update(each.shape[-1] for each in args)
+
+    def found(self) -> dict[str, int]:
+        """Return the width of each layer that has a single one, by path, and stop recording."""
+        for hook in self._hooks:
+            hook.remove()
+        return {path: min(widths) for path, widths in self._seen.items() if len(widths) == 1}
+
+
+def norm_of(layer: nn.Module, width: int | None = None) -> nn.Module | None:
+    """Return hal's norm that computes what a layer does, or None.
+
+    Args:
+        layer: the layer.
+        width: of its input, which is needed if the layer has no weight.
+    """
     if list(layer.children()):
         return None
     names = {name for name, _ in layer.named_parameters()}
     eps = next((value for name in EPSILONS if isinstance(value := getattr(layer, name, None), float)), None)
     weight = getattr(layer, "weight", None)
-    if names not in ({"weight"}, {"weight", "bias"}) or eps is None or not takes_one(layer):
+    if names not in (set(), {"weight"}, {"weight", "bias"}) or eps is None or not takes_one(layer):
         return None
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
+    if names:
+        width = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 1 else None
+    if width is None:
         return None
-    width = weight.shape[0]
     kinds: list[tuple[Callable[[], nn.Module], str, float]] = [
         (lambda: LayerNorm(width, eps, bias="bias" in names, offset=0.0), "layer_norm", 0.0),
         (lambda: LayerNorm(width, eps, bias="bias" in names, offset=1.0), "layer_norm", 1.0),
     ]
-    if "bias" not in names:
+    if not names:
+        kinds = [(lambda: RMSNorm(width, eps, learned=False), "rms_norm", 0.0)]
+    elif "bias" not in names:
         kinds += [
             (lambda: RMSNorm(width, eps), "rms_norm", 0.0),
             (lambda: RMSNorm(width, eps, offset=1.0), "rms_norm", 1.0),
@@ -85,12 +118,13 @@ def norm_of(layer: nn.Module) -> nn.Module | None:
         generator = torch.Generator().manual_seed(0)
         given = {name: torch.randn(width, generator=generator) for name in sorted(names)}
         x = torch.randn(2, 3, width, generator=generator) + 0.5
+        scale = given.get("weight", torch.ones(width))
         for make, name, offset in kinds:
             bias = [given.get("bias")] if name == "layer_norm" else []
             reference = ops.operation(name).body
             # With small values epsilon counts.
             if all(
-                computes(layer, given, factor * x, reference(factor * x, given["weight"] + offset, *bias, eps))
+                computes(layer, given, factor * x, reference(factor * x, scale + offset, *bias, eps))
                 for factor in (1.0, eps**0.5)
             ):
                 with torch.device("meta"):

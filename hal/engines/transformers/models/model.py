@@ -29,6 +29,7 @@ from hal.engines.transformers.models.calls import Step, attend
 from hal.engines.transformers.models.check import check_logits
 from hal.engines.transformers.models.conversions import conversions_of
 from hal.engines.transformers.models.expert_loops import replace_loops
+from hal.engines.transformers.models.layers import InputWidths
 from hal.engines.transformers.models.masks import mask
 from hal.engines.transformers.models.merging import Inputs, merge_projections
 from hal.engines.transformers.models.phase import NAME, REMEDY, running
@@ -106,7 +107,8 @@ class TransformersLM(CausalLM):
         answer_positions(self)
         tune_in_attention(self)
         check_lengths(self)
-        inputs, bodies, probe = Inputs(self), BodyProbe(self, given), Probe(self, given[POSITIONS])
+        inputs, widths = Inputs(self), InputWidths(self)
+        bodies, probe = BodyProbe(self, given), Probe(self, given[POSITIONS])
         try:
             with running(probe), probe.zeros, held(self):
                 self.of.forward(
@@ -118,7 +120,7 @@ class TransformersLM(CausalLM):
                     return_dict=True,
                 )
         finally:
-            groups = inputs.groups()
+            groups, known_widths = inputs.groups(), widths.found()
             bodies.close()
         if not probe.calls:
             raise ConfigError(
@@ -130,7 +132,7 @@ class TransformersLM(CausalLM):
         self.hal_attention = nn.ModuleList(probe.layers)
         self.causal = all(layer.options.causal for layer in probe.layers)
         declare_weights(self, conversions)
-        self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim)
+        self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim, known_widths)
         self.replaced["merged"] = merge_projections(self, groups)
         self.tied = dict(theirs.all_tied_weights_keys)
         self._shared = tie(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,13 +52,14 @@ def declare_weights(model: Any, conversions: Conversions) -> None:
             module.weights = {**vars(module).get("weights", {}), last: found}
 
 
-def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Counter[str]:
+def replace_layers(model: Any, conversions: Conversions, head_dim: int, widths: Mapping[str, int]) -> Counter[str]:
     """Put hal's layers into a model. Return how many, by the name of hal's layer.
 
     Args:
         model: transformers' model on the meta device; changed in place.
         conversions: how its checkpoint has its tensors.
         head_dim: elements of a key head.
+        widths: how wide the inputs of layers without tensors are, by path.
     """
     plan = plan_of(model)
     head = model.get_output_embeddings()
@@ -80,7 +82,7 @@ def replace_layers(model: Any, conversions: Conversions, head_dim: int) -> Count
         elif isinstance(layer, nn.Embedding):
             made = embedding_of(layer)
         elif (made := router_of(layer)) is None and not vars(layer).get("weights"):
-            made = norm_of(layer)
+            made = norm_of(layer, widths.get(path))
         if made is not None:
             counts[type(made).__name__] += 1
             model.set_submodule(path, made)
