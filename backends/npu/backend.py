@@ -216,6 +216,8 @@ class NpuBackend(Backend):
                 return experts.prepared_bias(weight, use.dtype)
             case "quant_linear_int4" | "quant_grouped_linear_int4", _ if self._int8_by_int4:
                 return w4a8.prepared(weight, use)
+            case "causal_conv1d", "weight":
+                return weight.float()
             case "quant_linear_static", "deq_scale":
                 return quantized.prepared_deq_scale(weight, use.dtype)
         return weight

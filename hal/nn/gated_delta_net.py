@@ -18,7 +18,7 @@ from hal.nn.model import LayerState
 from hal.nn.rope_parameters import SIZE
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.assembly import Merged
-from hal.nn.weights.weight import Weight
+from hal.nn.weights.weight import Consumer, Weight
 from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates, State
 
@@ -79,7 +79,8 @@ class ShortConvolution(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of its weight, ``[channels, 1, width]`` in the checkpoint."""
         assembly = Merged("channels", self.parts, order=("channels", "one", "width"))
-        return {"weight": Weight(("weight",), "width one channels", "channels", assembly)}
+        consumer = Consumer("causal_conv1d", "weight")
+        return {"weight": Weight(("weight",), "width one channels", "channels", assembly, consumer)}
 
     def split(self, tensor: Group) -> None:
         """Convolve this rank's channels from now on, which the weight says.

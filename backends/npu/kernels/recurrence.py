@@ -18,6 +18,8 @@ from hal.ops.kernels.kernel_table import Kernel
 
 from ..soc import Generation
 
+CONSTANTS = 256
+"""The least size of a constant tensor."""
 FUSED_QUERIES = 8
 """The most tokens of a sequence in npu_recurrent_gated_delta_rule."""
 FUSED_HEADS, FUSED_DIM = 256, 256
@@ -26,13 +28,35 @@ FUSED_HEADS, FUSED_DIM = 256, 256
 
 def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
     """Return the kernels by operation."""
+    constants = Constants(device)
     return {
         "causal_conv1d": CausalConv(),
-        "delta_rule_gates": composed_recurrence.delta_rule_gates,
-        "gated_delta_rule": DeltaRule(fuses=generation.delta_rule),
+        "delta_rule_gates": Gates(constants),
+        "gated_delta_rule": DeltaRule(constants, fuses=generation.delta_rule),
         "gated_rms_norm": gated_rms_norm,
-        "l2_norm": L2Norm(device),
+        "l2_norm": L2Norm(constants),
     }
+
+
+class Constants:
+    """Tensors with one value that kernels need again and again.
+
+    Args:
+        device: the NPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[float, torch.dtype], Tensor] = {}
+
+    def full(self, size: int, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of a size, a view of a larger one."""
+        made = self._made.get((value, dtype))
+        if made is None or len(made) < size:
+            made = torch.full((max(size, CONSTANTS),), value, dtype=dtype, device=self._device)
+            if not torch_npu.npu.is_current_stream_capturing():  # else its memory is the graph's
+                self._made[value, dtype] = made
+        return made[:size]
 
 
 class CausalConv:
@@ -52,12 +76,35 @@ class CausalConv:
         query_start_loc_host: Tensor,
         silu: bool,
     ) -> Tensor:
-        """See :func:`hal.ops.causal_conv1d`."""
-        if composed_recurrence.queries_each(x.shape[0], query_start_loc_host.tolist()) is None:
+        """See :func:`hal.ops.causal_conv1d`. A decode rounds once more, before SiLU, within the tolerance."""
+        queries = composed_recurrence.queries_each(x.shape[0], query_start_loc_host.tolist())
+        if queries == 1 and write_slots is None and bias is None:
+            rows = torch.cat((window.index_select(0, read_slots), x.unsqueeze(1)), 1)
+            torch_npu.npu_scatter_nd_update_(window, read_slots.unsqueeze(1), rows[:, 1:])
+            total = (rows * weight.float()).sum(1, dtype=x.dtype)  # the product is in float32
+            return functional.silu(total) if silu else total
+        if queries is None:
             _refuse_in_capture()
         return composed_recurrence.causal_conv1d(
             x, weight, bias, window, read_slots, write_slots, query_start_loc, query_start_loc_host, silu
         )
+
+
+class Gates:
+    """``delta_rule_gates``, composed.
+
+    Args:
+        constants: of the device.
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
+
+    def __call__(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """See :func:`hal.ops.delta_rule_gates`. The sum of two dtypes is in float32."""
+        zero = self._constants.full(1, 0.0, torch.float32)
+        decay = torch.addcmul(zero, functional.softplus(a + dt_bias), a_log.exp(), value=-1)
+        return decay, torch.sigmoid(b)
 
 
 class DeltaRule:
@@ -67,13 +114,14 @@ class DeltaRule:
     have larger ones.
 
     Args:
+        constants: of the device.
         fuses: whether the device has npu_recurrent_gated_delta_rule.
     """
 
     updates = False  # A decode reads no lengths on the host.
 
-    def __init__(self, *, fuses: bool) -> None:
-        self._fuses = fuses
+    def __init__(self, constants: Constants, *, fuses: bool) -> None:
+        self._constants, self._fuses = constants, fuses
 
     def __call__(
         self,
@@ -96,7 +144,8 @@ class DeltaRule:
         few = queries is not None and queries <= FUSED_QUERIES and query.shape[0] <= state.shape[0]
         if self._fuses and write_slots is None and state.dtype is torch.bfloat16 and sizes and few:
             assert queries is not None
-            lengths = query_start_loc.diff()
+            sequences = read_slots.shape[0]
+            lengths = self._constants.full(sequences, queries, torch.int32)
             return torch_npu.npu_recurrent_gated_delta_rule(  # type: ignore[no-any-return]
                 query.contiguous(),
                 key.contiguous(),
@@ -106,9 +155,11 @@ class DeltaRule:
                 scale=scale,
                 actual_seq_lengths=lengths,
                 ssm_state_indices=read_slots if queries == 1 else read_slots.repeat_interleave(queries),
-                num_accepted_tokens=lengths if queries == 1 else torch.ones_like(lengths),  # 1
+                num_accepted_tokens=self._constants.full(sequences, 1, torch.int32),
                 g=decay,
             )
+        if queries == 1 and write_slots is None and state.dtype is torch.float32:
+            return _decoded(query, key, value, decay, beta, state, read_slots, scale)
         if queries is None or queries > composed_recurrence.FEW:
             _refuse_in_capture()
         return composed_recurrence.gated_delta_rule(
@@ -124,6 +175,29 @@ class DeltaRule:
             query_start_loc_host,
             scale,
         )
+
+
+def _decoded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    scale: float,
+) -> Tensor:
+    """Advance every sequence by one token, with a state in float32. Products of two dtypes are in float32."""
+    sequences, key_heads, key_dim = key.shape
+    before = state.index_select(0, slots).mul_(decay.exp()[..., None, None])
+    # The value heads of a key head become rows of one product.
+    grouped = before.view(sequences, key_heads, -1, key_dim)
+    wide = key.float().unsqueeze(-1)
+    change = (value - (grouped @ wide).view(value.shape)) * beta.unsqueeze(-1)
+    after = torch.addcmul(grouped, change.view(sequences, key_heads, -1, 1), wide.transpose(-1, -2))
+    torch_npu.npu_scatter_nd_update_(state, slots.unsqueeze(1), after.view(before.shape))
+    result = (after @ query.float().unsqueeze(-1)).view(value.shape)
+    return torch.mul(result, scale, out=torch.empty_like(value, memory_format=torch.contiguous_format))
 
 
 def _refuse_in_capture() -> None:
@@ -144,19 +218,14 @@ class L2Norm:
     """``l2_norm`` as a root-mean-square norm with a constant weight: one launch.
 
     Args:
-        device: the NPU.
+        constants: of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._weights: dict[int, Tensor] = {}
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
         """See :func:`hal.ops.l2_norm`."""
         width = x.shape[-1]
-        weight = self._weights.get(width)
-        if weight is None:
-            weight = torch.full((width,), 1.0 / math.sqrt(width), device=self._device)
-            if not torch_npu.npu.is_current_stream_capturing():  # else its memory is the graph's
-                self._weights[width] = weight
+        weight = self._constants.full(width, 1.0 / math.sqrt(width), torch.float32)
         return torch_npu.npu_rms_norm(x, weight, eps / width)[0]  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hal.backends.npu.emulator import trace
 from helpers import repeated_names, toys
+from helpers.npu import processes
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
@@ -67,6 +69,32 @@ def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) ->
     with trace() as launches:
         assert toys.check(runner, schedule, expected, "", slack) > 30
     assert bool(launches.counts()["RecurrentGatedDeltaRule"]) == (state == "bfloat16")
+
+
+@pytest.mark.parametrize("state", DTYPES)
+def test_launches_of_a_layer(state: str, npu: Opened, tmp_path: Path) -> None:
+    """The page has those of a decode of a recurrent layer, by which a model of two exceeds a model of one."""
+    prompts, steps = [[1, 2], [3, 4], [5, 6]], list[Counter[str]]()
+    for count in (1, 2):
+        types = [*["linear_attention"] * count, "full_attention"]
+        config = {**CONFIG, "num_hidden_layers": len(types), "layer_types": types, "mamba_ssm_dtype": state}
+        backend = opened(npu, "graph", "bfloat16")
+        runner = hal.Runner(hal.load_model(toys.write(tmp_path / str(count), config), backend), backend)
+        found = []
+        for tokens in (3, 2, 3):  # the first captures
+            with backend.counting_launches() as launches:
+                params = hal.SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+                assert len(list(hal.generate(runner, prompts, params))) == tokens * len(prompts)
+                backend.device.synchronize()
+            found.append(launches)
+        steps.append(found[2] - found[1])  # the last decode
+    rest = Counter({"Add": 2, "RmsNorm": 2, "Matmul": 2, "SwiGlu": 1})  # of norms and the MLP
+    own = steps[1] - steps[0]
+    assert own & rest == rest
+    own -= rest
+    page = (processes.ROOT / "docs" / "reference" / "recurrent-layers.md").read_text(encoding="utf-8")
+    (row,) = [each.split("|") for each in page.splitlines() if each.startswith("| together |")]
+    assert own.total() == int(row[2 + DTYPES.index(state)]), own
 
 
 @thorough(MODE, r"\[graph")

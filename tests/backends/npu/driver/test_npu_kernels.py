@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hal.errors import CaptureError, ConfigError, HostValueError, OperationError
 from hal.nn import Embedding, Linear, WeightUse
 from hal.ops import Draw, Operation, Sample
 from hal.ops.tolerance import assert_agree
+from hal.testing.operations.compared_call import prepare_weights
 
 DTYPES = (torch.float16, torch.bfloat16)
 OPERATIONS = list(ops.catalogue().values())
@@ -350,16 +352,30 @@ class TestLaunches:
     def test_recurrent_layers(self, npu: Opened) -> None:
         """A decode copies nothing to the device; the delta rule is fused if the state is in bfloat16."""
         backend = npu()
-        cases = (("causal_conv1d", 6, 10), ("gated_delta_rule", 0, 18), ("gated_delta_rule", 7, 2), ("l2_norm", 0, 1))
-        backend.ops.l2_norm(torch.ones(1, 64, dtype=torch.bfloat16, device="npu"), 1e-6)  # makes its weight
-        for name, number, most in cases:
-            sample = list(draw_on("npu", ops.operation(name), torch.bfloat16, 0))[number]
+        cases = (
+            ("causal_conv1d", 6, ("IndexSelect", "Cat", "ScatterNdUpdate", "Mul", "ReduceSum", "Silu")),
+            ("delta_rule_gates", 0, ("Add", "Softplus", "Exp", "Addcmul", "Sigmoid")),
+            (
+                "gated_delta_rule",
+                0,
+                (
+                    *("IndexSelect", "Exp", "InplaceMul", "InplaceCopy", "Matmul", "Sub", "Mul", "Addcmul"),
+                    *("ScatterNdUpdate", "InplaceCopy", "Matmul", "Muls"),
+                ),
+            ),
+            ("gated_delta_rule", 7, ("RecurrentGatedDeltaRule",)),
+            ("l2_norm", 0, ("RmsNorm",)),
+        )
+        for name, number, expected in cases:
+            operation = ops.operation(name)
+            sample = list(draw_on("npu", operation, torch.bfloat16, 0))[number]
+            sample = prepare_weights(backend, operation, sample, torch.bfloat16)
+            getattr(backend.ops, name)(*sample)  # makes its constants
             torch.npu.synchronize()
             with emulator.trace() as trace:
                 getattr(backend.ops, name)(*sample)
-            assert sum(trace.counts().values()) <= most
+            assert trace.counts() == Counter(expected), name
             assert not trace.ran("copy")
-            assert trace.counts()["RecurrentGatedDeltaRule"] == (number == 7)
 
     @pytest.mark.parametrize("option", ["fused", "atb"])
     def test_attention(self, npu: Opened, option: str) -> None:
