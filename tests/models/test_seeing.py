@@ -71,6 +71,16 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return build("Qwen3VL", 3, path), path
 
 
+@thorough(EXHAUSTIVE, "inductor")
+@pytest.mark.parametrize("compiler", ["piecewise", "inductor"])
+def test_logits_of_other_compilers(compiler: str, seeing: tuple[Any, Path]) -> None:
+    model, path = seeing
+    draw = random.Random(SENSITIVE_SEED)
+    check(
+        open_runner(path, compiler), model, [story(draw, model, each) for each in (["image"], [], ["image", "video"])]
+    )
+
+
 def generated(runner: hal.Runner, stories: Sequence[Story], tokens: int = 6) -> list[list[int]]:
     """Return the greedy continuations of the stories' prompts."""
     prompts, items = [each.tokens[: each.length] for each in stories], [each.items for each in stories]
