@@ -23,26 +23,32 @@ class WeightOnlyTensors(QuantizedLinear):
         bits: 8 or 4.
         group_size: the inputs of a group; the layer's in_features for one group per row.
         symmetric: whether all zero points are 0.
+        ordered: whether the checkpoint may group the inputs in another order.
         fused: as in :class:`~hal.nn.GroupedLinear`.
         weight: as :func:`hal.ops.weight_only_linear` takes it, in the layout that the driver prepared.
         weight_scale: ``[out_features, groups]``, floating, or as the driver prepared it.
         weight_zero_point: ``[out_features, groups]``, int8 or float32, or as the driver prepared it; None for 0.
         bias: ``[out_features]``, or None.
+        input_order: ``[in_features]``, int64: the input of each column of the weight; None for the same order. Only if
+            ``ordered``.
     """
 
     bits: int
     group_size: int
     symmetric: bool
+    ordered: bool = False
     fused: str | None = None
     weight: Tensor
     weight_scale: Tensor
     weight_zero_point: Tensor | None
     bias: Tensor | None
+    input_order: Tensor | None
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors. The scheme computes all but the bias."""
         groups = {IN: self.group_size}
+        order = {"input_order": self.declare(None, IN, dtype=torch.int64)} if self.ordered else {}
         weight = (
             self.declare(None, argument="weight", packing={IN: INT4S}, dtype=torch.int32)
             if self.bits == 4
@@ -53,6 +59,7 @@ class WeightOnlyTensors(QuantizedLinear):
             "weight_scale": self.declare(None, argument="weight_scale", group_sizes=groups, dtype=torch.float32),
             "weight_zero_point": self.declare(None, argument="weight_zero_point", group_sizes=groups, dtype=torch.int8),
             "bias": self.declare("bias", OUT, dtype=torch.float32, added=True),
+            **order,
         }
 
 
@@ -63,6 +70,8 @@ class WeightOnlyLinear(WeightOnlyTensors):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of x's dtype."""
+        if self.ordered and self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         return self.join(
             ops.weight_only_linear(
                 x, self.weight, self.weight_scale, self.weight_zero_point, self.bias, self.group_size

@@ -21,9 +21,10 @@ from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
-    check_group_index,
     check_scales,
+    in_groups,
     in_one,
+    input_order,
     signed_weight,
     signed_zero_points,
     transposed,
@@ -60,7 +61,7 @@ class GptqTensors(Representation):
         assert isinstance(layer, WeightOnlyTensors)
         bits, scale = layer.bits, by_expert(stored, transposed, stored["scales"])
         check_scales(stored, scale, "scales")
-        check_group_index(stored, stored.tensors["g_idx"], layer.group_size, "g_idx")
+        order = input_order(stored, "g_idx", "g_idx")
         packed = by_expert(stored, transposed, stored["qweight"])
         zero = by_expert(stored, lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
         if self.description == VERSIONS[0]:
@@ -70,9 +71,10 @@ class GptqTensors(Representation):
             zero = zero + 1
         return {
             **stored.tensors,
-            "weight": signed_weight(packed, bits, packed.shape[-1] * in_one(bits)),
+            "weight": in_groups(stored, signed_weight(packed, bits, packed.shape[-1] * in_one(bits)), order),
             "weight_scale": scale,
             "weight_zero_point": signed_zero_points(zero, bits),
+            "input_order": order,
         }
 
 
@@ -106,6 +108,7 @@ class Gptq(CheckpointFormat):
             )
         scheme, _ = self.known()[SCHEMES[bits]]
         settings: dict[str, Any] = {"group_size": content.get("group_size"), "symmetric": content.get("sym", True)}
+        settings["actorder"] = "group" if content.get("desc_act") else None
         return ExcludedLayers(scheme.configured(settings), content.get("modules_to_not_convert"), where)
 
     @property

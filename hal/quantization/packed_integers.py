@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError
+from hal.nn.low_bits import WeightOnlyTensors
+from hal.ops.weight_only import INT4S, pack_int4, unpack_int4
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.representation import StoredLayer
 
@@ -15,6 +17,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that scales keep."""
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 8: (1.0,)}
 """The parts of the largest number of a group that :func:`quantize_groups` tries as the range, by bits."""
+ROWS = 1024
+"""The rows of a weight whose columns are ordered at once."""
 # In each number of an int32, the difference of the highest bit: between unsigned numbers and two's complement.
 _SIGNS = {4: -0x77777778, 8: -0x7F7F7F80}
 
@@ -138,25 +142,65 @@ def check_scales(stored: StoredLayer, scale: Tensor, name: str) -> None:
     stored.check_rows(valid, f"{{}}.{name} has values that are not positive and finite")
 
 
-def check_group_index(stored: StoredLayer, index: Tensor | None, group_size: int, name: str) -> None:
-    """Raise CheckpointError unless the groups of a layer's inputs are consecutive.
+def input_order(stored: StoredLayer, key: str, name: str) -> Tensor | None:
+    """Return the inputs of a layer, those of the first group first; None if they have that order.
 
     Args:
         stored: the layer.
-        index: the group of each input, for each part; None if the checkpoint does not have it.
-        group_size: the inputs of a group.
+        key: the key of the group of each input, for each part, in ``stored.tensors``.
         name: the tensor's name in the checkpoint.
+
+    Raises:
+        CheckpointError: a group is out of range or has another size; parts, or inputs that the description does not
+            say to be ordered, have another order; or a rank has some of the inputs only.
     """
+    index, layer = stored.tensors[key], stored.layer
+    assert isinstance(layer, WeightOnlyTensors)
     if index is None:
-        return
-    layer, rows = stored.layer, index.flatten(0, -2)
-    groups = -(-layer.in_features // group_size)
-    consecutive = torch.arange(layer.in_features) // group_size
+        return None
+    consecutive = torch.arange(layer.in_features) // layer.group_size
+    sizes, rows = consecutive.bincount(), index.flatten(0, -2).long()
     for part, row in zip(stored.names, rows, strict=True):
-        if not bool(((row >= 0) & (row < groups)).all()):
-            raise CheckpointError(f"{part}.{name} has groups other than 0 to {groups - 1}", AGAIN)
-        if not torch.equal(row.long(), consecutive):
+        if not bool(((row >= 0) & (row < len(sizes))).all()):
+            raise CheckpointError(f"{part}.{name} has groups other than 0 to {len(sizes) - 1}", AGAIN)
+        if not torch.equal(row, rows[0]):
             raise CheckpointError(
-                f"{part}.{name} orders the inputs by activations (act-order), which hal does not support",
+                f"{part}.{name} orders the inputs by activations otherwise than {stored.names[0]}, with which it is "
+                "merged",
                 "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
             )
+        if not torch.equal(row.bincount(minlength=len(sizes)), sizes):
+            raise CheckpointError(f"{part}.{name} has groups of other sizes than {layer.group_size}", AGAIN)
+    if torch.equal(rows[0], consecutive):
+        return None
+    if not layer.ordered or layer.num_experts is not None:
+        what = "experts" if layer.num_experts is not None else "a layer whose description says otherwise (desc_act)"
+        raise CheckpointError(
+            f"{stored.names[0]}.{name} orders the inputs of {what} by activations (act-order)",
+            "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
+        )
+    return rows[0].argsort(stable=True)
+
+
+def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:
+    """Return a weight with its columns in an order of the inputs, in the memory of the given one.
+
+    Args:
+        stored: the layer.
+        weight: that of :func:`signed_weight`.
+        order: that of :func:`input_order`.
+
+    Raises:
+        CheckpointError: this rank has some of the columns only.
+    """
+    if order is None:
+        return weight
+    packed = weight.dtype is torch.int32
+    if weight.shape[-1] * (INT4S if packed else 1) != len(order):
+        raise CheckpointError(
+            f"{stored.names[0]} orders its inputs by activations (act-order), and ranks cannot divide them",
+            "set parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
+        )
+    for rows in weight.split(ROWS):
+        rows.copy_(pack_int4(unpack_int4(rows)[:, order]) if packed else rows[:, order])
+    return weight

@@ -19,9 +19,10 @@ from hal.quantization.int8_arithmetic import AGAIN, Activation
 from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
-    check_group_index,
     check_scales,
+    in_groups,
     in_one,
+    input_order,
     packed_unsigned,
     quantize_groups,
     signed_weight,
@@ -140,7 +141,7 @@ class PackedTensors(Representation):
         layer, scale, zero = stored.layer, stored["scales"], stored.tensors["zero_points"]
         assert isinstance(layer, WeightOnlyTensors)
         check_scales(stored, scale, "weight_scale")
-        check_group_index(stored, stored.tensors["g_idx"], layer.group_size, "weight_g_idx")
+        order = input_order(stored, "g_idx", "weight_g_idx")
         self._check_shapes(stored)
         width = min(layer.in_features, stored["weight_packed"].shape[-1] * in_one(layer.bits))
         if zero is not None:
@@ -148,9 +149,10 @@ class PackedTensors(Representation):
             zero = signed_zero_points(zero[..., : scale.shape[-2], :], layer.bits)
         return {
             **stored.tensors,
-            "weight": signed_weight(stored["weight_packed"], layer.bits, width),
+            "weight": in_groups(stored, signed_weight(stored["weight_packed"], layer.bits, width), order),
             "weight_scale": scale,
             "weight_zero_point": zero,
+            "input_order": order,
         }
 
     def write(

@@ -60,6 +60,7 @@ class Format:
         symmetric: whether all zero points are half of the range.
         dtype: that of the scales.
         activations: whether the section has int8 activations.
+        ordered: whether the inputs are grouped in another order (act-order).
     """
 
     method: str
@@ -68,6 +69,7 @@ class Format:
     symmetric: bool = False
     dtype: torch.dtype = torch.float32
     activations: bool = False
+    ordered: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -77,7 +79,7 @@ class Format:
         """Return the quantization_config."""
         size = self.group or -1
         if self.method.startswith("gptq"):
-            given = {"bits": self.bits, "group_size": size, "desc_act": False, "sym": self.symmetric}
+            given = {"bits": self.bits, "group_size": size, "desc_act": self.ordered, "sym": self.symmetric}
             return {"quant_method": "gptq", **given, "checkpoint_format": self.method}
         if self.method == "awq":
             return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
@@ -92,6 +94,7 @@ class Format:
             return self._compressed(weights, inputs, "float-quantized")
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
         weights |= {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
+        weights |= {"actorder": "group"} if self.ordered else {}
         tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
         inputs = tokens if self.activations else None
         return self._compressed(weights, inputs, "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
@@ -119,7 +122,10 @@ class Format:
             zero = torch.full_like(zero, most // 2)
         scale = (torch.rand(rows, groups, generator=draw) + 0.5) * (2 / most * width**-0.5)
         scale = scale.to(self.dtype)
-        wide = (numbers - spread(zero, group, width)) * spread(scale.float(), group, width)
+        index = torch.arange(width, dtype=torch.int32) // group
+        if self.ordered:  # The same of all layers with as many inputs, since merged ones share it.
+            index = index[torch.randperm(width, generator=torch.Generator().manual_seed(width))]
+        wide = (numbers - zero[:, index]) * scale.float()[:, index]
         if self.method == WHOLE:
             found = {"weight": (numbers - most // 2).to(torch.int8), "weight_scale": scale}
             if not self.symmetric:
@@ -129,6 +135,8 @@ class Format:
             found["weight_shape"] = torch.tensor([rows, width])
             if not self.symmetric:
                 found["weight_zero_point"] = packed(zero.t(), self.bits).t()
+            if self.ordered:
+                found["weight_g_idx"] = index
         elif self.method == "awq":
             order = torch.tensor(AWQ_SHIFTS).argsort()
             columns = [each.t().unflatten(1, (-1, 8))[..., order].flatten(1) for each in (numbers, zero)]
@@ -136,7 +144,7 @@ class Format:
         else:
             stored = (zero.t() - int(self.method == "gptq")).contiguous()
             found = {"qweight": packed(numbers, self.bits).t(), "qzeros": packed(stored, self.bits)}
-            found |= {"scales": scale.t(), "g_idx": torch.arange(width, dtype=torch.int32) // group}
+            found |= {"scales": scale.t(), "g_idx": index}
         return found, wide
 
     def _float8(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:

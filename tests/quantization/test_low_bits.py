@@ -65,6 +65,12 @@ FORMATS = {
     "compressed-fp8-blocks": Format("compressed-fp8"),
     "compressed-fp8-tensors": Format("compressed-fp8", group=-1),
 }
+ORDERED = {
+    "gptq": Format("gptq", ordered=True),
+    "gptq-8-bits": Format("gptq", bits=8, symmetric=True, ordered=True),
+    "gptq_v2": Format("gptq_v2", ordered=True),
+    "packed": Format(COMPRESSED, symmetric=True, ordered=True),
+}
 W4A8 = {
     "packed": Format(COMPRESSED, symmetric=True, activations=True),
     "whole": Format(WHOLE, group=64, symmetric=True, activations=True),
@@ -114,6 +120,24 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
     assert {type(each) for each in found.values()} == ({single} if overrides is DENSE else {single, grouped})
     assert len(found) == 8
     assert error(logits(quantized), logits(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("format", ORDERED.values(), ids=ORDERED.keys())
+def test_inputs_in_the_order_of_activations(format: Format, tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, format, **DENSE)
+    found, exact = layers(load(quantized)), logits(plain)
+    assert all(each.input_order is not None for each in found.values())
+    for compiler in ("eager", "graph"):
+        assert error(logits(quantized, compiler), exact) < 1e-5, compiler
+    assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
+    with pytest.raises(CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"):
+        ranks(quantized)
+
+
+def test_experts_with_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, ORDERED["gptq"], **SPARSE)
+    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts by activations \(act-order\)"):
+        load(quantized)
 
 
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -476,7 +500,19 @@ CASES: dict[str, Damage] = {
         "gptq",
         tensor(f"{DOWN}.g_idx", lambda each: each.flip(0)),
         CheckpointError,
-        rf"{DOWN}.g_idx orders the inputs by activations \(act-order\)",
+        rf"{DOWN}.g_idx orders the inputs of a layer whose .* by activations \(act-order\)",
+    ),
+    "groups of other sizes": (
+        "gptq",
+        tensor(f"{DOWN}.g_idx", first(1)),
+        CheckpointError,
+        f"{DOWN}.g_idx has groups of other sizes than 32",
+    ),
+    "parts in other orders": (
+        "gptq",
+        tensor("model.layers.0.self_attn.k_proj.g_idx", lambda each: each.flip(0)),
+        CheckpointError,
+        r"k_proj.g_idx orders the inputs by activations otherwise than .*q_proj",
     ),
     "a group out of range": (
         "gptq",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hal.errors import ConfigError
@@ -13,8 +14,11 @@ from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear, WeightOnl
 from hal.ops.weight_only import INT4S, dequantize
 from hal.quantization.compressed_tensors import COMPRESSED_TENSORS
 from hal.quantization.packed_tensors import WHOLE, PackedTensors, WholeTensors, packed_group
-from hal.quantization.representation import Representation, Tensors
+from hal.quantization.representation import Representation, StoredLayer, Tensors
 from hal.quantization.scheme import Scheme
+
+ORDERED = ("group", "dynamic")
+"""Values of ``actorder`` of compressed-tensors with groups of inputs that are not consecutive."""
 
 
 class WeightOnly(Scheme):
@@ -24,6 +28,7 @@ class WeightOnly(Scheme):
         group_size: the inputs of a group; None for one group per row.
         symmetric: whether all zero points are 0.
         format: that of compressed-tensors; None for the one that hal writes.
+        ordered: whether the checkpoint may group the inputs by their activations (act-order).
 
     Attributes:
         bits: 8 or 4.
@@ -32,8 +37,15 @@ class WeightOnly(Scheme):
     bits: ClassVar[int]
     expert_biases = True
 
-    def __init__(self, group_size: int | None = None, *, symmetric: bool = True, format: str | None = None) -> None:
-        self.group_size, self.symmetric, self.format = group_size, symmetric, format
+    def __init__(
+        self,
+        group_size: int | None = None,
+        *,
+        symmetric: bool = True,
+        format: str | None = None,
+        ordered: bool = False,
+    ) -> None:
+        self.group_size, self.symmetric, self.format, self.ordered = group_size, symmetric, format, ordered
 
     def represented(self, format: str) -> Representation | None:
         """Return the representation of its format in compressed-tensors; see :meth:`Scheme.represented`."""
@@ -44,7 +56,7 @@ class WeightOnly(Scheme):
         return kind(found.description)
 
     def configured(self, settings: Mapping[str, Any]) -> Scheme:
-        """Return the scheme for ``strategy``, ``group_size`` and ``symmetric``.
+        """Return the scheme for ``strategy``, ``group_size``, ``symmetric`` and ``actorder``.
 
         One group per row is the strategy ``channel``, or without a strategy, a size of -1 or None.
         """
@@ -61,7 +73,8 @@ class WeightOnly(Scheme):
             raise ConfigError(f"the group_size of quantized weights is {size!r:.60}", "make it positive, or -1")
         if type(symmetric) is not bool:
             raise ConfigError(f"symmetric of quantized weights is {symmetric!r:.60}", "make it true or false")
-        return type(self)(size, symmetric=symmetric, format=settings.get("format"))
+        ordered = size is not None and settings.get("actorder") in ORDERED
+        return type(self)(size, symmetric=symmetric, format=settings.get("format"), ordered=ordered)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -69,16 +82,22 @@ class WeightOnly(Scheme):
         return {"strategy": strategy, "group_size": self.group_size, "symmetric": self.symmetric}
 
     def layer(self, linear: Linear) -> WeightOnlyTensors:
-        return WeightOnlyLinear(linear, **self._settings(linear))
+        return WeightOnlyLinear(linear, ordered=self.ordered, **self._settings(linear))
 
     def grouped_layer(self, linear: GroupedLinear) -> WeightOnlyTensors:
         return WeightOnlyGroupedLinear(linear, **self._settings(linear))
+
+    def finish(self, stored: StoredLayer) -> Tensors:
+        order = {"input_order": stored.tensors.get("input_order")} if "input_order" in stored.layer.weights else {}
+        return {**super().finish(stored), **order}
 
     def dequantize(self, tensors: Tensors, width: int) -> Tensor:
         weight, scale = tensors["weight"], tensors["weight_scale"]
         assert weight is not None
         assert scale is not None
-        return dequantize(weight, scale, tensors.get("weight_zero_point"), self.group_size or width)
+        wide = dequantize(weight, scale, tensors.get("weight_zero_point"), self.group_size or width)
+        order = tensors.get("input_order")
+        return wide if order is None else torch.empty_like(wide).index_copy_(1, order, wide)
 
     def _settings(self, linear: Projection) -> dict[str, Any]:
         width, size = linear.in_features, self.group_size or linear.in_features
