@@ -58,6 +58,20 @@ def test_of_no_tokens(npu: Opened) -> None:
             check_kernel(ops.operation(name), torch.float16, getattr(backend.ops, name), sample)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_convolution_of_a_decode_rounds_once(npu: Opened, dtype: torch.dtype) -> None:
+    """The norms and states after it enlarge what a rounding before SiLU would add."""
+    backend, draw = npu(), Draw(dtype, "npu")
+    x, weight, window = draw.normal(8, 64), draw.normal(4, 64), draw.normal(8, 3, 64)
+    rows = torch.cat((window.cpu(), x.cpu().unsqueeze(1)), 1).double()
+    exact = torch.nn.functional.silu((rows * weight.cpu().double()).sum(1))
+    starts = torch.arange(9, dtype=torch.int32)
+    slots, on_npu = starts[:8].to("npu"), starts.to("npu")
+    found = backend.ops.causal_conv1d(x, weight, None, window, slots, None, on_npu, starts, True).cpu().double()
+    half_a_step = 1.01 * torch.finfo(dtype).eps / 2
+    assert bool(((found - exact).abs() <= half_a_step * exact.abs() + 1e-6).all())
+
+
 class TestAttention:
     @thorough(DRAW, r"\[seed=([6-9]|\d\d)-")
     @pytest.mark.parametrize("option", ["fused", "atb"])
@@ -353,7 +367,7 @@ class TestLaunches:
         """A decode copies nothing to the device; the delta rule is fused if the state is in bfloat16."""
         backend = npu()
         cases = (
-            ("causal_conv1d", 6, ("IndexSelect", "Cat", "ScatterNdUpdate", "Mul", "ReduceSum", "Silu")),
+            ("causal_conv1d", 6, ("IndexSelect", "Cat", "ScatterNdUpdate", "Mul", "ReduceSum", "Silu", "InplaceCopy")),
             ("delta_rule_gates", 0, ("Add", "Softplus", "Exp", "Addcmul", "Sigmoid")),
             (
                 "gated_delta_rule",
