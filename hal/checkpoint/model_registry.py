@@ -66,7 +66,8 @@ def serves(architecture: str, config: Mapping[str, Any]) -> bool:
     if not knows(architecture):
         return False
     types = vars(find_model(architecture)).get("model_types", ())  # not those of a base class
-    return not types or config.get("model_type") in (None, *types)
+    named = config.get("model_type")
+    return not types or not isinstance(named, str) or named in types
 
 
 def find_model(architecture: str) -> type[CausalLM]:

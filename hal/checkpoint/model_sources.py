@@ -58,7 +58,7 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
         architecture: its architecture in config.json.
         config: the content of config.json without quantization keys.
         source: ``hal``, another source's name, or ``auto``: hal's class if one is registered and is for the config's
-            ``model_type``, else the first other source's that has one, in the order of names.
+            ``model_type``, else the first other source's that has one, in the order of names, else hal's.
 
     Raises:
         CheckpointError: no source has a class.
@@ -78,7 +78,7 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
     wanted = architecture
     if knows(architecture):
         wanted += f" for model_type {config['model_type']!r:.70}"
-    refusals: list[HalError] = []
+    refusals = []
     for name in SOURCES.names():
         try:
             found = SOURCES.load(name).find(architecture, config)
@@ -87,18 +87,9 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
             continue
         log.info("hal has no model %s; it runs the code of %s (model_source)", wanted, name)
         return found
-    own = _refusal(architecture, wanted)
-    problems = "".join(f"; {each.problem}" for each in refusals)
-    remedies = "".join(f"; or {each.remedy}" for each in refusals)
-    raise type(own)(f"{own.problem}{problems}", f"{own.remedy}{remedies}")
-
-
-def _refusal(architecture: str, wanted: str) -> HalError:
-    """Return why hal has no class for a checkpoint."""
     try:
-        find_model(architecture)
+        return find_model(architecture)
     except HalError as error:
-        return error
-    return CheckpointError(
-        f"hal has no model {wanted}", f"set model_source to hal if its tensors are those of hal's {architecture}"
-    )
+        problems = "".join(f"; {each.problem}" for each in refusals)
+        remedies = "".join(f"; or {each.remedy}" for each in refusals)
+        raise type(error)(f"{error.problem}{problems}", f"{error.remedy}{remedies}") from None

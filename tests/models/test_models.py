@@ -43,7 +43,7 @@ def windows(**changes: Any) -> list[int | None]:
 
 
 @pytest.mark.parametrize(("given", "scale"), [(None, 0.25), (AttentionOptions(3.0), 3.0)])
-def test_attention_scales_the_scores(given: AttentionOptions | None, scale: float) -> None:
+def test_attention_scales_the_scores(cpu: hal.Backend, given: AttentionOptions | None, scale: float) -> None:
     batch = hal.step.Batch.build([[1, 2, 3]], [[1]], block_size=4)
     query, key, value = torch.randn(3, 3, 2, 16, generator=torch.Generator().manual_seed(1)).unbind()
     cache = {name: torch.zeros(2, 4, 2, 16) for name in ("key", "value")}
