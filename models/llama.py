@@ -29,11 +29,8 @@ class MistralConfig(LlamaConfig):
 
 
 class LlamaForCausalLM(DecoderLM):
-    model_types = (
-        "llama",
-        "internlm3",
-        "iquestcoder",
-    )  # transformers' Llama runs EXAONE too, by other names of tensors
+    # transformers' class runs EXAONE too, by other names of tensors.
+    model_types = ("llama", "internlm3", "iquestcoder")
     # Checkpoints of Llama 1 and 2 store the frequencies of each layer, which the config determines.
     ignored = (".rotary_emb.inv_freq",)
 

@@ -71,7 +71,7 @@ def rotary_embedding(
 
     Args:
         query: ``[tokens, num_heads, head_dim]``, floating.
-        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype. A layer without a key of its own gives no heads.
+        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype. A layer that has no keys passes 0 heads.
         cos: ``[tokens, rotary_dim]``, of query's dtype or float32, for the first ``rotary_dim`` elements of a head;
             others stay. Both elements of a pair have the same value. Computed once per step.
         sin: as ``cos``.

@@ -120,7 +120,7 @@ def test_another_family_is_found_by_itself(saved: Any, caplog: pytest.LogCapture
 def test_a_family_that_has_the_architecture_of_another(
     family: str, architecture: str, saved: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers saves it with the names of its own tensors, and the name of the class that computes it."""
+    """Its tensors have other names than those that hal reads."""
     folder, rows, wanted = saved(family)
     with hal.open(config_for("eager", model_source="auto")) as backend:
         model = hal.load_model(folder, backend)

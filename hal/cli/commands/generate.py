@@ -145,10 +145,9 @@ def command(
     settings = ranks.with_ranks(
         settings_of(backend, dtype, compiler, compilation_config, model_source), tensor_parallel, data_parallel, experts
     )
-    read(hal.Config, settings, "configuration")
+    asked = read(hal.Config, settings, "configuration")
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
-    asked = read(hal.Config, settings, "configuration")
     preparation, kinds = None, ["image"] * len(images) + ["video"] * len(videos)
     if kinds:  # Before the template, which would be blamed for an image.
         meta_model(opened.config, asked.model_source).check_kinds(kinds)
