@@ -227,7 +227,12 @@ class NpuGraph(Graph):
 
         Returns:
             The device's number of failures.
+
+        Raises:
+            DeviceError: work of this thread failed that it has not waited for yet, such as its last step, and the
+                last replay was complete. Nothing else would tell it.
         """
+        lost: HalError | None = None
         mode, current = self._graph.graph_dispatch_mode, torch_npu.npu.current_stream()
         records, broke_off = mode.graph_dispatch_records, self._failures is None
         stream = self._device.stream_beside(current, mode.update_stream)
@@ -236,7 +241,7 @@ class NpuGraph(Graph):
                 torch_npu.npu.graph_task_update_end(mode.update_stream)
         # The events are recorded repeatedly: a replay before the failed one may clear an event recorded for the latter.
         behind, updated, until = torch_npu.npu.Event(), torch_npu.npu.Event(), time.monotonic() + RECOVERY_TIMEOUT
-        with suppress(RuntimeError):  # raises the failure being recovered from again
+        try:
             behind.record(current)
             updated.record(mode.update_stream)
             while not behind.query() and time.monotonic() < until:
@@ -244,11 +249,15 @@ class NpuGraph(Graph):
                     for record in records:
                         record.event.record(stream)
                 time.sleep(0.001)
+        except RuntimeError as error:
+            lost = explain(error)
         # Streams instead of the whole device, on which another thread may be capturing.
         used = (current, mode.update_stream, stream)
         for each in used:
-            with suppress(HalError):
+            try:
                 self._device.wait_for(each)
+            except HalError as error:
+                lost = error
         for record in records:
             record.event.record(stream)
             record.event.wait(stream)  # clears the event; torch_npu's reset() does so only in a capture
@@ -256,6 +265,8 @@ class NpuGraph(Graph):
             self._device.wait_for(each)
         self._replayed = torch_npu.npu.Event()  # waiting for the old event may raise the failure again
         self._failures = failures = self._device.count_failures()
+        if lost is not None and not broke_off:  # else the caller raises
+            raise lost
         return failures
 
     def _explain(self, error: Exception) -> HalError | None:

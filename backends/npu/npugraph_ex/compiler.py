@@ -130,9 +130,10 @@ class CompiledGraph(NpuGraph):
 
     def _recover(self) -> int:
         self._graph.graph_dispatch_mode.update_stream = self._replay._update_stream  # torch_npu may have changed it
-        failures = super()._recover()
-        self._replay._event_for_update_replay = torch_npu.npu.Event()  # the old one may raise the failure again
-        return failures
+        try:
+            return super()._recover()
+        finally:
+            self._replay._event_for_update_replay = torch_npu.npu.Event()  # the old one may raise the failure again
 
     def _release(self) -> None:
         super()._release()

@@ -14,6 +14,7 @@ from helpers.npu.attending import Attend
 from torch import Tensor
 
 import hal
+from hal.errors import DeviceError
 
 Opened = Callable[..., hal.Backend]
 SHORT, LONG = LENGTHS[0], LENGTHS[2]
@@ -81,6 +82,24 @@ def test_every_thread_that_lost_work_is_told(npu: Opened) -> None:
         torch.npu.synchronize()
         second.submit(z.add_, 1).result()
     assert [each.cpu().tolist() for each in (y, z)] == [[0] * 4, [1] * 4]
+
+
+def test_a_replay_tells_what_its_thread_lost(npu: Opened) -> None:
+    """A thread that has not waited for its own failure recovers from one that another thread was told of."""
+    attend = Attend(npu())
+    graph = attend.backend.graph()
+    output, wanted = graph.capture(attend.twice), expected(attend, LONG)
+    x, y = (torch.zeros(4).npu() for _ in range(2))
+    torch.npu.synchronize()
+    with ThreadPoolExecutor(1) as other, emulator.faults.execution():
+        x.add_(1)
+        other.submit(y.add_, 1).result()
+        with pytest.raises(DeviceError):
+            other.submit(attend.backend.device.synchronize).result()
+        with pytest.raises(DeviceError, match="507015"):
+            graph.replay(**attend.host_values(LONG))
+    graph.replay(**attend.host_values(LONG))
+    torch.testing.assert_close(output.cpu(), wanted, rtol=0, atol=0)
 
 
 def test_activation_makes_the_device_current(npu: Opened) -> None:
