@@ -1,14 +1,15 @@
 """Compare hal's own families with transformers on random configurations: the long form of tests/models.
 
     python tests/families/configurations.py --modes eager,graph,piecewise,ranks-2,ranks-4 [--seeds 1:31] [FAMILY]
-    .venv/npu/bin/python tests/families/configurations.py --modes npu-bfloat16,npu-float16
+    .venv/npu/bin/python tests/families/configurations.py --modes npu-bfloat16,npu-float16-eager
     python tests/families/configurations.py --modes cuda-float32,cuda-bfloat16
 
-Each line has a family, a mode, the number of configurations, those that hal refuses, and the largest difference from
-transformers in float32, in parts of a sequence's largest logit. Steps are prompts of random lengths, prefills that go
-on behind a cached prefix, and 16 decode steps. On the emulated NPU and on a GPU the difference in 16 bits is the
-median of the prompts' tokens or of the decoded ones, whichever is larger, beside that of transformers in the same
-dtype: in both, rounding routes some tokens to other experts, whose logits then differ by any amount.
+On a device, a compiler other than ``graph`` follows the dtype. Each line has a family, a mode, the number of
+configurations, those that hal refuses, and the largest difference from transformers in float32, in parts of a
+sequence's largest logit. Steps are prompts of random lengths, prefills that go on behind a cached prefix, and 16 decode
+steps. On the emulated NPU and on a GPU the difference in 16 bits is the median of the prompts' tokens or of the decoded
+ones, whichever is larger, beside that of transformers in the same dtype: in both, rounding routes some tokens to other
+experts, whose logits then differ by any amount.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
     """Return functions from a seed to a config, and to how older checkpoints spell it, by family."""
     import test_assembled
     import test_experts
+    import test_hybrids
     import test_llama
     import test_transformers
 
@@ -46,6 +48,8 @@ def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
     }
     for family in test_experts.FAMILIES:
         found[family] = lambda seed, family=family: (test_experts.draw_config(family, 99 + seed), None)
+    for family in test_hybrids.FAMILIES:
+        found[family] = lambda seed, family=family: (test_hybrids.draw_config(family, seed), None)
     for family in test_assembled.FAMILIES:
         if family not in test_assembled.OUTSIDE:
             spelled = test_assembled.older if family in test_assembled.RESPELLED else None
@@ -120,7 +124,7 @@ DEVICES: dict[str, dict[str, Any]] = {
 """How to open a backend on a device, by the first word of a mode."""
 
 
-def on_device(case: Any, theirs: list[Any], kind: str, dtype: str) -> list[float]:
+def on_device(case: Any, theirs: list[Any], kind: str, option: str) -> list[float]:
     """Return the difference on a device, and that of transformers in its dtype on the CPU, from float32."""
     import copy
 
@@ -132,10 +136,16 @@ def on_device(case: Any, theirs: list[Any], kind: str, dtype: str) -> list[float
 
     blocks = [[place + 1] for place in range(len(case.sequences))]
     case = attrs.evolve(case, block_size=128, blocks=blocks)
+    dtype, _, compiler = option.partition("-")
+    compilation: dict[str, Any] = {"compiler": compiler or "graph"}
+    if compiler != "eager":
+        compilation["capture_sizes"] = [2, 4, 8]
+    if compiler == "piecewise":
+        compilation["prefill"] = {"capture_sizes": [64]}
     config = {
         **DEVICES[kind],
         "dtype": dtype,
-        "compilation": {"compiler": "graph", "capture_sizes": [2, 4, 8]},
+        "compilation": compilation,
         "cache": {"num_tokens": 128 * len(blocks), "block_size": 128},
     }
     with hal.open(config) as backend, hal.Runner(hal.load_model(case.path, backend), backend) as runner:

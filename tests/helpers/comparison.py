@@ -190,11 +190,13 @@ def our_outputs(
     ends = [len(sequence) - STEPS for sequence in case.sequences]
     logits: list[list[Tensor]] = [[] for _ in range(count)]
     hidden: list[list[Tensor]] = [[] for _ in range(count)]
+    slots = runner.slots.take(count) if runner.slots.needed else None
 
     def run(starts: Sequence[int], stops: Sequence[int]) -> None:
         rows = [row for row in range(count) if starts[row] < stops[row]]
         new = [case.sequences[row][starts[row] : stops[row]] for row in rows]
-        batch = runner.batch(new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows])
+        in_slots = {} if slots is None else {"slots": [slots[row] for row in rows]}
+        batch = runner.batch(new, [case.blocks[row] for row in rows], cached=[starts[row] for row in rows], **in_slots)
         if next(steps) % 2:
             output = runner.step(batch, ALL)
             found = output.logits
@@ -218,6 +220,7 @@ def our_outputs(
         decoding = [0 <= step - row < STEPS for row in range(count)]
         starts = [end + step - row for row, end in enumerate(ends)]
         run(starts, [start + new for start, new in zip(starts, decoding, strict=True)])
+    runner.slots.give_back(slots or ())
     return [torch.cat(part) for part in logits], [torch.cat(part) for part in hidden]
 
 
