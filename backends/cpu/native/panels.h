@@ -12,6 +12,7 @@
 
 #include "elements.h"
 #include "products.h"
+#include "tiles.h"
 
 // Sums of kBand rows by kPanel columns stay in registers: 24 of 32 with AVX-512 or NEON, 12 of 16 with AVX2.
 constexpr int kBand = 6;
@@ -27,6 +28,14 @@ constexpr int64_t kPanel = kPanelVectors * kLanes;
 // Elements of a lane: 2 where the CPU multiplies pairs.
 template <class T>
 constexpr int64_t kPair = Product<T>::kStep / kLanes;
+
+#if defined(HAL_TILES) && defined(__AVX512BF16__)
+#define HAL_PANEL_TILES
+constexpr int64_t kTileBand = 32;  // rows, columns and elements that four tiles of sums take at a time
+constexpr int64_t kWhole = kTileBand;
+#else
+constexpr int64_t kWhole = kLanes;  // rows that are packed come in multiples of this
+#endif
 
 // The arithmetic of Product<T> in vectors of a register's size: compilers keep larger ones in memory.
 template <class T, int64_t Pair = kPair<T>>
@@ -101,6 +110,47 @@ void multiply_panels(const Operand<T>* rows, int64_t stride, const Operand<T>* p
     }
 }
 
+#ifdef HAL_PANEL_TILES
+// Sets the shapes of the tiles, all of them whole: 0 to 3 are sums, of both halves of the rows times both halves of the
+// columns; 4 and 5 rows; 6 and 7 columns.
+inline void load_panel_shapes() {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) shapes.set(tile, 16, 64);
+    load_shapes(shapes);
+}
+
+// multiply_panels of kTileBand rows, where columns and elements are multiples of kTileBand.
+template <bool Add>
+void multiply_panel_tiles(const bfloat16* rows, int64_t stride, const bfloat16* panels, int64_t panel_size,
+                          int64_t begin, int64_t end, int64_t first, int64_t last, float* sums, int64_t sums_stride) {
+    constexpr int64_t kHalf = kTileBand / 2, kStep = kPanel * kPair<bfloat16>;
+    const int64_t row_bytes = 2 * stride, sum_bytes = 4 * sums_stride;
+    for (int64_t column = first; column < last; column += kTileBand) {
+        const bfloat16* from = panels + column / kPanel * panel_size + begin * kStep + column % kPanel * kPair<bfloat16>;
+        float *upper = sums + column, *lower = upper + kHalf * sums_stride;
+        if constexpr (Add) {
+            load_tile<0>(upper, sum_bytes), load_tile<1>(upper + kHalf, sum_bytes);
+            load_tile<2>(lower, sum_bytes), load_tile<3>(lower + kHalf, sum_bytes);
+        } else {
+            zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+        }
+        for (int64_t step = begin; step < end; step += kHalf, from += kHalf * kStep) {
+            const bfloat16* left = rows + step * kPair<bfloat16>;
+            load_tile<4>(left, row_bytes);
+            load_tile<6>(from, 2 * kStep);
+            multiply_pairs<0, 4, 6>();
+            load_tile<7>(from + kHalf * kPair<bfloat16>, 2 * kStep);
+            multiply_pairs<1, 4, 7>();
+            load_tile<5>(left + kHalf * stride, row_bytes);
+            multiply_pairs<2, 5, 6>();
+            multiply_pairs<3, 5, 7>();
+        }
+        store_tile<0>(upper, sum_bytes), store_tile<1>(upper + kHalf, sum_bytes);
+        store_tile<2>(lower, sum_bytes), store_tile<3>(lower + kHalf, sum_bytes);
+    }
+}
+#endif
+
 // Transposes 16 by 16 elements of 4 bytes, in four passes that exchange ever smaller blocks.
 inline void transpose(Lanes* v) {
 #pragma GCC unroll 8
@@ -139,14 +189,14 @@ inline void prefetch(const T* row, int64_t count) {
 }
 
 // Writes panels whose columns are the rows: their steps are the elements of a row, filled up with zeros. Columns past
-// the last of the rows repeat it up to a whole vector.
+// the last of the rows repeat it up to kWhole.
 template <class T>
 inline void pack_transposed(const T* const* rows, int64_t count, int64_t width, std::vector<T>& scratch,
                             Operand<T>* panels) {
     constexpr int64_t kStep = Product<T>::kStep;
     const int64_t whole = up(width, kStep);
     if (whole != width) scratch.assign(kLanes * whole, T(0.0f));
-    for (int64_t row = 0; row < count; row += kLanes) {
+    for (int64_t row = 0; row < up(count, kWhole); row += kLanes) {
         const T *from[kLanes], *ahead[kLanes];
         for (int i = 0; i < kLanes; i++) {
             ahead[i] = rows[std::min(row + kLanes + i, count - 1)];
@@ -167,14 +217,15 @@ inline void pack_transposed(const T* const* rows, int64_t count, int64_t width, 
     }
 }
 
-// Writes panels whose steps are the rows, and which are `panel_size` elements apart. Without a second row, a pair has
-// 0.
+// Writes panels whose steps are the rows, and which are `panel_size` elements apart. Rows past the last are 0: up to
+// kWhole, where the CPU multiplies pairs.
 template <class T>
 inline void pack_rows(const T* const* rows, int64_t count, int64_t width, int64_t panel_size, Operand<T>* panels) {
     for (int64_t column = 0; column < width; column += kPanel, panels += panel_size) {
         const int64_t taken = std::min(kPanel, width - column);
         Operand<T>* to = panels;
-        for (int64_t row = 0; row < count; row += kPair<T>, to += kPanel * kPair<T>) {
+        int64_t row = 0;
+        for (; row < count; row += kPair<T>, to += kPanel * kPair<T>) {
             const T* from = rows[row] + column;
             prefetch(rows[std::min(row + kAhead, count - 1)] + column, taken);
             if constexpr (kPair<T> == 1) {
@@ -187,5 +238,6 @@ inline void pack_rows(const T* const* rows, int64_t count, int64_t width, int64_
                 for (; i < taken; i++) to[2 * i] = from[i], to[2 * i + 1] = next ? next[i] : T(0.0f);
             }
         }
+        if constexpr (kPair<T> == 2) std::fill_n(to, (up(count, kWhole) - row) * kPanel, T(0.0f));
     }
 }

@@ -50,8 +50,9 @@ struct Task {
     int64_t sequence, kv_head, first, last;
 };
 
-// Runs tasks, one after another. A row is a query of one head; heads of a query follow one another.
-template <class T>
+// Runs tasks, one after another. A row is a query of one head; heads of a query follow one another. `Band` rows are
+// multiplied at a time: kTileBand of them with tiles.
+template <class T, int64_t Band>
 class Prompt {
   public:
     Prompt(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values, T* output)
@@ -61,15 +62,21 @@ class Prompt {
         const int64_t position = length - (end - start);  // of the first query
         group_ = shape_.heads / shape_.kv_heads, rows_ = (task.last - task.first) * group_;
         spans_.clear();
-        for (int64_t row = 0; row < up(rows_, kBand); row++)  // past the last row, its span again
+        for (int64_t row = 0; row < up(rows_, Band); row++)  // past the last row, its span again
             spans_.push_back(visible(shape_, position + task.first + std::min(row, rows_ - 1) / group_, length));
         const int64_t first_head = (start + task.first) * shape_.heads + task.kv_head * group_;
         pack_queries(start + task.first, task.kv_head * group_);
         const int64_t last = spans_.back().end;
+#ifdef HAL_PANEL_TILES
+        if constexpr (Band == kTileBand) load_panel_shapes();
+#endif
         for (int64_t tile = spans_[0].begin; tile < last; tile += kKeys) {
             pack_tile(blocks, start, task.kv_head, tile, std::min(kKeys, last - tile));
-            for (int64_t row = 0; row < rows_; row += kBand) attend(row, tile, std::min(kKeys, last - tile));
+            for (int64_t row = 0; row < rows_; row += Band) attend(row, tile, std::min(kKeys, last - tile));
         }
+#ifdef HAL_PANEL_TILES
+        if constexpr (Band == kTileBand) release_tiles();
+#endif
         for (int64_t row = 0; row < rows_; row++)
             write(row, output_ + (first_head + row / group_ * shape_.heads + row % group_) * shape_.head_dim);
     }
@@ -116,11 +123,11 @@ class Prompt {
     void attend(int64_t row, int64_t tile, int64_t count) {
         // All positions that a row of the band sees.
         const int64_t first = std::max<int64_t>(0, spans_[row].begin - tile) / kPanel * kPanel;
-        const int64_t end = std::min(spans_[row + kBand - 1].end - tile, count), last = up(end, kLanes);
+        const int64_t end = std::min(spans_[row + Band - 1].end - tile, count), last = up(end, kWhole);
         if (first >= end) return;
-        multiply_panels<T, false>(queries_.data() + row * width_, width_, tile_keys_.get(), width_ * kPanel, 0,
-                                  width_ / kPair<T>, first, last, scores_, kKeys);
-        for (int64_t r = 0; r < kBand; r++) {
+        multiply<false>(queries_.data() + row * width_, width_, tile_keys_.get(), width_ * kPanel, 0,
+                        width_ / kPair<T>, first, last, scores_, kKeys);
+        for (int64_t r = 0; r < Band; r++) {
             const float before = largest_[row + r];
             const Span span{std::clamp(spans_[row + r].begin - tile, first, last),
                             std::clamp(spans_[row + r].end - tile, first, last)};
@@ -129,9 +136,17 @@ class Prompt {
             if (largest_[row + r] != before) rescale(row + r, exponential(before - largest_[row + r]));
             totals_[row + r] += total;
         }
-        multiply_panels<T, true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>,
-                                 up(end, kPair<T>) / kPair<T>, 0, shape_.head_dim, sums_.data() + row * columns_,
-                                 columns_);
+        const int64_t seen = Band == kBand ? up(end, kPair<T>) : last;
+        multiply<true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>, seen / kPair<T>, 0,
+                       up(shape_.head_dim, kWhole), sums_.data() + row * columns_, columns_);
+    }
+
+    template <bool Add, class... Arguments>
+    static void multiply(Arguments... arguments) {
+#ifdef HAL_PANEL_TILES
+        if constexpr (Band == kTileBand) return multiply_panel_tiles<Add>(arguments...);
+#endif
+        if constexpr (Band == kBand) multiply_panels<T, Add>(arguments...);
     }
 
     void rescale(int64_t row, float factor) {
@@ -167,8 +182,8 @@ class Prompt {
     const std::unique_ptr<Operand<T>[]> tile_values_{new Operand<T>[kKeys * columns_]};
     std::vector<float> sums_, totals_, largest_;
     std::vector<T> copies_, wide_keys_, wide_values_;
-    alignas(64) float scores_[kBand * kKeys];
-    alignas(64) Operand<T> narrow_[kPair<T> == 2 ? kBand * kKeys : 1];
+    alignas(64) float scores_[Band * kKeys];
+    alignas(64) Operand<T> narrow_[kPair<T> == 2 ? Band * kKeys : 1];
 };
 
 }  // namespace
@@ -186,16 +201,23 @@ void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, co
                 tasks.push_back({sequence, kv_head, first, std::min(first + queries, count)});
     }
     if (tasks.empty()) return;
+    auto run = [&](auto band) {
 #pragma omp parallel
-    {
-        Prompt<T> prompt(shape, query, keys, values, output);
+        {
+            Prompt<T, band> prompt(shape, query, keys, values, output);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tasks.size(); i++) {
-            const int64_t sequence = tasks[i].sequence;
-            prompt.run(tasks[i], block_table ? block_table + sequence * shape.max_blocks : nullptr, starts[sequence],
-                       starts[sequence + 1], lengths[sequence]);
+            for (size_t i = 0; i < tasks.size(); i++) {
+                const int64_t sequence = tasks[i].sequence;
+                prompt.run(tasks[i], block_table ? block_table + sequence * shape.max_blocks : nullptr,
+                           starts[sequence], starts[sequence + 1], lengths[sequence]);
+            }
         }
-    }
+    };
+#ifdef HAL_PANEL_TILES
+    if constexpr (std::is_same_v<T, bfloat16>)
+        if (tiles_allowed()) return run(std::integral_constant<int64_t, kTileBand>{});
+#endif
+    run(std::integral_constant<int64_t, kBand>{});
 }
 
 template void attend_prompts(const Shape&, const float*, const Pages<float>&, const Pages<float>&, const int32_t*,

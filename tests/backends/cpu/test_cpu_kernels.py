@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch
 from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
-from hal.backends.cpu.native.attention_kernels import FEW
+from hal.backends.cpu.native.attention_kernels import FEW, AttentionKernels
 from hal.backends.cpu.native.kernels import NATIVE
+from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.native.weight_only_kernels import WEIGHT_ONLY_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
@@ -36,6 +39,10 @@ from hal.ops.tolerance import assert_agree
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCHS = {"linear", *WEIGHT_ONLY_KERNELS}
 """Operations whose C++ kernels leave to torch what they do not take."""
+Kernel = Callable[..., Any]
+needs_pairs = pytest.mark.skipif(
+    "avx512_bf16" not in processor_flags(), reason="attention by tiles also multiplies pairs, as this processor cannot"
+)
 
 
 def open_cpu(**options: Any) -> hal.Backend:
@@ -96,6 +103,10 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
 def test_attention_of_mixed_steps(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend
 ) -> None:
+    check_mixed_steps(native.kernels["paged_attention"], heads, head_dim, dtype)
+
+
+def check_mixed_steps(kernel: Kernel, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """Sequences of one query, of few and of many, of none, and as many queries as sequences."""
     (num_heads, kv_heads), draw = heads, Draw(dtype, seed=5)
     many = FEW // 96 + 1
@@ -117,7 +128,7 @@ def test_attention_of_mixed_steps(
             arguments = (query, *caches, table, starts, lens, starts, lens, sinks, AttentionOptions(0.3, **options))
             expected = ops.operation("paged_attention").reference(*arguments)
             found = torch.full(expected.shape, torch.nan, dtype=dtype)
-            native.kernels["paged_attention"](*arguments, out=found)
+            kernel(*arguments, out=found)
             assert_agree(ops.operation("paged_attention"), dtype, found, expected)
 
 
@@ -126,6 +137,18 @@ def test_attention_of_mixed_steps(
 def test_attention_of_long_prompts(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend
 ) -> None:
+    check_long_prompts(native.kernels["paged_attention"], heads, head_dim, dtype)
+
+
+@needs_pairs
+def test_attention_by_tiles(emulated_tiles: ctypes.CDLL) -> None:
+    kernel = AttentionKernels(emulated_tiles).paged_attention
+    for heads, head_dim in (((2, 2), 40), ((6, 2), 80)):
+        check_mixed_steps(kernel, heads, head_dim, torch.bfloat16)
+        check_long_prompts(kernel, heads, head_dim, torch.bfloat16)
+
+
+def check_long_prompts(kernel: Kernel, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """Longer than a tile of keys and a task's queries, also after a cached prefix; what is not theirs is NaN."""
     (num_heads, kv_heads), draw = heads, Draw(dtype, seed=9)
     counts, lengths = [530, 1, 130], [530, 700, 1201]
@@ -145,7 +168,7 @@ def test_attention_of_long_prompts(
         sinks = draw.normal(num_heads) if options.window or options.softcap else None
         arguments = (query, *caches, table, starts, lens, starts, lens, sinks, options)
         expected = ops.operation("paged_attention").reference(*arguments)
-        assert_agree(ops.operation("paged_attention"), dtype, native.kernels["paged_attention"](*arguments), expected)
+        assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

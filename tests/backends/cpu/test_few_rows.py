@@ -32,15 +32,8 @@ needs_packing = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> LinearKernels:
-    """Return the kernels with tile registers that functions emulate, so that AMX's code runs on any processor."""
-    library = tmp_path_factory.mktemp("tiles") / "tiles.so"
-    names = ("packed_linear", "packed_linear_tiles", "plain_linear", "pages")
-    sources = [str(build.SOURCES / f"{name}.cpp") for name in names]
-    flags = ["-O1" if each == "-O3" else each for each in build.FLAGS]
-    command = [*build._compiler(), *flags, "-shared", "-DHAL_EMULATED_TILES", *sources, "-o", str(library)]
-    subprocess.run(command, check=True)
-    return LinearKernels(ctypes.CDLL(str(library)))
+def tiles(emulated_tiles: ctypes.CDLL) -> LinearKernels:
+    return LinearKernels(emulated_tiles)
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is a part of x86 processors")
