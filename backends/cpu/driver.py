@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hal.config import read
 from hal.device.graph import Graph
-from hal.device.host_device import HostDevice
 from hal.device.limits import CACHE_DTYPES, Limits
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
@@ -23,6 +22,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantization import int8_matmul
 
 from . import grouped, kernels, low_bits
+from .cpu_device import CpuDevice
 from .native.instruction_sets import InstructionSet
 from .packing import ROWS, Packing, linear, packed
 from .thread_count import SHARED
@@ -105,7 +105,7 @@ class CpuBackend(Backend):
         table = {**KERNELS, **by_expert, **int8, **native, **_collectives(library)}
         super().__init__(
             "cpu",
-            HostDevice(),
+            CpuDevice(library),
             kernels=table,
             graphs=True,
             limits=Limits(cache_dtypes=CACHE_DTYPES),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from hal.device.memory import MemoryStats
 from hal.device.stream import Event, Stream
@@ -57,3 +60,21 @@ class Device:
     def empty_cache(self) -> None:
         """Return unused memory of the allocator's cache to the device."""
         torch.accelerator.empty_cache()
+
+    def reading(self, buffer: Tensor) -> Callable[[], object] | None:
+        """Return a function that reads a contiguous tensor as fast as the driver's kernels may.
+
+        ``hal bench`` measures its floor with it, or with one of torch's reductions if that is faster. None: with these
+        alone.
+        """
+        return None
+
+    def multiplying(self, dtype: torch.dtype) -> tuple[Callable[[], object], int] | None:
+        """Return a function that multiplies and adds at the device's highest rate, and its number of operations.
+
+        ``hal bench`` measures its floor with it. None: with torch's matrix product.
+
+        Args:
+            dtype: that of the elements multiplied.
+        """
+        return None

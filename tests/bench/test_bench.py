@@ -457,9 +457,21 @@ class TestFloor:
         read, matmul = floor.read_probe(cpu.device), floor.matmul_probe(cpu.device, torch.bfloat16)
         assert read.amount == 1 << 20
         assert "of 1 MiB" in read.description
+        product = "matmul 32 x 32 x 32 in bfloat16"
+        assert re.fullmatch(rf"products in registers, of which {product} reaches \d+%", matmul.description)
+        assert matmul.contender.step() == matmul.amount
+
+    def test_probes_of_a_device_without_its_own(self) -> None:
+        matmul = floor.matmul_probe(hal.vendor.HostDevice(), torch.bfloat16)
         assert matmul.amount == 2 * 32**3
         assert matmul.description == "matmul 32 x 32 x 32 in bfloat16"
         assert matmul.contender.step().dtype == torch.bfloat16
+
+    def test_the_cpu_reads_all_of_a_buffer(self, cpu: hal.Backend) -> None:
+        words = torch.arange(1, (1 << 15) + 1)  # 256 KiB, whole pieces
+        read = cpu.device.reading(words)
+        assert read is not None
+        assert read() == 1 << 15  # the exclusive or of 1 to 1 << 15
 
 
 class TestAgreement:

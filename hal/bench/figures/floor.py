@@ -1,7 +1,8 @@
 """The floor: the duration of a step if the hardware did only the unavoidable work.
 
 A decode step reads every weight and every cached key and value once, at the memory read bandwidth; of a mixture of
-experts, only the weights of the experts that the batch chooses. A prefill multiplies, at the rate of a large matmul.
+experts, only the weights of the experts that the batch chooses. A prefill multiplies, at the device's highest rate, or
+that of a large matmul where the driver does not offer it.
 Both rates are measured in the same rounds as the contenders.
 """
 
@@ -155,6 +156,8 @@ def read_probe(device: Device) -> Probe:
     while True:
         buffer = torch.ones(nbytes // 4, device=device.torch)
         reductions = _reductions(buffer)
+        if (reading := device.reading(buffer)) is not None:
+            reductions["read"] = reading
         took = {name: _seconds(run, device) for name, run in reductions.items()}
         fastest = min(took, key=lambda name: took[name])
         more = 2 * nbytes
@@ -164,12 +167,12 @@ def read_probe(device: Device) -> Probe:
         nbytes = more
 
 
-def _reductions(buffer: Tensor) -> dict[str, Callable[[], Tensor]]:
+def _reductions(buffer: Tensor) -> dict[str, Callable[[], object]]:
     return {"sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)}
 
 
 def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
-    """Return a probe that multiplies square matrices of the size with the highest rate."""
+    """Return a probe that multiplies at the device's highest rate, or else square matrices of the fastest size."""
     best: Probe | None = None
     fastest = 0.0
     for size in MATMUL_SIZES:
@@ -183,7 +186,12 @@ def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
         if took > LONGEST_TRIAL:
             break
     assert best is not None
-    return best
+    if (peak := device.multiplying(dtype)) is None:
+        return best
+    multiply, operations = peak
+    reached = fastest * _seconds(multiply, device) / operations
+    description = f"products in registers, of which {best.description} reaches {reached:.0%}"
+    return Probe(Contender("multiply", multiply, lambda: None), operations, description)
 
 
 def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
@@ -194,7 +202,7 @@ def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
     return run
 
 
-def _seconds(run: Callable[[], Tensor], device: Device) -> float:
+def _seconds(run: Callable[[], object], device: Device) -> float:
     """Return the fastest duration of three runs after a warm-up."""
     took = []
     for _ in range(4):
