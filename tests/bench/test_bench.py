@@ -26,7 +26,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from helpers import ROOT
+from helpers import ROOT, toys
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
 from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, PROCESSES, thorough
@@ -40,6 +40,7 @@ from hal.bench.bench_errors import BenchmarkError
 from hal.bench.contenders import gguf_writing, transformers_side
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.hal_side import HalSide
+from hal.bench.contenders.prefilled_cache import prompts
 from hal.bench.contenders.shapes import SHAPES
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.figures import floor, launches, peak_memory, routing, timing, token_agreement
@@ -246,12 +247,52 @@ class TestCheckpoints:
             )
             setting.backend.configure(attrs.evolve(setting.backend.config, max_prefill_tokens=most))
             filled = HalSide(setting).prefilled(18)
-            assert [keys.shape for keys, _ in filled] == [(16, 40, 2, 16)] * 6
-            keys, values = Inputs(setting, 18, filled).cached(5)
+            assert [each["key"].shape for each in filled] == [(16, 40, 2, 16)] * 6
+            keys, values = Inputs(setting, 18, filled).cached(5).values()
             assert torch.equal(keys[16:], keys[:2])
             assert not torch.equal(values[0], values[1])
             found.append(keys)
         torch.testing.assert_close(*found)
+
+
+class TestRecurrentLayers:
+    """A step changes their states, which each contender restores before the next one."""
+
+    @thorough(MODE, "compiled")
+    @pytest.mark.parametrize("mode", ["eager", "compiled"])
+    def test_steps_of_transformers_agree(self, mode: str) -> None:
+        pytest.importorskip("transformers", reason="transformers is the other contender")
+        setting = plan.prepare(tiny(shapes="tiny-hybrid", compilers=("eager", "graph")))
+        inputs = Inputs(setting, 3)
+        ours = HalSide(setting)
+        contenders = [ours.contender(each, inputs) for each in ours.modes]
+        contenders.append(transformers_side.TransformersSide(setting).contender(mode, inputs))
+        for _ in range(2):  # the first run leaves other states
+            found = token_agreement.check(contenders, setting.dtype)
+            assert [each.contender for each in found] == ["hal graph", f"transformers {mode}"]
+            assert all(each.difference < 1e-4 for each in found)
+
+    def test_prompts_of_transformers_agree(self) -> None:
+        pytest.importorskip("transformers", reason="transformers is the other contender")
+        (found,) = measurement.run(
+            tiny(workload="prefill", shapes="tiny-hybrid", length=70, against=("transformers",))
+        ).agreements[1]
+        assert found.difference < 1e-4
+
+    def test_the_states_of_a_prefill(self, tmp_path: Path) -> None:
+        """A step after a checkpoint's prefill gives the logits of the whole sequence."""
+        folder = toys.write(tmp_path / "hybrid", {**SHAPES["tiny-hybrid"], "torch_dtype": "float32"})
+        setting = plan.prepare(tiny(shapes=None, checkpoint=str(folder), compilers=("eager",)))
+        ours = HalSide(setting)
+        inputs = Inputs(setting, 2, ours.prefilled(2))
+        assert [[*layer] for layer in inputs.prefilled] == [["matrix", "window"], ["key", "value"]]
+        step = ours.contender("eager", inputs)
+        texts = [[*cached, *new] for cached, new in zip(prompts(96, 2, 20), inputs.tokens.tolist(), strict=True)]
+        runner = hal.Runner(hal.load_model(folder, setting.backend), setting.backend)
+        blocks = [runner.blocks.take(runner.spec.blocks_for(21)) or [] for _ in texts]
+        whole = runner.step(runner.batch(texts, blocks, slots=runner.slots.take(2))).logits
+        step.reset()
+        torch.testing.assert_close(step.step(), whole, rtol=1e-4, atol=1e-4)
 
 
 class TestPrefill:
@@ -407,6 +448,14 @@ class TestFloor:
             "output projection": 2 * (96 * 32) * 3,
             "attention": 2 * 4 * (4 * 16) * (20 * 21 // 2) * 3,
         }
+
+    def test_recurrent_layers(self) -> None:
+        """One has 4 heads of 8 x 8 in float32, and 3 rows of 2 * 16 + 32 channels; the other layer has attention."""
+        model = random_weights.meta_model({**SHAPES["tiny-hybrid"], "num_experts": 0})
+        found = floor.decode_bytes(model, torch.bfloat16, 3, 20)
+        assert found.parts["states"] == 2 * 3 * (4 * 4 * 8 * 8 + 2 * 3 * 64)
+        assert found.parts["cache"] == 2 * (3 * 20 * 2 * 2 * 16)
+        assert floor.prefill_operations(model, 4, 3, 20).parts["recurrence"] == 3 * 20 * 6 * 4 * 8 * 8
 
     def test_only_the_chosen_experts_count(self) -> None:
         """Two sparse layers, of 6 experts with 3 matrices of 32 x 12, and a router each. Their MLPs are not dense."""

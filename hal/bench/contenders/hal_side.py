@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +18,7 @@ from hal.bench.figures.routing import Routing, expert_weights, recorded
 from hal.bench.plan import Setting
 from hal.config import read
 from hal.drivers.compiler_registry import EAGER
+from hal.step import SEQUENCE
 
 
 class HalSide:
@@ -46,20 +47,23 @@ class HalSide:
         made = time.perf_counter() - start
         blocks = [list(range(1 + row * per_sequence, 1 + (row + 1) * per_sequence)) for row in range(size)]
         tokens = inputs.tokens.tolist()
+        slots = runner.slots.take(size) or [] if runner.slots.needed else []
+        fields = {"slots": slots} if slots else {}
         if inputs.workload == "decode":
-            _fill(runner, inputs, blocks)
-            batch = runner.batch(tokens, blocks, cached=[inputs.length] * size)
+            _fill(runner, inputs, blocks, slots)
+            batch = runner.batch(tokens, blocks, cached=[inputs.length] * size, **fields)
         else:
-            batch = runner.batch(tokens, blocks)
+            batch = runner.batch(tokens, blocks, **fields)
+        reset = _restoring(runner, slots)
         start = time.perf_counter()
         runner.step(batch)
         backend.device.synchronize()
         setup = made + time.perf_counter() - start
-        # Every step writes the same slots, so no reset is needed.
-        return Contender(f"hal {mode}", lambda: runner.step(batch).logits, lambda: None, setup, runner.close)
+        # Every step writes the same keys and values, which need no reset.
+        return Contender(f"hal {mode}", lambda: runner.step(batch).logits, reset, setup, runner.close)
 
-    def prefilled(self, batch_size: int) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return keys and values for the caches of decode steps; none for random weights."""
+    def prefilled(self, batch_size: int) -> Sequence[Mapping[str, Tensor]]:
+        """Return what the layers keep of a prefill, for decode steps; nothing for random weights."""
         if self._plan.workload == "prefill" or self._plan.shapes is not None:
             return ()
         self._configure(EAGER, (1,), self._plan.length)
@@ -76,17 +80,35 @@ class HalSide:
             measured["prefill"] = {"capture_sizes": [min(prompts, config.max_prefill_tokens)]}
         given = {} if compiler == "eager" else self._compilation  # eager refuses compilers' keys
         compilation = read(hal.CompilationConfig, {**given, **measured}, "compilation")
-        cache = attrs.evolve(config.cache, num_tokens=num_tokens)
+        cache = attrs.evolve(config.cache, num_tokens=num_tokens, num_sequences=max(sizes))
         self._backend.configure(attrs.evolve(config, compilation=compilation, cache=cache))
 
 
-def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]]) -> None:
-    """Write the random cache with the operation that knows the backend's layout."""
+def _restoring(runner: hal.Runner, slots: list[int]) -> Callable[[], None]:
+    """Return a function that restores the states per sequence in slots, which every step changes."""
+    states = [runner.states.layers[index][name] for index, name, each in runner.spec.states() if each.per is SEQUENCE]
+    saved = [(state, state[slots].clone()) for state in states]
+
+    def restore() -> None:
+        with torch.inference_mode():
+            for state, values in saved:
+                state[slots] = values
+
+    return restore
+
+
+def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]], in_slots: list[int]) -> None:
+    """Write the random cache with the operation that knows the backend's layout, and random states per sequence."""
     nobody = [[0] * inputs.length] * inputs.batch_size
-    slots = runner.batch(nobody, blocks).slot_mapping
+    slots = runner.batch(nobody, blocks, **({"slots": in_slots} if in_slots else {})).slot_mapping
     with torch.inference_mode():
         for layer, state in enumerate(runner.states.layers):
-            keys, values = (each.flatten(0, 1) for each in inputs.cached(layer))
+            held = inputs.cached(layer)
+            if "key" not in held:
+                for name, values in held.items():
+                    state[name][in_slots] = values
+                continue
+            keys, values = held["key"].flatten(0, 1), held["value"].flatten(0, 1)
             if "key_scale" in state:
                 cache = state["key"], state["value"], state["key_scale"], state["value_scale"]
                 ops.store_quantized_kv_cache(keys, values, None, None, *cache, slots)

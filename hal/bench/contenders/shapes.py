@@ -28,6 +28,21 @@ _QWEN3_MOE: dict[str, Any] = _QWEN3 | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_HYBRID: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}
 _TINY: dict[str, Any] = {
     "dtype": "float32",
     "vocab_size": 96,
@@ -109,8 +124,53 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32,
         "moe_intermediate_size": 768,
     },
+    # Qwen3-Next-80B-A3B has 48 layers, which need 148 GiB: three recurrent ones to one with attention.
+    "qwen3-next-80b-a3b-4-layers": _HYBRID
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-0.8b": _HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
     # No existing models: small, for trying the command.
     "tiny-experts": _QWEN3_MOE | _TINY | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "tiny": _QWEN3 | _TINY,
+    "tiny-hybrid": _HYBRID
+    | _TINY
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
 }
 """config.json by name."""

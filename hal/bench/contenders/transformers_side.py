@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.contenders.extensions import only_imported_extensions
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.plan import Setting
-from hal.checkpoint.weight_bindings import bindings_of
+from hal.checkpoint.tensor_names import named_by_model, renamed
+from hal.checkpoint.weight_bindings import bindings_of, sources_of
 
 
 class TransformersSide:
@@ -40,19 +42,21 @@ class TransformersSide:
 
     def _fill_parameters(self, setting: Setting) -> None:
         """Copy the checkpoint's weights. transformers stacks experts under the path of hal's layer."""
-        parameters = dict(self._model.named_parameters())
         stacked = {each.path: each.pieces() for each in bindings_of(setting.meta)}
-        absent = sorted(set(parameters) - set(setting.checkpoint.tensors))
+        checkpoint = named_by_model(setting.checkpoint, setting.meta)
+        known = sources_of(setting.meta) | stacked.keys()
+        parameters = renamed(dict(self._model.named_parameters()), setting.meta, known)
+        absent = sorted(set(parameters) - set(checkpoint.tensors))
         if unknown := [name for name in absent if name not in stacked]:
             raise BenchmarkError(
                 f"transformers' model has parameters that are not in the checkpoint: {', '.join(unknown[:3])}",
                 "omit --against, or check that config.json matches the weights",
             )
-        for name, values in setting.checkpoint.read(set(parameters) - set(absent)):
+        for name, values in checkpoint.read(set(parameters) - set(absent)):
             parameters[name].data.copy_(values)
         for name in absent:
             for piece, (_, values) in zip(
-                stacked[name], setting.checkpoint.read([each.source for each in stacked[name]]), strict=True
+                stacked[name], checkpoint.read([each.source for each in stacked[name]]), strict=True
             ):
                 piece.put(parameters[name].data, 0, values)
 
@@ -87,11 +91,15 @@ class TransformersSide:
     def _eager(self, tokens: Tensor, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], None]]:
         cache = self._library.DynamicCache(config=self._model.config)
         self._fill(cache, inputs)
+        restore = _restoring(cache)
 
         def reset() -> None:
             longer = cache.get_seq_length() - inputs.length
             if longer:
-                cache.crop(-longer)
+                for layer, recurrent in zip(cache.layers, cache.is_linear, strict=True):
+                    if not recurrent:
+                        layer.crop(-longer)
+            restore()
 
         return lambda: self._model(input_ids=tokens, cache=cache, use_cache=True), reset
 
@@ -106,22 +114,46 @@ class TransformersSide:
             tokens, cache=cache, attention_mask=every, position_ids=positions, use_cache=True
         )
         compiled = self._model.get_compiled_call(None)
+        restore = _restoring(cache)
 
         def reset() -> None:
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(inputs.length)
+            for layer, recurrent in zip(cache.layers, cache.is_linear, strict=True):
+                if not recurrent:
+                    layer.cumulative_length.fill_(inputs.length)
+            restore()
 
         return lambda: compiled(**prepared, return_dict=True), reset
 
     def _fill(self, cache: Any, inputs: Inputs) -> None:
-        if any(layer.is_sliding for layer in cache.layers):
+        if any(cache.is_sliding):
             raise BenchmarkError(
                 "the model has a sliding window, and transformers cannot reset a sliding-window cache after a step",
                 "omit --against",
             )
         for layer in range(len(inputs.setting.meta.states)):
-            keys, values = inputs.cached(layer)
-            cache.update(keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous(), layer)
+            held = inputs.cached(layer)
+            if "key" in held:
+                keys, values = (held[name].transpose(1, 2).contiguous() for name in ("key", "value"))
+                cache.update(keys, values, layer)
+            else:
+                # transformers' window has a column more, of a token that the convolution does not see again.
+                cache.update_conv_state(functional.pad(held["window"].mT, (1, 0)), layer)
+                cache.update_recurrent_state(held["matrix"].mT, layer)
+
+
+def _restoring(cache: Any) -> Callable[[], None]:
+    """Return a function that restores the states of recurrent layers, which every step changes."""
+    layers = [layer for layer, recurrent in zip(cache.layers, cache.is_linear, strict=True) if recurrent]
+    states = [
+        state for layer in layers for each in (layer.conv_states, layer.recurrent_states) for state in each.values()
+    ]
+    saved = [(state, state.clone()) for state in states]
+
+    def restore() -> None:
+        for state, values in saved:
+            state.copy_(values)
+
+    return restore
 
 
 def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hal.bench.plan import Setting, Workload
+from hal.step import SEQUENCE
 
 DRAWN = 16
 """Number of sequences with distinct caches; larger batches repeat them, because generation takes longer than a step."""
@@ -56,14 +57,14 @@ class Inputs:
     Attributes:
         setting: the benchmark.
         batch_size: the number of sequences.
-        prefilled: each layer's keys and values of some sequences, as :meth:`cached` returns them, which a prefill has
-            computed. If there are none, they are random. Trained weights turn rounding into other logits on a random
+        prefilled: what each layer keeps of some sequences, as :meth:`cached` returns it, which a prefill has
+            computed. If there is none, it is random. Trained weights turn rounding into other logits on a random
             cache, while a step's duration and memory do not depend on the values.
     """
 
     setting: Setting
     batch_size: int
-    prefilled: Sequence[tuple[Tensor, Tensor]] = ()
+    prefilled: Sequence[Mapping[str, Tensor]] = ()
 
     @property
     def workload(self) -> Workload:
@@ -81,17 +82,24 @@ class Inputs:
         shape = (self.batch_size, 1 if self.workload == "decode" else self.length)
         return torch.randint(self.setting.meta.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
-    def cached(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, each ``[batch, length, num_kv_heads, head_dim]``, in the model's dtype."""
+    def cached(self, layer: int) -> Mapping[str, Tensor]:
+        """Return what a layer keeps of the sequences, by name.
+
+        These are its states per sequence, each ``[batch, ...]``; or else ``key`` and ``value``, each ``[batch, length,
+        num_kv_heads, head_dim]`` in the model's dtype.
+        """
         model, device = self.setting.meta, self.setting.backend.device.torch
         if self.prefilled:
-            rows = torch.arange(self.batch_size) % len(self.prefilled[layer][0])
-            return self.prefilled[layer][0][rows].to(device), self.prefilled[layer][1][rows].to(device)
+            held = self.prefilled[layer]
+            rows = torch.arange(self.batch_size) % len(next(iter(held.values())))
+            return {name: each[rows].to(device) for name, each in held.items()}
         generator = torch.Generator().manual_seed(1 + layer)
         drawn = min(self.batch_size, DRAWN)
-        shape = (drawn, self.length, *model.states[layer]["key"].shape)
+        states, dtype = model.states[layer], self.setting.dtype
+        kept = {name: (each.shape, each.dtype or dtype) for name, each in states.items() if each.per is SEQUENCE}
+        kept = kept or dict.fromkeys(("key", "value"), ((self.length, *states["key"].shape), dtype))
         rows = torch.arange(self.batch_size, device=device) % drawn
-        keys, values = (
-            torch.empty(shape, dtype=self.setting.dtype).normal_(generator=generator).to(device)[rows] for _ in range(2)
-        )
-        return keys, values
+        return {
+            name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[rows]
+            for name, (shape, kind) in kept.items()
+        }

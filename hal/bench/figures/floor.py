@@ -1,8 +1,8 @@
 """The floor: the duration of a step if the hardware did only the unavoidable work.
 
-A decode step reads every weight and every cached key and value once, at the memory read bandwidth; of a mixture of
-experts, only the weights of the experts that the batch chooses. A prefill multiplies, at the device's highest rate, or
-that of a large matmul where the driver does not offer it.
+A decode step reads every weight and every cached key and value once, at the memory read bandwidth, and reads and writes
+the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses. A prefill
+multiplies, at the device's highest rate, or that of a large matmul where the driver does not offer it.
 Both rates are measured in the same rounds as the contenders.
 """
 
@@ -21,7 +21,7 @@ from hal.bench.contenders.workload import Contender
 from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights
 from hal.bench.plan import Setting
 from hal.device.device import Device
-from hal.nn import Attention, CausalLM, Embedding, Linear
+from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
@@ -78,14 +78,17 @@ def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = ()) ->
     model, length = setting.meta, setting.plan.length
     if setting.plan.workload == "decode":
         return decode_bytes(model, setting.dtype, batch_size, length, routings)
-    heads = int(setting.checkpoint.config["num_attention_heads"]) // setting.backend.mesh.tensor.size
+    heads = int(setting.checkpoint.model_config["num_attention_heads"]) // setting.backend.mesh.tensor.size
     return prefill_operations(model, heads, batch_size, length, routings)
 
 
 def decode_bytes(
     model: CausalLM, dtype: torch.dtype, batch_size: int, context: int, routings: Sequence[Routing] = ()
 ) -> Work:
-    """Return the bytes that a decode step reads: all weights, and keys and values of ``context`` tokens per sequence.
+    """Return the bytes that a decode step moves.
+
+    It reads all weights, and keys and values of ``context`` tokens per sequence. States per sequence are read and
+    written.
 
     Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
     those of the chosen experts count.
@@ -97,16 +100,17 @@ def decode_bytes(
     weights = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in experts)
     if not model.tied:
         weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
-    cache = 0
-    for layer in model.states:
-        for state in layer.values():
-            entries = (
-                1 if state.per is SEQUENCE else context if state.window is None else min(context, state.window - 1)
-            )
-            cache += entries * batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
+    cache = states = 0
+    for state in (each for layer in model.states for each in layer.values()):
+        entry = batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
+        if state.per is SEQUENCE:
+            states += 2 * entry
+        else:
+            cache += entry * (context if state.window is None else min(context, state.window - 1))
     active = active_elements(model, routings) * dtype.itemsize
     chosen = {"experts": active} if experts else {}
-    return Work({"weights": weights * dtype.itemsize, **chosen, "cache": cache}, "bytes")
+    moved = {"states": states} if states else {}
+    return Work({"weights": weights * dtype.itemsize, **chosen, "cache": cache, **moved}, "bytes")
 
 
 def prefill_operations(
@@ -117,7 +121,8 @@ def prefill_operations(
     Each token is multiplied by the weights of the experts that were chosen for it.
 
     The output projection runs for the last token of each sequence only. Causal attention of token ``i`` multiplies with
-    ``cached + i + 1`` keys, in two matmuls.
+    ``cached + i + 1`` keys, in two matmuls. A gated delta rule multiplies a head's matrix with the key, adds an outer
+    product to it, and multiplies it with the query.
 
     Raises:
         BenchmarkError: the sparse layers do not correspond to the routings.
@@ -129,12 +134,17 @@ def prefill_operations(
     pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
     assigned = assigned_elements(model, routings)
     chosen = {"experts": 2 * assigned} if expert_weights(model) else {}
+    matrices = sum(
+        math.prod(each.states["matrix"].shape) for each in model.modules() if isinstance(each, GatedDeltaNet)
+    )
+    recurrent = {"recurrence": 6 * matrices * tokens * batch_size} if matrices else {}
     return Work(
         {
             "projections": 2 * inner * tokens * batch_size,
             **chosen,
             "output projection": 2 * table * batch_size,
             "attention": 4 * pairs * num_heads * batch_size,
+            **recurrent,
         },
         "operations",
     )
