@@ -201,7 +201,7 @@ class DecoderLM(CausalLM):
     """A :class:`Decoder` and its output projection, which may be tied to the embedding. Ranks may split it.
 
     A family derives from it, and its ``from_config`` makes the layers from config.json. Its attribute ``decoder`` may
-    be a subclass of :class:`Decoder`.
+    be a subclass of :class:`Decoder`. The decoder is the module ``base_name``.
 
     Args:
         config: the checkpoint's config.
@@ -216,6 +216,7 @@ class DecoderLM(CausalLM):
     """
 
     decoder: type[Decoder] = Decoder
+    model: Decoder
     layers_have_groups = True
 
     def __init__(
@@ -234,9 +235,10 @@ class DecoderLM(CausalLM):
         first = config.num_hidden_layers
         self.ignored_prefixes += tuple(f"model.layers.{each}." for each in range(first, first + ignored_layers))
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
-        self.model = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
-        self.states = [layer.self_attn.states for layer in self.model.layers]
-        self.causal = all(layer.self_attn.causal for layer in self.model.layers)
+        base = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+        self.add_module(self.base_name, base)
+        self.states = [layer.self_attn.states for layer in base.layers]
+        self.causal = all(layer.self_attn.causal for layer in base.layers)
         self.logits_multiplier, self.softcap = logits_multiplier, softcap
         if config.tie_word_embeddings:
             if head_bias:
@@ -244,7 +246,7 @@ class DecoderLM(CausalLM):
                     f"{type(self).__name__} has an output projection with a bias, tied to the embedding",
                     "set tie_word_embeddings to false in config.json, or assemble the model without head_bias",
                 )
-            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+            self.tied = {"lm_head.weight": f"{self.base_name}.embed_tokens.weight"}
         else:
             self.lm_head = Linear(
                 config.hidden_size, config.vocab_size, bias=head_bias, shard="out_features", share=PADDED, gather=True
@@ -252,13 +254,19 @@ class DecoderLM(CausalLM):
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already."""
-        self.states = [layer.self_attn.states for layer in self.model.layers]
+        self.states = [layer.self_attn.states for layer in self.base.layers]
+
+    @property
+    def base(self) -> Decoder:
+        """The decoder."""
+        found: Decoder = getattr(self, self.base_name)
+        return found
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        return self.model(batch, states)
+        return self.base(batch, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.model.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+        logits = self.base.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
         if self.logits_multiplier != 1.0:
             logits = logits * self.logits_multiplier
         if self.softcap is not None:

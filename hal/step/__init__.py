@@ -6,6 +6,7 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.cache_groups import CacheGroups
+from hal.step.draft_batch import draft_batch
 from hal.step.embedding_batch import AxesBatch, AxesSlotBatch, EmbeddingBatch, embedding_batch
 from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
@@ -44,6 +45,7 @@ __all__ = [
     "StaticBatch",
     "StepShape",
     "Wanted",
+    "draft_batch",
     "embedding_batch",
     "field",
     "fields_of",

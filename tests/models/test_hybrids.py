@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import published_configs, toys
-from helpers.comparison import TOLERANCE, difference, randomize, their_logits
+from helpers.comparison import TOLERANCE, difference, their_logits
 from helpers.hybrid_configs import HYBRIDS
+from helpers.random_hybrids import FAMILIES, build
 from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,70 +26,10 @@ from hal.nn import DeltaNetSizes, GatedDeltaNet
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
-transformers = pytest.importorskip("transformers", reason="transformers is the reference")
-
-SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
 SEEDS = range(30)
 SLACK = 3 * TOLERANCE
 """Maximum difference of logits. In chunks and token by token, those of transformers differ by half of TOLERANCE."""
-
-
-def draw_config(family: str, seed: int) -> Any:
-    """Draw a configuration of Qwen3Next, Qwen3_5Text or Qwen3_5MoeText."""
-    draw = random.Random(f"{family} {seed}")
-    kv_heads, key_heads = draw.choice((1, 2)), draw.choice((1, 2))
-    layers = draw.randint(2, 4)
-    # transformers needs one layer of each type.
-    types = ["full_attention", "linear_attention"]
-    types += [draw.choice(types) for _ in range(layers - 2)]
-    draw.shuffle(types)
-    given = {
-        **SIZES,
-        "hidden_size": draw.choice((32, 48)),
-        "num_hidden_layers": layers,
-        "layer_types": types if layers < 4 or draw.random() < 0.5 else None,
-        "num_attention_heads": kv_heads * draw.choice((1, 2)),
-        "num_key_value_heads": kv_heads,
-        "head_dim": draw.choice((16, 32)),
-        "rms_norm_eps": draw.choice((1e-6, 1e-3)),
-        "tie_word_embeddings": draw.random() < 0.5,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": draw.choice((100.0, 1e4)),
-            "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0)),
-        },
-        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
-        "linear_key_head_dim": draw.choice((8, 16, 24)),
-        "linear_value_head_dim": draw.choice((8, 16, 20)),
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
-    }
-    if family != "Qwen3_5MoeText":
-        given["intermediate_size"] = draw.choice((40, 56))
-    if family != "Qwen3_5Text":
-        experts = draw.choice((4, 8))
-        given |= {
-            "num_experts": experts,
-            "num_experts_per_tok": draw.randint(1, experts // 2),
-            "moe_intermediate_size": draw.choice((16, 24)),
-            "shared_expert_intermediate_size": draw.choice((16, 24)),
-        }
-    if family == "Qwen3Next":
-        given |= {"decoder_sparse_step": draw.choice((1, 2)), "norm_topk_prob": draw.random() < 0.5}
-        given["mlp_only_layers"] = [draw.randrange(layers)] if draw.random() < 0.5 else []
-    return getattr(transformers, f"{family}Config")(**given)
-
-
-def build(folder: Path, family: str, seed: int) -> Any:
-    """Write a random checkpoint, and return its model in transformers."""
-    model = transformers.AutoModelForCausalLM.from_config(draw_config(family, seed)).eval()
-    randomize(model, seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):  # some heads remember for long, others hardly
-            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()))
-    model.save_pretrained(folder)
-    return model
 
 
 def open_runner(folder: Path, mode: str = "eager", *, sequences: int = toys.SLOTS, **more: Any) -> hal.Runner:
@@ -121,9 +62,6 @@ def case_of(saved: Any, tmp_path_factory: Any, family: str, seed: int) -> tuple[
         saved[family, seed] = folder, build(folder, family, seed)
     found: tuple[Path, Any] = saved[family, seed]
     return found
-
-
-FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText")
 
 
 @thorough(DRAW, r"\[[12]-")

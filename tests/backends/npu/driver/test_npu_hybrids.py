@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hal.backends.npu.emulator import trace
 from helpers import repeated_names, toys
 from helpers.npu import processes
@@ -69,6 +70,28 @@ def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) ->
     with trace() as launches:
         assert toys.check(runner, schedule, expected, "", slack) > 30
     assert bool(launches.counts()["RecurrentGatedDeltaRule"]) == (state == "bfloat16")
+
+
+@thorough(MODE, "graph")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_layer_that_predicts_further_tokens(mode: str, npu: Opened, tmp_path: Path) -> None:
+    """The CPU's logits, of prompts and of steps, with hidden states that both are given."""
+    folder = toys.write(tmp_path / "mtp", {**CONFIG, "architectures": ["Qwen3_5MTP"]})
+    draw = torch.Generator().manual_seed(4)
+    steps = [[5, 3, 9], [1, 1, 1], [1, 2, 1], [1, 1, 1]]
+    hidden = [torch.randn(sum(counts), 64, generator=draw).half() for counts in steps]
+    found = []
+    exact = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 3 * 128, "block_size": 128}})
+    for backend in (exact, opened(npu, mode, "float16")):
+        runner = hal.Runner(hal.load_model(folder, backend), backend)
+        logits, cached = [], [0, 0, 0]
+        for counts, given in zip(steps, hidden, strict=True):
+            tokens = [[(start + at) % 61 for at in range(count)] for start, count in zip(cached, counts, strict=True)]
+            batch = runner.batch(tokens, [[1], [2], [3]], cached=cached, hidden_states=given)
+            logits.append(runner.step(batch).logits.float().cpu().clone())
+            cached = [start + count for start, count in zip(cached, counts, strict=True)]
+        found.append(torch.cat(logits))
+    assert (found[1] - found[0]).abs().max() <= 3e-2 * found[0].abs().max()
 
 
 @pytest.mark.parametrize("state", DTYPES)

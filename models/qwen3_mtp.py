@@ -1,0 +1,119 @@
+"""The layer of Qwen3-Next and Qwen3.5 that predicts the token after the next one (MTP), as a model of its own.
+
+It reads the hidden states of the target model, which is loaded from the same checkpoint, and the tokens that follow.
+
+Source: Gloeckle et al., *Better & Faster Large Language Models via Multi-token Prediction*, 2024; Qwen Team,
+*Qwen3-Next*, 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hal.nn import (
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    DecoderLM,
+    Linear,
+    Norm,
+    RMSNorm,
+    RotaryEmbedding,
+    SelfAttention,
+    text_config,
+)
+from hal.step import draft_batch
+
+from .qwen3_5 import IMAGES, Qwen35MoeConfig, dense_mlp
+from .qwen3_next import HybridConfig, HybridLM, HybridMoeConfig
+
+
+class Predictor(Decoder):
+    """A decoder that reads the embeddings of the next tokens beside the target's hidden states."""
+
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[DecoderLayer], *, norm: Norm, embedding_multiplier: float = 1.0
+    ) -> None:
+        super().__init__(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+        width = config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width), norm(width)
+        self.fc = Linear(2 * width, width)
+
+    def embed(self, batch: Any) -> Tensor:
+        embedding, hidden = super().embed(batch), batch.hidden_states
+        return self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], dim=-1))
+
+
+class HybridMTP(DecoderLM):
+    """A predictor with one layer of gated attention, and the target's embedding and output projection.
+
+    The hidden states that a step returns are the input of the step for the token after.
+
+    Args:
+        config: the sizes.
+        mlp: makes the MLP of the layer.
+    """
+
+    decoder = Predictor
+    base_name = "mtp"
+    mtp: Predictor
+    other_names = MappingProxyType(
+        {
+            "model.embed_tokens.": "mtp.embed_tokens.",
+            "model.language_model.embed_tokens.": "mtp.embed_tokens.",
+            ".shared_expert.": HybridLM.other_names[".shared_expert."],
+        }
+    )
+    ignored_prefixes = (*(f"model.{part}" for part in ("layers.", "norm.", "language_model.")), *IMAGES)
+
+    def __init__(self, config: HybridConfig, mlp: Callable[[int], nn.Module]) -> None:
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
+        attention = SelfAttention(config, RotaryEmbedding(config.head_dim, config.rope), norm=norm, gate=True)
+        super().__init__(config, [DecoderLayer(config, attention, mlp(0), norm=norm)], norm=norm)
+        self.batch_type = draft_batch(config.hidden_size, torch.float32)
+
+    def finish_loading(self, backend: Any, checkpoint: Any) -> None:
+        """Declare the hidden states in the dtype of the weights."""
+        weight = self.mtp.embed_tokens.weight
+        self.batch_type = draft_batch(weight.shape[1], weight.dtype)
+
+    def share(self, target: DecoderLM) -> None:
+        """Use the embedding and the output projection of the target model, whose weights are equal.
+
+        Args:
+            target: the model, loaded for the same backend. This model's runner must not be made yet.
+        """
+        self.mtp.embed_tokens = target.base.embed_tokens
+        if not self.tied:
+            self.lm_head = target.lm_head
+
+
+class Qwen3NextMTP(HybridMTP):
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        qwen = HybridMoeConfig.from_config(config)
+        return cls(qwen, qwen.mlp)
+
+
+class Qwen35MTP(HybridMTP):
+    """The dense model's, from its own checkpoint, or from that of a model that also reads images."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        qwen = HybridConfig.from_config(text_config(config) if "text_config" in config else config)
+        return cls(qwen, dense_mlp(qwen))
+
+
+class Qwen35MoeMTP(HybridMTP):
+    """That of the model with experts, from its own checkpoint, or from that of a model that also reads images."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        qwen = Qwen35MoeConfig.from_config(text_config(config) if "text_config" in config else config)
+        return cls(qwen, qwen.mlp)
