@@ -72,6 +72,19 @@ def test_a_convolution_of_a_decode_rounds_once(npu: Opened, dtype: torch.dtype) 
     assert bool(((found - exact).abs() <= half_a_step * exact.abs() + 1e-6).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_round_once(npu: Opened, dtype: torch.dtype) -> None:
+    """The decay is float32, whose logarithm adds up over a text."""
+    backend, draw = npu(), Draw(dtype, "npu")
+    a, b = draw.normal(8, 64, scale=3.0), draw.normal(8, 64, scale=3.0)
+    a_log, dt_bias = draw.normal(64).float(), draw.normal(64).float()
+    exact = -a_log.cpu().double().exp() * torch.nn.functional.softplus(a.cpu().double() + dt_bias.cpu().double())
+    rate = torch.sigmoid(b.cpu().double())
+    decay, beta = (each.cpu().double() for each in backend.ops.delta_rule_gates(a, b, a_log, dt_bias))
+    assert bool(((decay - exact).abs() <= 1e-6 * exact.abs()).all())
+    assert bool(((beta - rate).abs() <= 1.01 * torch.finfo(dtype).eps / 2 * rate).all())
+
+
 class TestAttention:
     @thorough(DRAW, r"\[seed=([6-9]|\d\d)-")
     @pytest.mark.parametrize("option", ["fused", "atb"])
