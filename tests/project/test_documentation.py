@@ -88,7 +88,7 @@ def test_a_package_that_a_page_installs_has_a_name(page: Path) -> None:
 def test_the_first_pages_name_every_family_of_models() -> None:
     """Derived from the entry points, so that a new family is not forgotten there."""
     entries = importlib.metadata.entry_points(group="hal.models")
-    kind = re.compile("For(CausalLM|ConditionalGeneration)$")
+    kind = re.compile("(For(CausalLM|ConditionalGeneration)|MTP)$")
     ours = [kind.sub("", entry.name) for entry in entries if entry.module.startswith("hal.models.")]
 
     def letters(text: str) -> str:
