@@ -89,9 +89,10 @@ class PromptInputs:
             rows = self.placement.rows[start:stop]
             rows = functional.pad(rows, (0, stop - start - rows.shape[0]), value=-1)
             embedded, device = rows >= 0, self._embeddings.device
-            whole = self._embeddings.new_zeros(stop - start, self._embeddings.shape[1])
-            places = embedded.nonzero().flatten().to(device)
-            whole.index_copy_(0, places, self._embeddings.index_select(0, (rows[embedded] - self._first).to(device)))
+            # One copy of the embeddings, which are much memory; then zeros for text, to which layers add them.
+            whole = self._embeddings.index_select(0, (rows - self._first).clamp(min=0).to(device))
+            texts = (~embedded).nonzero().flatten().to(device)
+            whole.index_copy_(0, texts, whole.new_zeros(texts.shape[0], whole.shape[1]))
             found |= {"embedded": embedded, "embeddings": whole}
         return found
 
