@@ -22,7 +22,7 @@ import hal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Seeing = Callable[[str], tuple[Path, list[Story]]]
+Seeing = Callable[..., tuple[Path, list[Story]]]
 RATIO = 2.0
 """How much larger the error may be than the CPU's in the same dtype. Both differ from float32 by a few roundings."""
 
@@ -32,9 +32,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     """Return what writes the checkpoint of a family once, and draws its stories."""
 
     @functools.cache
-    def written(family: str) -> tuple[Path, list[Story]]:
-        path, draw = tmp_path_factory.mktemp(family), random.Random(1)
-        model = build(family, 1, path)
+    def written(family: str, seed: int = 1) -> tuple[Path, list[Story]]:
+        path, draw = tmp_path_factory.mktemp(family), random.Random(seed)
+        model = build(family, seed, path)
         return path, [story(draw, model, kinds) for kinds in (["image"], [], ["image", "video"])]
 
     return written
@@ -45,6 +45,16 @@ def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
     backend = hal.open({"cache": {"num_tokens": 2048}, **config})
     with backend, hal.Runner(hal.load_model(path, backend), backend) as runner:
         return torch.cat(our_logits(runner, stories))
+
+
+def check(dtype: str, compiler: str, path: Path, stories: list[Story]) -> None:
+    """Compare with float32, from which the CPU's logits in the dtype differ, too."""
+    exact = logits(path, stories, backend="cpu", dtype="float32")
+    rounded = logits(path, stories, backend="cpu", dtype=dtype)
+    compilation = {"compiler": compiler, **({"capture_sizes": [2, 4]} if compiler == "graph" else {})}
+    found = logits(path, stories, backend="npu", dtype=dtype, compilation=compilation)
+    errors = [float((each - exact).square().mean().sqrt()) for each in (found, rounded)]
+    assert errors[0] <= RATIO * errors[1], errors
 
 
 @thorough(MODE, r"\[Qwen")
@@ -64,13 +74,15 @@ def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
     ],
 )
 def test_logits(family: str, dtype: str, compiler: str, seeing: Seeing) -> None:
-    path, stories = seeing(family)
-    exact = logits(path, stories, backend="cpu", dtype="float32")
-    rounded = logits(path, stories, backend="cpu", dtype=dtype)
-    compilation = {"compiler": compiler, **({"capture_sizes": [2, 4]} if compiler == "graph" else {})}
-    found = logits(path, stories, backend="npu", dtype=dtype, compilation=compilation)
-    errors = [float((each - exact).square().mean().sqrt()) for each in (found, rounded)]
-    assert errors[0] <= RATIO * errors[1], errors
+    check(dtype, compiler, *seeing(family))
+
+
+@thorough(EXHAUSTIVE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(2, 21))
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe"])
+def test_logits_of_random_configurations(family: str, seed: int, dtype: str, seeing: Seeing) -> None:
+    check(dtype, ("eager", "graph")[seed % 2], *seeing(family, seed))
 
 
 @thorough(MODE, r"float16")
