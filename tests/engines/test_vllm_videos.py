@@ -62,6 +62,7 @@ def test_videos_and_options_of_the_processor(tmp_path: Path, family: str, compil
     )
     assert found["found"] == found["expected"]
     videos = [each for own in found["items"] for each in own if each[0] == "video"]
+    assert [7, 2, 2] in [each[1] for each in videos], "14 of 17 frames"
     assert len({str(each[2:]) for each in videos}) >= 5, "rates"
     assert len({str(each[1]) for each in videos}) >= 3, "sizes"
     assert found["slower"] != found["expected"], "the answers depend on the times of frames"

@@ -37,6 +37,7 @@ def cases(draw: random.Random) -> list[tuple[list[Any], dict[str, Any]]]:
     at_one, at_four = (Video(frames, rate, (0, 1, 2, 3), 4) for rate in (1.0, 4.0))
     chosen = Video(drawn(2, 3, 16, 16), 24.0, (0, 30, 71), 72)
     whole = Video(drawn(3, 20, 20, 9), 10.0, tuple(range(20)), 20, sampled=False)
+    rounded = Video(drawn(5, 17, 8, 8), 4.0, tuple(range(17)), 17, sampled=False)
     image = Image.fromarray(drawn(4, 19, 30))
     made: list[tuple[list[Any], dict[str, Any]]] = [
         ([at_one], {}),
@@ -44,6 +45,7 @@ def cases(draw: random.Random) -> list[tuple[list[Any], dict[str, Any]]]:
         ([chosen], {}),
         ([whole], {"fps": 3}),
         ([whole], {"num_frames": 4}),
+        ([rounded], {"fps": 3.3}),  # Qwen2-VL's processor chooses a frame past the end, too
         ([at_one], {"max_pixels": 320}),
         ([image], {"max_pixels": 320}),
         ([image], {"max_pixels": 320}),
