@@ -19,7 +19,12 @@ from .activation import (
 from .attention import paged_attention
 from .cache import store_kv_cache
 from .experts.grouped import grouped_linear
-from .experts.low_bits import fp8_grouped_linear, mxfp4_grouped_linear, weight_only_grouped_linear
+from .experts.low_bits import (
+    fp8_grouped_linear,
+    mxfp4_grouped_linear,
+    quant_grouped_linear_int4,
+    weight_only_grouped_linear,
+)
 from .experts.mlp import expert_mlp
 from .experts.permutation import expert_permute, expert_unpermute
 from .experts.quantized import (
@@ -30,7 +35,7 @@ from .experts.quantized import (
     quant_grouped_linear_static,
 )
 from .experts.routing import topk_route
-from .low_bits.projections import fp8_linear, linear_int8, weight_only_linear
+from .low_bits.projections import fp8_linear, linear_int8, quant_linear_int4, weight_only_linear
 from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
 from .quantization import dynamic_quantize, quantize
 from .recurrent.convolution import causal_conv1d
@@ -64,7 +69,9 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "quant_expert_mlp_dynamic": quant_expert_mlp_dynamic,
         "quant_expert_mlp_static": quant_expert_mlp_static,
         "quant_grouped_linear_dynamic": quant_grouped_linear_dynamic,
+        "quant_grouped_linear_int4": quant_grouped_linear_int4,
         "quant_grouped_linear_static": quant_grouped_linear_static,
+        "quant_linear_int4": quant_linear_int4,
         "quantize": quantize,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,

@@ -17,6 +17,7 @@ from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw, Sample
 from hal.ops.float8 import float8_values
+from hal.ops.int4_projection import int8_rows, row_sums
 from hal.ops.weight_only import quantized_groups
 
 further = pytest.mark.thorough(DRAW)
@@ -95,6 +96,26 @@ def test_every_float8_is_read() -> None:
     assert torch.equal(found.cpu()[:, 0], float8_values(bits)[0] * 0.5)
 
 
+@further
+@pytest.mark.parametrize("rows", [1, 16, 30, 64, 130])
+def test_int8_rows_with_int4_groups(rows: int, dtype: torch.dtype) -> None:
+    draw = Draw(dtype, seed=rows)
+    for width, group in ((128, 32), (320, 64), (72, 72), (96, 48)):
+        weight, scale, _ = quantized_groups(draw, 4, 33, width, group_size=group)
+        x, x_scale = int8_rows(draw, rows, width)
+        sums = row_sums(weight, scale, group)
+        agree("quant_linear_int4", dtype, (x, x_scale, weight, scale, sums, None, group, dtype))
+
+
+@pytest.mark.parametrize("rows", [2, 70])
+def test_sums_beyond_float16_are_scaled(rows: int) -> None:
+    x, width = torch.full((rows, 2048), 127, dtype=torch.int8), 2048
+    weight, scale = torch.full((3, width // 8), 0x77777777, dtype=torch.int32), torch.full((3, width // 64), 0.5)
+    given = x, torch.full((rows,), 1e-3), weight, scale, row_sums(weight, scale, 64), None, 64, torch.float16
+    found = KERNELS["quant_linear_int4"](*moved(given)).cpu()
+    assert torch.equal(found, torch.full((rows, 3), 127 * 7 * 0.5 * 2048 * 1e-3, dtype=torch.float16))
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     draw = Draw(torch.bfloat16, seed=8)
     sample = moved(weight_only(draw, 20, 64, 24, 4, 32, False))
@@ -112,6 +133,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, scale, zero, bias, group = weight_only(Draw(seed=0), 3, 64, 8, 8, 32, True)
     bits = torch.zeros(8, 64, dtype=torch.uint8)
+    words, by_token = torch.zeros(8, 8, dtype=torch.int32), torch.ones(3)
     for name, sample in (
         ("weight_only_linear", (x[:, :60], weight, scale, zero, bias, group)),
         ("weight_only_linear", (x, weight, scale[:, :1], zero, bias, group)),
@@ -125,6 +147,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ("fp8_linear", (x, bits.char(), torch.ones(2, 4), None, 4, 16)),
         ("fp8_linear", (x, bits, torch.ones(2, 4).half(), None, 4, 16)),
         ("fp8_linear", (x, bits, torch.ones(2, 4), bias[:4], 4, 16)),
+        ("quant_linear_int4", (x.char(), by_token[:2], words, scale, bias, None, group, x.dtype)),
+        ("quant_linear_int4", (x, by_token, words, scale, bias, None, group, x.dtype)),
+        ("quant_linear_int4", (x.char(), by_token, words, scale[:, :1], bias, None, group, x.dtype)),
     ):
         with pytest.raises(OperationError, match=f"{name} was given"):
             KERNELS[name](*moved(sample))

@@ -92,3 +92,32 @@ def fp8_grouped_linear(
         return grouped_linear(x, wide, counts, bias)
     given = x, weight, weight_scale, None, counts, bias
     return _run("fp8_grouped_linear", *given, FLOAT8, (block_rows, columns))
+
+
+def quant_grouped_linear_int4(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sums: Tensor,
+    counts: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See :func:`hal.ops.quant_grouped_linear_int4`, and :func:`..low_bits.projections.quant_linear_int4`."""
+    num_experts, out_features, words = weight.shape
+    groups, width = weight_scale.shape[-1], words * IN_ONE[INT4]
+    fits = x.dim() == 2 and x.shape[1] == width and x.dtype is torch.int8 and weight.dtype is torch.int32
+    fits = fits and x_scale.shape == x.shape[:1] and x_scale.dtype is torch.float32
+    fits = fits and weight_scale.shape == (num_experts, out_features, -(-width // group_size))
+    fits = fits and counts.shape == (num_experts,) and counts.dtype is torch.int64
+    require(fits, "quant_grouped_linear_int4", x_scale, x, weight, weight_scale, counts)
+    columns = columns_of_block(group_size, groups, width)
+    if columns is None:
+        wide = weight_only.dequantize(weight, weight_scale, None, group_size)
+        return (grouped_linear(x.float(), wide, counts, None) * x_scale.unsqueeze(-1)).to(dtype)
+    # Many rows of an expert read its weight again for each tile of them, which the GPU's cache mostly holds.
+    chosen = tiles(round(len(x) / num_experts), dtype.itemsize, INT4, out_features, grouped=True)
+    return project(
+        x, weight, weight_scale, None, None, INT4, (1, columns), chosen, counts, x_scale=x_scale, dtype=dtype
+    )

@@ -24,6 +24,7 @@ NARROW = 8192
 @triton.jit(do_not_specialize=["count"])
 def _project(
     x,
+    x_scale,
     weight,
     scale,
     zero_point,
@@ -75,6 +76,8 @@ def _project(
         else:
             values = tl.load(x_at, mask=(inner < in_features - done)[None, :], other=0.0)
             packed = tl.load(weight_at, mask=(outer < width - done // depth * step)[None, :], other=0)
+        if x_scale is not None:  # int8 numbers are exact in each dtype
+            values = rounded(values.to(tl.float32), result.dtype.element_ty)
         # The scales of the next iteration are loaded in this one.
         scales = factors(next_scales, kind)
         next_scales = of_blocks(scale + block_row, done + depth, block_columns, blocks, parts)
@@ -99,6 +102,8 @@ def _project(
         weight_at += step
     if swapped:
         total = tl.trans(total)
+    if x_scale is not None:
+        total *= tl.load(x_scale + tl.where(row < end, row, first))[:, None]
     if bias is not None:
         total += tl.load(bias + of_all).to(tl.float32)[None, :]
     to = result + row.to(tl.int64)[:, None] * out_features + column[None, :]
@@ -159,11 +164,14 @@ def project(
     block: tuple[int, int],
     chosen: Tiles,
     counts: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Launch the product. Arguments must have been checked.
 
     Args:
-        x: ``[..., in_features]``, floating.
+        x: ``[..., in_features]``, floating, or int8 with ``x_scale``.
         weight: ``[out_features, in_features]``, or an eighth of the columns; of experts ``[num_experts, ...]``.
         scale: for each block, of each expert.
         zero_point: as ``scale``, or None.
@@ -172,14 +180,17 @@ def project(
         block: rows and columns of the weight with one scale; the latter a power of two, at least 16.
         chosen: tiles.
         counts: the number of rows of each expert, int64 ``[num_experts]``; None of a weight for all rows.
+        x_scale: ``[...]``, float32, or None.
+        dtype: the dtype of the result; that of x if None.
     """
     rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[-2]
     count, in_features = rows.shape
-    result = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    result = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
     num_experts = 1 if counts is None else len(counts)
     tiles_of_rows = most_tiles(count, num_experts, chosen.rows)
     _project[triton.cdiv(out_features, chosen.columns), tiles_of_rows](
         rows,
+        None if x_scale is None else x_scale.contiguous(),
         weight.contiguous(),
         scale.contiguous(),
         None if zero_point is None else zero_point.contiguous(),

@@ -7,14 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.kernels import torch_kernels
+from hal.ops.weight_only import dequantize
 
 from ..arguments import require
 from .product import project, tiles
-from .unpack import FLOAT8, INT4, INT8
+from .unpack import FLOAT8, IN_ONE, INT4, INT8
 from .widen import widen
 
 MANY = 64
 """The most rows that multiply packed weights. For more, a launch widens the weight and torch multiplies."""
+INT8S = 128
+"""What int8 numbers are at most."""
 
 
 def _run(
@@ -65,6 +68,39 @@ def weight_only_linear(
     if columns is None:
         return torch_kernels.weight_only_linear(x, weight, weight_scale, weight_zero_point, bias, group_size)
     return _run(x, weight, weight_scale, weight_zero_point, bias, kind, (1, columns))
+
+
+def quant_linear_int4(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sums: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See :func:`hal.ops.quant_linear_int4`. Numbers of int8 and int4 are exact in each dtype; scaled weights of groups
+    are rounded to it, and of many rows the product."""
+    (out_features, words), groups = weight.shape, weight_scale.shape[-1]
+    width = words * IN_ONE[INT4]
+    fits = x.shape[-1] == width and x.dtype is torch.int8 and weight.dtype is torch.int32
+    fits = fits and x_scale.shape == x.shape[:-1] and x_scale.dtype is torch.float32
+    fits = fits and weight_scale.shape == (out_features, -(-width // group_size))
+    fits = fits and (bias is None or bias.shape == (out_features,))
+    require(fits, "quant_linear_int4", x_scale, x, weight, weight_scale, *([] if bias is None else [bias]))
+    columns = columns_of_block(group_size, groups, width)
+    count = x.numel() // max(width, 1)
+    if columns is not None and count <= MANY:
+        chosen, block = tiles(count, dtype.itemsize, INT4, out_features), (1, columns)
+        return project(x, weight, weight_scale, None, bias, INT4, block, chosen, x_scale=x_scale, dtype=dtype)
+    if columns is None:
+        wide = dequantize(weight, weight_scale, None, group_size).to(dtype)
+    else:
+        wide = widen(weight, weight_scale, None, INT4, (1, columns), dtype)
+    # A power of two keeps numbers exact, and the product within float16.
+    product = functional.linear(x.to(dtype) / INT8S, wide) * (x_scale * INT8S).unsqueeze(-1)
+    return (product if bias is None else product + bias).to(dtype)
 
 
 def fp8_linear(
