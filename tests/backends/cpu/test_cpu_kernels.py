@@ -350,6 +350,8 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     for name in (*RECURRENT_KERNELS, "packed_attention", "quantized_paged_attention", "store_quantized_kv_cache"):
         first, *others = next(iter(ops.operation(name).samples(Draw())))
         calls[name] = [(first.double(), *others)]
+    rule = next(iter(ops.operation("gated_delta_rule").samples(Draw())))
+    calls["gated_delta_rule"] += [(*rule[:5], rule[5].to(dtype), *rule[6:]) for dtype in (torch.float64, torch.float16)]
     assert set(calls) == set(NATIVE) - TORCHS
     for name, each in calls.items():
         for arguments in each:
