@@ -72,8 +72,9 @@ def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) ->
     assert bool(launches.counts()["RecurrentGatedDeltaRule"]) == (state == "bfloat16")
 
 
-@thorough(MODE, "graph")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@thorough(MODE, r"\[graph")
+@thorough(EXHAUSTIVE, r"\[(piecewise|npugraph)")
+@pytest.mark.parametrize("mode", ["eager", "graph", "piecewise", "npugraph_ex"])
 def test_the_layer_that_predicts_further_tokens(mode: str, npu: Opened, tmp_path: Path) -> None:
     """The CPU's logits, of prompts and of steps, with hidden states that both are given."""
     folder = toys.write(tmp_path / "mtp", {**CONFIG, "architectures": ["Qwen3_5MTP"]})
