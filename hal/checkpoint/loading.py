@@ -22,8 +22,8 @@ from hal.checkpoint.model_sources import AUTO, find_model_class
 from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, quantize_layers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
-from hal.checkpoint.validate import check_fit, check_tied
-from hal.checkpoint.weight_bindings import Binding, Piece, bindings_of, set_tensor
+from hal.checkpoint.validate import check_fit, check_tied, check_values
+from hal.checkpoint.weight_bindings import Binding, bindings_of, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
@@ -109,6 +109,7 @@ def load_model(
     _log_conversion(quantized, dtype)
     tied = set(model.tied.values())
     layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
+    check_values(checkpoint, layers)
     if mesh.tensor.size > 1:
         split_model(model, mesh.tensor)
     for each in bindings:
@@ -331,7 +332,7 @@ def _fill(checkpoint: Checkpoint, layers: Sequence[LayerFilling], backend: Backe
 
     ordered = _ordered(layers, large)
     pieces = [(layer, each, piece) for layer in ordered for each in layer.fillings for piece in each.pieces]
-    wanted = [_slice(piece, checkpoint) for _, _, piece in pieces]
+    wanted = [piece.slice_of(checkpoint.tensors[piece.source]) for _, _, piece in pieces]
     done, total, changed = 0, sum(_nbytes(each, checkpoint) for each in wanted), False
     for place, start, values in checkpoint.read_slices(wanted):
         layer, each, piece = pieces[place]
@@ -366,11 +367,6 @@ def _ordered(layers: Sequence[LayerFilling], large: int) -> list[LayerFilling]:
         return first[kind(layer)] is not layer, -nbytes if nbytes > large else 0
 
     return sorted(layers, key=key)
-
-
-def _slice(piece: Piece, checkpoint: Checkpoint) -> TensorSlice:
-    more = len(checkpoint.tensors[piece.source].shape) - len(piece.taken)  # a column's dimension of size 1
-    return TensorSlice(piece.source, (*piece.taken, *[(0, 1)] * more))
 
 
 def _nbytes(each: TensorSlice, checkpoint: Checkpoint) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds
+from hal.checkpoint.weight_filling import LayerFilling
 from hal.errors import CheckpointError, ModelError, nearest
-from hal.nn import CausalLM
+from hal.nn import CausalLM, ValueCheck
 
 
 def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Binding]) -> None:
@@ -53,6 +55,30 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
             "check that config.json and the weights belong together"
             + (f"; no file describes how the {undescribed} weights are quantized" if undescribed else ""),
         )
+
+
+def check_values(checkpoint: Checkpoint, layers: Iterable[LayerFilling]) -> None:
+    """Raise CheckpointError unless the values of scales, zero points and indices obey the rules of their layers."""
+    checked = [
+        (piece, each.checks) for layer in layers for each in layer.fillings if each.checks for piece in each.pieces
+    ]
+    wanted, ranges = [piece.slice_of(checkpoint.tensors[piece.source]) for piece, _ in checked], list[Tensor]()
+    for place, start, values in checkpoint.read_slices(wanted):
+        rows = wanted[place].taken[0][1] - wanted[place].taken[0][0] if wanted[place].taken else 1
+        if start or (wanted[place].taken and len(values) < rows):  # A large tensor comes in ranges of rows.
+            ranges.append(values.clone())
+            if start + len(values) < rows:
+                continue
+            values, ranges = torch.cat(ranges), []
+        for problem, remedy in value_problems(values, checked[place][1]):
+            raise CheckpointError(f"{wanted[place].name} {problem}", remedy)
+
+
+def value_problems(values: Tensor, checks: Iterable[ValueCheck]) -> Iterator[tuple[str, str]]:
+    """Yield the problem and the remedy of each rule that values break."""
+    for each in checks:
+        if not each.holds(values):
+            yield each.problem, each.remedy
 
 
 def check_tied(checkpoint: Checkpoint, model: CausalLM, dtype: torch.dtype) -> None:

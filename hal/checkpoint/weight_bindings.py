@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.device.group import SOLO, Group
 from hal.errors import ConfigError, ModelError, nearest
 from hal.nn.weights.assembly import Interval, Region
@@ -40,6 +41,11 @@ class Piece:
     def numel(self) -> int:
         """The number of elements of the slice."""
         return torch.Size(stop - start for start, stop in self.taken).numel()
+
+    def slice_of(self, info: TensorInfo) -> TensorSlice:
+        """Return the slice of the checkpoint's tensor, which may have a last dimension of size 1 more."""
+        more = len(info.shape) - len(self.taken)
+        return TensorSlice(self.source, (*self.taken, *[(0, 1)] * more))
 
     def put(self, tensor: Tensor, start: int, values: Tensor) -> None:
         """Copy rows of the slice into the layer's tensor.

@@ -40,7 +40,7 @@ class Filling:
         self.name, self.consumer = binding.name, binding.weight.consumer
         self.shape, self.dtype = binding.local_shape(ranks.size), binding.dtype(computing)
         self.nbytes = self.shape.numel() * self.dtype.itemsize
-        self.on_device, self.tensor = on_device, Tensor()
+        self.checks, self.on_device, self.tensor = binding.weight.checks, on_device, Tensor()
         self._zeros = len(self.pieces) < len(pieces)
         self._offset = binding.weight.offset
         self._first_rank_only = binding.weight.first_rank_only and ranks.rank > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.tensor_names import renamed, speller
-from hal.checkpoint.validate import tensor_problems
+from hal.checkpoint.validate import tensor_problems, value_problems
 from hal.checkpoint.weight_bindings import Binding, Piece
 from hal.checkpoint.weight_filling import LayerFilling
 from hal.drivers.backend import Backend
@@ -123,7 +123,9 @@ class _Replacement:
         else:
             info = TensorInfo(Path(), tuple(tensor.shape), _NAMES[tensor.dtype])
             for _, piece, binding in self.known.get(name, ()):
-                yield from tensor_problems(info, piece, binding)
+                yield from (problems := list(tensor_problems(info, piece, binding)))
+                if not problems:
+                    yield from (f"{name} {each}" for each, _ in value_problems(tensor, binding.weight.checks))
 
     def _holds(self, name: str, values: Tensor) -> bool:
         """Return whether a layer holds the values of a checkpoint tensor, which no driver prepares."""

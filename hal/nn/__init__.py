@@ -44,7 +44,7 @@ from hal.nn.router import Gate, Router, SparseMLP
 from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.share import Share
-from hal.nn.weights.weight import Consumer, TiedUse, Weight, WeightUse
+from hal.nn.weights.weight import Consumer, TiedUse, ValueCheck, Weight, WeightUse
 
 __all__ = [
     "FULL",
@@ -104,6 +104,7 @@ __all__ = [
     "Stacked",
     "TiedUse",
     "Transposed",
+    "ValueCheck",
     "Weight",
     "WeightUse",
     "Whole",

@@ -22,12 +22,12 @@ from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
-    check_scales,
     signed_weight,
     transposed,
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.value_checks import POSITIVE
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of eight outputs in an int32."""
@@ -45,12 +45,11 @@ class AwqTensors(Representation):
         return {
             "qweight": layer.declare("qweight", axes, packing=eight, dtype=torch.int32),
             "qzeros": layer.declare("qzeros", axes, group_sizes=groups, packing=eight, dtype=torch.int32),
-            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS),
+            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         scale = by_expert(stored, transposed, stored["scales"])
-        check_scales(stored, scale, "scales")
         zero = by_expert(stored, _zero_points, stored["qzeros"])
         return {
             **stored.tensors,

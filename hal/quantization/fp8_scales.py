@@ -17,6 +17,7 @@ from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.representation import Representation, StoredLayer, Tensors
 from hal.quantization.schemes.scaled_rows import NUMBERS
 from hal.quantization.schemes.w8a8 import rows_of
+from hal.quantization.value_checks import POSITIVE
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -39,18 +40,19 @@ class Fp8Scales(Representation):
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, Fp8Tensors)
-        name = self.name(layer)
+        name: str = self.name(layer)
+        scales: dict[str, Any] = {"dtype": torch.float32, "stored": SCALES, "checks": (POSITIVE,)}
         if layer.strategy == "block":
             blocks = {OUT: layer.block[0], IN: layer.block[1]}
             of_all = None if layer.fused is None else f"{layer.fused}_{name.removeprefix('weight_')}"
-            scale = layer.declare(name, fused=of_all, group_sizes=blocks, dtype=torch.float32, stored=SCALES)
+            scale = layer.declare(name, fused=of_all, group_sizes=blocks, **scales)
             if layer.fused is not None:
                 values = layer.declare("weight", fused=layer.fused, dtype=torch.float8_e4m3fn)
                 return {"values": values, "scales": scale}
         elif layer.strategy == "channel":
-            scale = layer.declare(name, OUT, dtype=torch.float32, stored=SCALES, column=True)
+            scale = layer.declare(name, OUT, column=True, **scales)
         else:
-            scale = layer.declare(name, "", dtype=torch.float32, stored=SCALES, every_rank=True, column=True)
+            scale = layer.declare(name, "", every_rank=True, column=True, **scales)
         # Static scales of activations, which stay floating-point.
         given: dict[str, Any] = {
             "dtype": torch.float32,
@@ -74,13 +76,6 @@ class Fp8Scales(Representation):
             scale = rows_of(stored, scale)
         if layer.strategy != "block":
             scale = scale.unsqueeze(-1)
-        name = self.name(layer)
-        if layer.fused is not None:
-            name = f"{layer.fused}_{name.removeprefix('weight_')}"
-        valid = scale.isfinite() & (scale > 0)
-        if layer.strategy == "block":
-            valid = valid.repeat_interleave(layer.block[0], -2)[..., : weight.shape[-2], :]
-        stored.check_rows(valid.all(-1), f"{{}}.{name} has values that are not positive and finite")
         return {**stored.tensors, "weight_scale": scale}
 
 

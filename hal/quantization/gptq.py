@@ -11,17 +11,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hal.errors import ConfigError
-from hal.nn import QuantizedLinear, Weight
+from hal.nn import QuantizedLinear, ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
-    check_scales,
     in_groups,
     in_one,
     input_order,
@@ -31,6 +32,7 @@ from hal.quantization.packed_integers import (
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.value_checks import POSITIVE, group_index
 
 VERSIONS = ("gptq", "gptq_v2")
 SCHEMES = {4: "w4a16", 8: "w8a16_group"}
@@ -47,27 +49,23 @@ class GptqTensors(Representation):
                 f"a layer has {layer.in_features} inputs, and GPTQ packs {packed} of {layer.bits} bits into a number",
                 "exclude the layer when you quantize",
             )
+        zero: dict[str, Any] = {"packing": {OUT: packed}, "dtype": torch.int32, "checks": self._zero_points(layer.bits)}
+        index: dict[str, Any] = {"dtype": torch.int32, "stored": (torch.int32, torch.int64), "every_rank": True}
         return {
             "qweight": layer.declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
-            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, packing={OUT: packed}, dtype=torch.int32),
-            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS),
-            "g_idx": layer.declare(
-                "g_idx", IN, dtype=torch.int32, stored=(torch.int32, torch.int64), optional=True, every_rank=True
-            ),
+            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, **zero),
+            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
+            "g_idx": layer.declare("g_idx", IN, optional=True, checks=group_index(layer), **index),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer = stored.layer
         assert isinstance(layer, WeightOnlyTensors)
         bits, scale = layer.bits, by_expert(stored, transposed, stored["scales"])
-        check_scales(stored, scale, "scales")
         order = input_order(stored, "g_idx", "g_idx")
         packed = by_expert(stored, transposed, stored["qweight"])
         zero = by_expert(stored, lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
         if self.description == VERSIONS[0]:
-            stored.check_rows(
-                (zero < (1 << bits) - 1).all(-1), f"{{}}.qzeros has zero points of {1 << bits}, beyond {bits} bits"
-            )
             zero = zero + 1
         return {
             **stored.tensors,
@@ -76,6 +74,15 @@ class GptqTensors(Representation):
             "weight_zero_point": signed_zero_points(zero, bits),
             "input_order": order,
         }
+
+    def _zero_points(self, bits: int) -> tuple[ValueCheck, ...]:
+        """Return the rule for zero points: version 1 adds 1 to them. In version 2, any is valid."""
+
+        def holds(packed: Tensor) -> bool:
+            return bool((unsigned(packed, bits) < (1 << bits) - 1).all())
+
+        rule = ValueCheck(holds, f"has zero points of {1 << bits}, beyond {bits} bits", AGAIN)
+        return (rule,) if self.description == VERSIONS[0] else ()
 
 
 class Gptq(CheckpointFormat):

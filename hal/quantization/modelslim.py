@@ -26,7 +26,7 @@ ZERO_POINT = "weight_offset"
 INT4 = "W4A8_DYNAMIC"
 """The type of int4 weights, which files of :data:`VERSION` pack."""
 INT4_ONLY = "W4A16"
-"""The type of int4 weights with floating-point activations."""
+"""The type of int4 weights with floating-point activations, which AscendV1 does not list."""
 VERSION = "1.0.0"
 _FLOAT = "FLOAT"
 _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
@@ -53,9 +53,10 @@ class ModelSlimQuantization(Quantization):
             return None
         if found == INT4_ONLY:
             raise CheckpointError(
-                f"{file} has the quantization type {found!r} for {name}, which hal does not support: msModelSlim does "
-                "not document how it packs these weights, nor the tensors of their groups",
-                "quantize it with W4A8_DYNAMIC or W8A16, or in W4A16 with hal quantize --scheme w4a16",
+                f"{file} has the quantization type {found!r} for {name}, which hal does not support: it is no type of "
+                "AscendV1, and msModelSlim does not document how it packs these weights",
+                "convert it to AWQ or GPTQ with msModelSlim's example/ms_to_vllm.py, or quantize the original with "
+                "W4A8_DYNAMIC or W8A16, or with hal quantize --scheme w4a16",
             )
         if not isinstance(found, str) or found not in self._schemes:
             raise CheckpointError(

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.errors import CheckpointError
 from hal.nn import QuantizedLinear, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.quantization.modelslim import ZERO_POINT
-from hal.quantization.packed_integers import FLOATS, by_expert, check_scales
+from hal.quantization.packed_integers import FLOATS, by_expert
 from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.value_checks import POSITIVE, SYMMETRIC
 
 BITS = 4
 COLUMNS = "columns"
@@ -40,31 +40,24 @@ class PackedRows(Representation):
         columns = {COLUMNS: ROW_COLUMNS if layer.shard == IN else 1}
         found = {
             "packed": layer.declare("weight", packing={OUT: 2}, dtype=torch.int8),
-            "scales": layer.declare("weight_scale", OUT, **rows),
-            "offsets": layer.declare(ZERO_POINT, OUT, optional=True, **rows),
+            "scales": layer.declare("weight_scale", OUT, checks=(POSITIVE,), **rows),
+            "offsets": layer.declare(ZERO_POINT, OUT, optional=True, checks=(SYMMETRIC,), **rows),
             "scale_bias": layer.declare(
                 "scale_bias", f"{OUT} {COLUMNS}", sizes=columns, dtype=torch.float32, stored=FLOATS, optional=True
             ),
         }
         if layer.group_size < layer.in_features:
             groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}, "dtype": torch.float32, "stored": FLOATS}
-            found["second_scales"] = layer.declare("weight_scale_second", **groups)
-            found["second_offsets"] = layer.declare("weight_offset_second", optional=True, **groups)
+            found["second_scales"] = layer.declare("weight_scale_second", checks=(POSITIVE,), **groups)
+            found["second_offsets"] = layer.declare(
+                "weight_offset_second", optional=True, checks=(SYMMETRIC,), **groups
+            )
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
         scale = stored["scales"].unsqueeze(-1)
-        check_scales(stored, scale, "weight_scale")
-        for name, tensor in (("offsets", ZERO_POINT), ("second_offsets", "weight_offset_second")):
-            offsets = stored.tensors.get(name)
-            if offsets is not None and bool(offsets.any()):
-                raise CheckpointError(
-                    f"{stored.names[0]} has a {tensor} other than 0, so its weights are asymmetric",
-                    "quantize its weights symmetrically",
-                )
         second = stored.tensors.get("second_scales")
         if second is not None:
-            check_scales(stored, second, "weight_scale_second")
             scale = scale * second
         return {**stored.tensors, "weight": by_expert(stored, _repacked, stored["packed"]), "weight_scale": scale}
 

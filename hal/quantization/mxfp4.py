@@ -11,8 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from hal.errors import CheckpointError
-from hal.nn import QuantizedLinear, Weight
+from hal.nn import QuantizedLinear, ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import Mxfp4GroupedLinear
 from hal.ops.experts.mxfp4 import FLOAT4S, GROUP
@@ -24,6 +23,9 @@ from hal.quantization.scheme import Scheme
 
 BYTES = "bytes"
 NOT_A_NUMBER = 255
+NUMBERS = ValueCheck(
+    lambda values: not bool((values == NOT_A_NUMBER).any()), f"has the exponent {NOT_A_NUMBER}, NaN", AGAIN
+)
 
 
 class FusedBlocks(Representation):
@@ -42,7 +44,12 @@ class FusedBlocks(Representation):
                 dtype=torch.uint8,
             ),
             "exponents": layer.declare(
-                None, f"{OUT} {IN}", fused=f"{layer.fused}_scales", group_sizes=groups, dtype=torch.uint8
+                None,
+                f"{OUT} {IN}",
+                fused=f"{layer.fused}_scales",
+                group_sizes=groups,
+                dtype=torch.uint8,
+                checks=(NUMBERS,),
             ),
         }
         if layer.has_bias:
@@ -50,11 +57,7 @@ class FusedBlocks(Representation):
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        layer, exponents = stored.layer, stored["exponents"]
-        assert isinstance(layer, Mxfp4GroupedLinear)
-        if bool((exponents == NOT_A_NUMBER).any()):
-            raise CheckpointError(f"{stored.names[0]}.{layer.fused}_scales has the exponent {NOT_A_NUMBER}, NaN", AGAIN)
-        return {**stored.tensors, "weight": stored["blocks"].flatten(-2), "weight_scale": exponents}
+        return {**stored.tensors, "weight": stored["blocks"].flatten(-2), "weight_scale": stored["exponents"]}
 
 
 class ExpertsOnly(ExcludedLayers):

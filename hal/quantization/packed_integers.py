@@ -1,4 +1,4 @@
-"""The arithmetic of packed weights: unsigned numbers in int32, and checks of scales and zero points."""
+"""The arithmetic of packed weights: unsigned numbers in int32, and the order of their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from hal.errors import CheckpointError
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.ops.weight_only import INT4S, pack_int4, unpack_int4
-from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.representation import StoredLayer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -130,56 +129,31 @@ def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torc
     return best.flatten(-2).int(), scale.squeeze(-1).to(dtype)
 
 
-def check_scales(stored: StoredLayer, scale: Tensor, name: str) -> None:
-    """Raise CheckpointError unless all scales are positive and finite.
-
-    Args:
-        stored: the layer.
-        scale: ``[..., out_features, groups]``.
-        name: the tensor's name in the checkpoint.
-    """
-    valid = (scale.isfinite() & (scale > 0)).all(-1)
-    stored.check_rows(valid, f"{{}}.{name} has values that are not positive and finite")
-
-
 def input_order(stored: StoredLayer, key: str, name: str) -> Tensor | None:
     """Return the inputs of a layer, those of the first group first; None if they have that order.
 
     Args:
-        stored: the layer.
+        stored: the layer. The groups have been checked, by :func:`hal.quantization.value_checks.group_index`.
         key: the key of the group of each input, for each part, in ``stored.tensors``.
         name: the tensor's name in the checkpoint.
 
     Raises:
-        CheckpointError: a group is out of range or has another size; parts, or inputs that the description does not
-            say to be ordered, have another order; or a rank has some of the inputs only.
+        CheckpointError: parts have different orders.
     """
     index, layer = stored.tensors[key], stored.layer
     assert isinstance(layer, WeightOnlyTensors)
-    if index is None:
+    if index is None or not layer.ordered:
         return None
-    consecutive = torch.arange(layer.in_features) // layer.group_size
-    sizes, rows = consecutive.bincount(), index.flatten(0, -2).long()
+    rows = index.flatten(0, -2).long()
     for part, row in zip(stored.names, rows, strict=True):
-        if not bool(((row >= 0) & (row < len(sizes))).all()):
-            raise CheckpointError(f"{part}.{name} has groups other than 0 to {len(sizes) - 1}", AGAIN)
         if not torch.equal(row, rows[0]):
             raise CheckpointError(
                 f"{part}.{name} orders the inputs by activations otherwise than {stored.names[0]}, with which it is "
                 "merged",
                 "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
             )
-        if not torch.equal(row.bincount(minlength=len(sizes)), sizes):
-            raise CheckpointError(f"{part}.{name} has groups of other sizes than {layer.group_size}", AGAIN)
-    if torch.equal(rows[0], consecutive):
-        return None
-    if not layer.ordered or layer.num_experts is not None:
-        what = "experts" if layer.num_experts is not None else "a layer whose description says otherwise (desc_act)"
-        raise CheckpointError(
-            f"{stored.names[0]}.{name} orders the inputs of {what} by activations (act-order)",
-            "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
-        )
-    return rows[0].argsort(stable=True)
+    order = rows[0].argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:

@@ -9,17 +9,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.errors import CheckpointError
-from hal.nn import QuantizedLinear, Weight
+from hal.nn import QuantizedLinear, ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.ops.weight_only import dequantize, pack_int4
 from hal.quantization.compressed_tensors import ConfigGroup, differences
-from hal.quantization.int8_arithmetic import AGAIN, Activation
+from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.packed_integers import (
     FLOATS,
     by_expert,
-    check_scales,
     in_groups,
     in_one,
     input_order,
@@ -30,6 +28,7 @@ from hal.quantization.packed_integers import (
     unsigned,
 )
 from hal.quantization.representation import Representation, StoredLayer, Tensors
+from hal.quantization.value_checks import POSITIVE, dimensions, group_index, integers
 
 WHOLE = "int-quantized"
 """The format that has each number as an int8."""
@@ -81,21 +80,20 @@ class WholeTensors(Representation):
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
         groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}}
+        zero: dict[str, Any] = {"optional": layer.symmetric, "checks": (_signed(layer.bits),), **groups}
         return {
             "numbers": layer.declare("weight", dtype=torch.int8),
-            "scales": layer.declare("weight_scale", stored=FLOATS, **groups),
-            "zero_points": layer.declare("weight_zero_point", dtype=torch.int8, optional=layer.symmetric, **groups),
+            "scales": layer.declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),
+            "zero_points": layer.declare("weight_zero_point", dtype=torch.int8, **zero),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer, weight, zero = stored.layer, stored["numbers"], stored.tensors["zero_points"]
         assert isinstance(layer, WeightOnlyTensors)
-        check_scales(stored, stored["scales"], "weight_scale")
-        most = 1 << layer.bits - 1
-        for name, each in (("weight", weight), ("weight_zero_point", zero)):
-            if each is not None and layer.bits < 8:
-                valid = ((each >= -most) & (each < most)).all(-1)
-                stored.check_rows(valid, f"{{}}.{name} has numbers of more than {layer.bits} bits")
+        if layer.bits < 8:
+            most = 1 << layer.bits - 1
+            valid = ((weight >= -most) & (weight < most)).all(-1)
+            stored.check_rows(valid, f"{{}}.weight has numbers of more than {layer.bits} bits")
         return {
             **stored.tensors,
             "weight": by_expert(stored, pack_int4, weight) if layer.bits == 4 else weight,
@@ -131,18 +129,23 @@ class PackedTensors(Representation):
         rest: dict[str, Any] = {"stored": INTEGERS, "optional": True, "every_rank": True}
         return {
             "weight_packed": layer.declare("weight_packed", packing={IN: packed}, dtype=torch.int32),
-            "scales": layer.declare("weight_scale", group_sizes=groups, stored=FLOATS),
+            "scales": layer.declare("weight_scale", group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
             "zero_points": layer.declare("weight_zero_point", dtype=torch.int32, **zero),
-            "shape": layer.declare("weight_shape", DIMENSIONS, sizes={DIMENSIONS: 2}, dtype=torch.int64, **rest),
-            "g_idx": layer.declare("weight_g_idx", IN, dtype=torch.int64, **rest),
+            "shape": layer.declare(
+                "weight_shape",
+                DIMENSIONS,
+                sizes={DIMENSIONS: 2},
+                dtype=torch.int64,
+                checks=(dimensions(layer),),
+                **rest,
+            ),
+            "g_idx": layer.declare("weight_g_idx", IN, dtype=torch.int64, checks=group_index(layer), **rest),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer, scale, zero = stored.layer, stored["scales"], stored.tensors["zero_points"]
         assert isinstance(layer, WeightOnlyTensors)
-        check_scales(stored, scale, "weight_scale")
         order = input_order(stored, "g_idx", "weight_g_idx")
-        self._check_shapes(stored)
         width = min(layer.in_features, stored["weight_packed"].shape[-1] * in_one(layer.bits))
         if zero is not None:
             zero = unsigned(zero.transpose(-1, -2), layer.bits).transpose(-1, -2)
@@ -178,13 +181,6 @@ class PackedTensors(Representation):
         weight = signed_weight(tensors["weight_packed"].clone(), bits, width)
         return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or width)
 
-    def _check_shapes(self, stored: StoredLayer) -> None:
-        shapes, layer = stored.tensors["shape"], stored.layer
-        if shapes is None:
-            return
-        sizes = [layer.out_features] if layer.merged or not layer.parts else list(layer.layers.values())
-        names = dict.fromkeys(stored.names)  # A layer whose rows are in several parts has its name several times.
-        for place, (name, shape) in enumerate(zip(names, shapes.flatten(0, -2).tolist(), strict=True)):
-            wanted = [sizes[place % len(sizes)], layer.in_features]
-            if shape != wanted:
-                raise CheckpointError(f"{name}.weight_shape is {shape}, but the model's layer is {wanted}", AGAIN)
+
+def _signed(bits: int) -> ValueCheck:
+    return integers(-(1 << bits - 1), (1 << bits - 1) - 1)

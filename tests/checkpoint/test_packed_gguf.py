@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from helpers.checkpoints import random_checkpoint
 from helpers.gguf_writing import write_gguf
 from helpers.low_bits import DENSE, SPARSE
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import hal
 from hal.device.group import Group
-from hal.errors import ConfigError
+from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, GroupedLinear, QuantizedLinear
 from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
 from hal.nn.quantized_experts import Int8GroupedLinear
@@ -133,3 +134,17 @@ def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
     file = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0")
     with pytest.raises(ConfigError, match=r"down_proj.scales: a cut between 2 ranks at element 48 .* group of 32"):
         load(file, Mesh(tensor=Group("pair", 1, 2, object())))
+
+
+@pytest.mark.parametrize("weights", ["kept", "auto", "w8a16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_a_scale_that_is_not_finite_is_refused(kind: str, weights: str, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    tensor = next(each for each in GGUFReader(file).tensors if each.name == "blk.1.ffn_down.weight")
+    data = bytearray(file.read_bytes())
+    for damage in (b"\x00\x7c", b"\x01\x7c"):  # infinity and NaN in float16
+        data[tensor.data_offset : tensor.data_offset + 2] = damage
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* scale is not finite"):
+            load(file, weights=weights)

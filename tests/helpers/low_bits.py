@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.checkpoint.random_weights import RandomCheckpoint
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
-from helpers.quantized import PARTS
+from helpers.quantized import PARTS, change_json
 
 AWQ_SHIFTS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of each of eight outputs."""
@@ -222,6 +222,29 @@ def gpt_oss_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     write(quantized, narrow, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
     return quantized, plain
+
+
+def modelslim(folder: Path, group: int, **described: Any) -> None:
+    """Rewrite W4A8 of compressed-tensors as ModelSlim stores it, with down projections in W8A8_DYNAMIC."""
+    tensors, types = load_file(folder / "model.safetensors"), dict[str, str]()
+    for name in [each.removesuffix("_scale") for each in tensors if each.endswith(".weight_scale")]:
+        layer, numbers, scale = name.removesuffix(".weight"), tensors[name], tensors[f"{name}_scale"].float()
+        if layer.endswith("down_proj") and group == 0:
+            types[name] = "W8A8_DYNAMIC"
+            continue
+        types[name] = "W4A8_DYNAMIC"
+        tensors[name] = (numbers[::2] & 15 | numbers[1::2] << 4).contiguous()
+        wide = numbers * spread(scale, group or numbers.shape[1], numbers.shape[1])
+        columns = 16 if layer.endswith(("down_proj", "o_proj")) else 1
+        tensors[f"{layer}.scale_bias"] = (8 * wide.sum(1, keepdim=True) / columns).expand(-1, columns).contiguous()
+        if group:
+            tensors[f"{name}_scale"], tensors[f"{name}_scale_second"] = scale[:, :1] * 2, scale / (scale[:, :1] * 2)
+        tensors[f"{name}_offset"] = torch.zeros(len(scale), 1)
+    save_file(tensors, folder / "model.safetensors")
+    change_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+    types = {name: types.get(name, "FLOAT") for name in tensors}
+    given = {"model_quant_type": "W4A8_DYNAMIC", "version": "1.0.0", "group_size": group, **described}
+    write_json(folder / "quant_model_description.json", {**given, **types})
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:

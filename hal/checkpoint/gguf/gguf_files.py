@@ -103,7 +103,11 @@ class GgufFiles(CheckpointFiles):
     def read_slices(
         self, wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield slices, large ones in several ranges of rows."""
+        """Yield slices, large ones in several ranges of rows.
+
+        Raises:
+            CheckpointError: a scale in a block is not finite, or a file became shorter.
+        """
         by_file: dict[Path, list[int]] = {}
         for place, each in enumerate(wanted):
             by_file.setdefault(tensors[each.name].file, []).append(place)
@@ -113,7 +117,10 @@ class GgufFiles(CheckpointFiles):
                     stored = tensors[wanted[place].name].stored or wanted[place].name
                     name, _, part = stored.partition(PART)
                     read = partial(rows.read_part, cast(Part, part)) if part else rows.read
-                    for start, values in _slices(self._sources[name], wanted[place], read):
+                    source = self._sources[name]
+                    for start, values in _slices(source, wanted[place], read):
+                        if source.tensor.type.block > 1 and values.is_floating_point():
+                            _check_finite(values, f"{name} in {file}")
                         yield place, start, values
 
     def type_of(self, name: str) -> str:
@@ -149,6 +156,12 @@ def _slices(source: Source, wanted: TensorSlice, read: Callable[..., Tensor]) ->
         kept = values[max(first - begin, 0) : min(last, end) - begin]
         kept = kept[(slice(None), *(slice(*each) for each in others))]
         yield max(begin - first, 0), kept + source.offset if source.offset else kept
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    """Raise CheckpointError unless scales are finite, or the values that have been computed from them."""
+    if values.numel() and not bool(torch.stack(values.aminmax()).isfinite().all()):
+        raise CheckpointError(f"{what} has blocks whose scale is not finite", "download it again")
 
 
 def _in_halves(values: Tensor, heads: int) -> Tensor:

@@ -6,11 +6,12 @@ A layer declares them in its attribute ``weights``, a mapping from the names of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal.errors import ModelError
 from hal.nn.weights.assembly import Assembly, Whole
@@ -61,6 +62,23 @@ class TiedUse:
     consumer: Consumer
 
 
+@attrs.frozen(eq=False)
+class ValueCheck:
+    """A rule for the values of a tensor, which the loader checks before it reads any weight.
+
+    The loader reads a tensor with rules twice, so only small ones, such as scales, should have any.
+
+    Attributes:
+        holds: returns whether the rule holds for a checkpoint's tensor, or for the part of it that a rank reads.
+        problem: what an error says after the tensor's name.
+        remedy: what an error says to do.
+    """
+
+    holds: Callable[[Tensor], bool]
+    problem: str
+    remedy: str
+
+
 @attrs.frozen
 class Weight:
     """How one parameter or buffer of a layer is assembled from a checkpoint's tensors.
@@ -93,6 +111,7 @@ class Weight:
         optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
         column: whether the checkpoint may have a last dimension of size 1 more.
         values: of a constant tensor with one axis, which no checkpoint has.
+        checks: rules for the values of the checkpoint's tensors.
 
     Raises:
         ModelError: the axes are not distinct identifiers, or another attribute does not fit them.
@@ -116,6 +135,7 @@ class Weight:
     optional: bool = False
     column: bool = False
     values: tuple[float, ...] = ()
+    checks: tuple[ValueCheck, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         names = self.names

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hal.errors import CheckpointError
 from hal.nn import GroupedLinear, Linear, QuantizedLinear, Weight
 from hal.nn.linear import OUT
 from hal.nn.quantized_linear import ScaledTensors
@@ -18,6 +17,7 @@ from hal.quantization.int8_arithmetic import Activation, quantize_weight
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.representation import Representation, StoredLayer, Tensors
 from hal.quantization.scheme import Scheme
+from hal.quantization.value_checks import NOT_NEGATIVE, SYMMETRIC
 
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64)
 
@@ -34,18 +34,13 @@ class SymmetricRows(Representation):
     writes_zero_point: ClassVar[bool]
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        zero = layer.declare(self.zero_point, OUT, dtype=torch.float32, stored=NUMBERS, optional=True, column=True)
-        return {self.zero_point: zero}
-
-    def decode(self, stored: StoredLayer) -> Tensors:
-        zero = stored.tensors[self.zero_point]
-        if zero is not None and bool(zero.any()):
-            part = stored.part_of_row(int(zero.flatten().ne(0).int().argmax()))
-            raise CheckpointError(
-                f"{part} has a {self.zero_point} other than 0, so its weights are asymmetric",
-                "quantize its weights symmetrically",
-            )
-        return stored.tensors
+        given: dict[str, Any] = {"dtype": torch.float32, "column": True}
+        return {
+            "weight_scale": layer.declare("weight_scale", OUT, checks=(NOT_NEGATIVE,), **given),
+            self.zero_point: layer.declare(
+                self.zero_point, OUT, stored=NUMBERS, optional=True, checks=(SYMMETRIC,), **given
+            ),
+        }
 
     def write(
         self,
@@ -79,6 +74,12 @@ def row_representations(group: Mapping[str, Any] | None, kind: str) -> Mapping[s
     return {COMPRESSED_TENSORS: CompressedRows(described), MODELSLIM: ModelSlimRows(kind)}
 
 
+def check_rows_of_zeros(stored: StoredLayer, scale: Tensor) -> None:
+    """Raise CheckpointError if a row has the scale 0 and other numbers."""
+    if bool((scale == 0).any()):
+        stored.check_rows((scale != 0) | ~stored["weight"].any(-1), "a row of {} has the scale 0, and other numbers")
+
+
 class ScaledRows(Scheme):
     """Int8 weights with a scale per row.
 
@@ -95,8 +96,7 @@ class ScaledRows(Scheme):
         return self.layers[1](linear)
 
     def finish(self, stored: StoredLayer) -> Tensors:
-        scale = stored["weight_scale"]
-        stored.check_rows(scale.isfinite() & (scale >= 0), "the scales of {} are not all finite and positive")
+        check_rows_of_zeros(stored, stored["weight_scale"])
         return super().finish(stored)
 
     def dequantize(self, tensors: Tensors, width: int) -> Tensor:

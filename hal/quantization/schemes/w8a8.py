@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError
-from hal.nn import GroupedLinear, Linear, QuantizedLinear, Weight
+from hal.nn import GroupedLinear, Linear, QuantizedLinear, ValueCheck, Weight
 from hal.nn.linear import OUT
 from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
 from hal.nn.quantized_linear import StaticQuantizedLinear
@@ -25,10 +25,26 @@ from hal.quantization.int8_arithmetic import (
 from hal.quantization.modelslim import MODELSLIM
 from hal.quantization.representation import StoredLayer, Tensors
 from hal.quantization.scheme import Scheme
-from hal.quantization.schemes.scaled_rows import NUMBERS, CompressedRows, ModelSlimRows, SymmetricRows
+from hal.quantization.schemes.scaled_rows import (
+    NUMBERS,
+    CompressedRows,
+    ModelSlimRows,
+    SymmetricRows,
+    check_rows_of_zeros,
+)
+from hal.quantization.value_checks import NOT_NEGATIVE, POSITIVE, integers
 
 TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 """Int8 activations with a scale of a tensor, symmetric or not."""
+RESULT_SCALES = (
+    ValueCheck(
+        lambda values: values.dtype != torch.int64 or bool(((values >= 0) & (values < 1 << 32)).all()),
+        "is I64, with values that are not float32 bit patterns",
+        AGAIN,
+    ),
+    ValueCheck(lambda values: NOT_NEGATIVE.holds(as_float32(values)), NOT_NEGATIVE.problem, NOT_NEGATIVE.remedy),
+)
+"""The rules for scales of results: float32, or its bits in int64."""
 
 
 class StaticInput(SymmetricRows):
@@ -51,18 +67,20 @@ class StaticInput(SymmetricRows):
         given: dict[str, Any] = {"dtype": torch.float32, "every_rank": True, "column": True}
         return {
             **super().declare(layer),
-            "input_scale": layer.declare("input_scale", "", **given),
-            self.offset: layer.declare(self.offset, "", stored=NUMBERS, optional=not self.requires_offset, **given),
+            "input_scale": layer.declare("input_scale", "", checks=(POSITIVE,), **given),
+            self.offset: layer.declare(
+                self.offset,
+                "",
+                stored=NUMBERS,
+                optional=not self.requires_offset,
+                checks=(integers(-128, 127),),
+                **given,
+            ),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         scale, offset = stored["input_scale"], stored.tensors[self.offset]
         offset = torch.zeros_like(scale) if offset is None else offset
-        for name, each, shift in zip(stored.names, scale.flatten().tolist(), offset.flatten().tolist(), strict=True):
-            if not 0 < each < float("inf"):
-                raise CheckpointError(f"the input scale of {name} is {each}, not positive and finite", AGAIN)
-            if not (-128 <= shift <= 127 and shift == int(shift)):
-                raise CheckpointError(f"the input offset of {name} is {shift}, not an integer from -128 to 127", AGAIN)
         return {**super().decode(stored), "input_scale": scale, "input_offset": offset.long()}
 
 
@@ -72,10 +90,7 @@ class CompressedStatic(StaticInput, CompressedRows):
     offset, requires_offset = "input_zero_point", False
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        found = {
-            **super().declare(layer),
-            "weight_scale": layer.declare("weight_scale", OUT, dtype=torch.float32, column=True),
-        }
+        found = {**super().declare(layer)}
         if layer.has_bias:
             found["bias"] = layer.declare("bias", OUT, dtype=torch.float32, added=True)
         return found
@@ -118,7 +133,7 @@ class ModelSlimStatic(StaticInput, ModelSlimRows):
         redundant: dict[str, Any] = {"dtype": torch.float32, "optional": True, "column": True}
         return {
             **super().declare(layer),
-            "deq_scale": layer.declare("deq_scale", OUT, stored=deq_scale, column=True),
+            "deq_scale": layer.declare("deq_scale", OUT, stored=deq_scale, column=True, checks=RESULT_SCALES),
             "quant_bias": layer.declare("quant_bias", OUT, dtype=torch.int32, column=True, added=True),
             # The three above are more precise than these.
             "weight_scale": layer.declare("weight_scale", OUT, **redundant),
@@ -126,11 +141,7 @@ class ModelSlimStatic(StaticInput, ModelSlimRows):
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        found, deq_scale = super().decode(stored), stored["deq_scale"]
-        if deq_scale.dtype == torch.int64:
-            bits = (deq_scale >= 0) & (deq_scale < 1 << 32)
-            stored.check_rows(bits, "deq_scale of {} is I64, with values that are not float32 bit patterns")
-            deq_scale = deq_scale.to(torch.int32).view(torch.float32)
+        found, deq_scale = super().decode(stored), as_float32(stored["deq_scale"])
         counts, sums = stored["quant_bias"].double(), int8_row_sums(stored["weight"])
         offset = rows_of(stored, stored["input_offset"])
         return {**found, "deq_scale": deq_scale.float(), "counts": counts + offset * sums, "row_sums": sums}
@@ -189,7 +200,8 @@ class W8A8(Scheme):
         # The weights' scales stay. The scale and the bias of each row are converted to the larger unit.
         ratio = rows_of(stored, scales).double() / scale.double()
         deq_scale, counts = (stored["deq_scale"].double() / ratio).float(), stored["counts"] * ratio
-        stored.check_rows(deq_scale.isfinite() & (deq_scale >= 0), "the scales of {} are not all finite and positive")
+        stored.check_rows(deq_scale.isfinite(), "the scales of {} are too large for float32")
+        check_rows_of_zeros(stored, deq_scale)
         bias = counts.round()
         if offset:
             sums = stored.tensors.get("row_sums")
@@ -202,6 +214,11 @@ class W8A8(Scheme):
             "quant_bias": bias.to(torch.int32) if bool(bias.any()) else None,
             "deq_scale": deq_scale,
         }
+
+
+def as_float32(scale: Tensor) -> Tensor:
+    """Return scales, of which int64 ones are the bits of float32."""
+    return scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale
 
 
 def rows_of(stored: StoredLayer, parts: Tensor) -> Tensor:
