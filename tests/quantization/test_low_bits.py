@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers import rank_programs
@@ -56,6 +57,7 @@ FORMATS = {
     "gptq-rows": Format("gptq", group=0, symmetric=True),
     "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
     "gptq_v2": Format("gptq_v2"),
+    "gptq_v2-8-bits": Format("gptq_v2", bits=8),
     "fp8-blocks": Format("fp8"),
     "fp8-e8m0": Format("fp8", dtype=torch.float8_e8m0fnu),
     "fp8-tensors": Format("fp8", group=-1),
@@ -107,8 +109,8 @@ def test_packing() -> None:
     assert [hex(each & 0xFFFFFFFF) for each in pack_int4(torch.arange(-4, 4)).tolist()] == ["0x3210fedc"]
 
 
-@thorough(EXHAUSTIVE, r"\[(packed-[z8r].*|gptq-[r8].*|gptq_v2|fp8-[et].*|compressed-fp8-[bt].*)-sparse")
-@thorough(MODE, r"\[(packed-[z8].*|gptq-[r8].*|gptq_v2|fp8-[et].*|compressed-fp8-[bt].*)-dense")
+@thorough(EXHAUSTIVE, r"\[(packed-[z8r].*|gptq-[r8].*|gptq_v2.*|fp8-[et].*|compressed-fp8-[bt].*)-sparse")
+@thorough(MODE, r"\[(packed-[z8].*|gptq-[r8].*|gptq_v2.*|fp8-[et].*|compressed-fp8-[bt].*)-dense")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @each_format
 def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -122,14 +124,14 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
 
 @pytest.mark.parametrize("format", ORDERED.values(), ids=ORDERED.keys())
 def test_inputs_in_the_order_of_activations(format: Format, tmp_path: Path) -> None:
-    quantized, plain = pair(tmp_path, format, **DENSE)
+    quantized, plain = pair(tmp_path, format, **{**DENSE, **larger(DENSE)})
     found, exact = layers(load(quantized)), logits(plain)
     assert all(each.input_order is not None for each in found.values())
-    for compiler in ("eager", "graph"):
-        assert error(logits(quantized, compiler), exact) < 1e-5, compiler
+    assert error(logits(quantized), exact) < 1e-5
     assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
-    with pytest.raises(CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"):
-        ranks(quantized)
+    for count in (2, 4):
+        with pytest.raises(CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"):
+            ranks(quantized, count=count)
 
 
 def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> None:
@@ -193,12 +195,29 @@ def test_unpacked_int4_of_modelslim_is_refused(tmp_path: Path) -> None:
         load(quantized)
 
 
-@thorough(EXHAUSTIVE, r"\[(fp8-blocks-piecewise|awq-graph|.*inductor)\]")
-@thorough(LONG, r"\[awq-piecewise")
-@pytest.mark.parametrize("compiler", ["graph", "piecewise", "inductor"])
-@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+def of_modelslim(folder: Path) -> Path:
+    quantized, _ = pair(folder, attrs.evolve(W4A8["whole"], group=32), **SPARSE)
+    modelslim(quantized, 32)
+    return quantized
+
+
+COMPILED: dict[str, Callable[[Path], Path]] = {
+    **{name: lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in FORMATS.items()},
+    **{f"{name}-a8": lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in W4A8.items()},
+    **{f"{name}-ordered": lambda folder, each=each: pair(folder, each, **DENSE)[0] for name, each in ORDERED.items()},
+    "fp8-experts": lambda folder: stacked_pair(folder)[0],
+    "mxfp4": lambda folder: gpt_oss_pair(folder)[0],
+    "modelslim": of_modelslim,
+}
+
+
+@thorough(EXHAUSTIVE, r"\[(?!fp8-blocks-graph|awq-piecewise\]|gptq-ordered-graph)")
+@thorough(LONG, r"\[awq-piecewise\]")
+@pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager", "inductor"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
-    quantized, _ = pair(tmp_path, FORMATS[name], **SPARSE)
+    """Of experts, which have dense layers beside them; inputs that are ordered, of dense layers."""
+    quantized = COMPILED[name](tmp_path)
     assert error(logits(quantized, compiler), logits(quantized)) < 1e-5
 
 
