@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch_npu
-from torch import Tensor
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 
 from hal.config import CompileCache, cache_folder, content_key, home_of, private_folder
@@ -104,6 +104,7 @@ class CodeCache:
             }
         try:
             with torch.no_grad(), tracing(TracingContext(step.mode)), logging_warnings():
+                _call_by_packet(step.graph)
                 compiled = torch_npu.npu.npugraph_ex.compile_fx(step.graph, step.examples, self._options)
                 code = compiled.get_code(extra)
         except Exception as error:
@@ -145,6 +146,17 @@ class CodeCache:
 
 _FOLDER = "set compilation.cache_dir to a folder that only you can write to"
 _REMEDY = 'use the compiler "graph", which captures the kernels without npugraph_ex'
+
+
+def _call_by_packet(graph: fx.GraphModule) -> None:
+    """Call npu_weight_quant_batchmatmul by the name of all its overloads, of which it has one.
+
+    For the name of an overload, torch_npu 2.13 sets an option that its compiler does not have, and fails.
+    """
+    operator = torch.ops.npu.npu_weight_quant_batchmatmul
+    for node in graph.graph.find_nodes(op="call_function", target=operator.default):
+        node.target = operator
+    graph.recompile()
 
 
 def _run(code: str) -> Namespace:

@@ -33,6 +33,7 @@ FORMATS = {
     "packed": Format("compressed-tensors", symmetric=True),
     "awq": Format("awq", dtype=torch.float16),
     "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
+    "gptq_v2-8-bits": Format("gptq_v2", bits=8),
     "fp8-blocks": Format("fp8"),
 }
 
@@ -141,16 +142,26 @@ def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any)
     return torch.cat(found)
 
 
-@thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse)")
+@thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse|gptq_v2-8-bits)")
 @thorough(MODE, r"\[(awq-dense|gptq-8-bits-dense|fp8-blocks-sparse)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Within a few roundings to bfloat16, eager and in graphs. Expert choices are those of nearly equal routers."""
+    """Within a few roundings to bfloat16, in each mode. Expert choices are those of nearly equal routers."""
     quantized, plain = pair(tmp_path, format, **overrides)
     exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
-    for compiler in ("eager", "graph"):
+    for compiler in ("eager", "graph", "npugraph_ex"):
         found = logits(quantized, "npu", compiler, "bfloat16", quantized_weights="kept")
+        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
+
+
+@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
+def test_inputs_in_the_order_of_activations(name: str, tmp_path: Path) -> None:
+    """Within a few roundings to bfloat16, eager, in graphs and in npugraph_ex."""
+    quantized, plain = pair(tmp_path, Format(name, symmetric=True, ordered=True), **DENSE)
+    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
+    for compiler in ("eager", "graph", "npugraph_ex"):
+        found = logits(quantized, "npu", compiler, "bfloat16")
         assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
 
 
