@@ -142,8 +142,9 @@ def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> Non
         load(quantized)
 
 
-def test_experts_with_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
-    quantized, _ = pair(tmp_path, ORDERED["gptq"], **SPARSE)
+@pytest.mark.parametrize("name", ["gptq", "packed"])
+def test_experts_with_inputs_in_the_order_of_activations_are_refused(name: str, tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, ORDERED[name], **SPARSE)
     with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts by activations \(act-order\)"):
         load(quantized)
 
