@@ -210,7 +210,9 @@ class NpuBackend(Backend):
                 return low_bits.prepared_zero_point(weight, use.dtype)
             case "mxfp4_grouped_linear", "weight_scale":
                 return low_bits.prepared_exponents(weight, use.dtype)
-            case "weight_only_linear" | "fp8_linear", "bias":
+            case "fp8_linear", "bias":
+                return weight.to(use.dtype)
+            case "weight_only_linear", "bias":
                 return quantized.prepared_int8_bias(weight, use.dtype)
             case "weight_only_grouped_linear" | "fp8_grouped_linear" | "mxfp4_grouped_linear", "bias":
                 return experts.prepared_bias(weight, use.dtype)
