@@ -38,8 +38,8 @@ def load(file: Path, mesh: Mesh | None = None, weights: str = "kept") -> CausalL
         return hal.load_model(file, backend)
 
 
-def logits(file: Path, weights: str) -> Tensor:
-    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": weights}
+def logits(file: Path, weights: str, compiler: str = "eager") -> Tensor:
+    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": weights, "compilation": {"compiler": compiler}}
     with hal.open(config) as backend, hal.Runner(hal.load_model(file, backend), backend) as runner:
         return runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()
 
@@ -74,6 +74,14 @@ def test_kept_k_quants_are_the_dequantized_ones(overrides: dict[str, Any], kind:
     assert {(each.weight.dtype, each.group_size) for each in found.values()} == {K_QUANTS[kind]}
     assert all((each.weight_zero_point is None) == (kind == "Q6_K") for each in found.values())
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
+
+
+@thorough(EXHAUSTIVE, r"\[(?!Q4_1-graph)")
+@pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_compiled_steps(kind: str, compiler: str, tmp_path: Path) -> None:
+    file = write_gguf(random_checkpoint(tmp_path / "plain", **SPARSE), tmp_path / "model.gguf", kind=kind)
+    assert error(logits(file, "kept", compiler), logits(file, "auto")) < 1e-5
 
 
 def test_constant_blocks(tmp_path: Path) -> None:
