@@ -73,7 +73,7 @@ def _made(layer: nn.Module, make: LayerMaker, driver: str, ranks: int) -> nn.Mod
     if wrong := sorted(wanted.items() ^ _tensors(new).items()):
         raise DriverIncompatible(
             f"the driver {driver} replaces {name} by a {type(new).__name__} with other parameters: {wrong[0][0]}",
-            f"give it the parameters of {name}, by name, shape, dtype and offset: a checkpoint fills them",
+            f"give it the parameters of {name}, by name, shape, dtype, function and offset: a checkpoint fills them",
         )
     if ranks > 1 and (other := sorted(each for each, how in _sharing(new).items() if how != shared.get(each, WHOLE))):
         raise DriverIncompatible(
@@ -84,10 +84,10 @@ def _made(layer: nn.Module, make: LayerMaker, driver: str, ranks: int) -> nn.Mod
     return new
 
 
-def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str, float]]:
-    offsets = {name: each.offset for name, each in _declared(layer)}
+def _tensors(layer: nn.Module) -> dict[str, tuple[tuple[int, ...], str, str, float]]:
+    changed = {name: (getattr(each.function, "__qualname__", ""), each.offset) for name, each in _declared(layer)}
     held = layer.state_dict().items()
-    return {name: (tuple(each.shape), str(each.dtype), offsets.get(name, 0.0)) for name, each in held}
+    return {name: (tuple(each.shape), str(each.dtype), *changed.get(name, ("", 0.0))) for name, each in held}
 
 
 def _sharing(layer: nn.Module) -> dict[str, Sharing]:

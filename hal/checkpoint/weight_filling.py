@@ -42,7 +42,7 @@ class Filling:
         self.nbytes = self.shape.numel() * self.dtype.itemsize
         self.checks, self.on_device, self.tensor = binding.weight.checks, on_device, Tensor()
         self._zeros = len(self.pieces) < len(pieces)
-        self._offset = binding.weight.offset
+        self._function, self._offset = binding.weight.function, binding.weight.offset
         self._first_rank_only = binding.weight.first_rank_only and ranks.rank > 0
         self._elements = self._left = sum(piece.numel for piece in self.pieces)
         self._started = False
@@ -65,6 +65,8 @@ class Filling:
                 self.tensor.zero_()
         piece.put(self.tensor, start, values.reshape(values.shape[: len(piece.taken)]))
         self._left -= values.numel()
+        if not self._left and self._function is not None:
+            self.tensor.copy_(self._function(self.tensor))
         if not self._left and self._offset:
             self.tensor += self._offset
         if not self._left and self._first_rank_only:

@@ -25,6 +25,10 @@ from hal.step.state import SEQUENCE, LayerStates, State
 L2_EPS = 1e-6
 
 
+def _negative_exponential(x: Tensor) -> Tensor:
+    return -x.exp()
+
+
 @attrs.frozen(kw_only=True)
 class DeltaNetSizes:
     """The sizes of a gated delta network.
@@ -155,7 +159,7 @@ class GatedDeltaNet(nn.Module):
         self.qkvz_proj = MergedLinear(hidden_size, sizes.parts, rows=qkvz)
         self.ba_proj = MergedLinear(hidden_size, {"b": heads, "a": heads}, rows=ba)
         self.conv1d = ShortConvolution(tuple(sizes.parts.values())[:3], sizes.conv_width)
-        self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.decay_factor = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.norm = GatedRMSNorm(sizes.value_dim, eps)
         self.out_proj = Linear(values, hidden_size, shard="in_features")
@@ -173,7 +177,10 @@ class GatedDeltaNet(nn.Module):
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its own tensors, in float32."""
-        return {name: Weight((name,), "heads", "heads", dtype=torch.float32) for name in ("A_log", "dt_bias")}
+        return {
+            "decay_factor": Weight(("A_log",), "heads", "heads", dtype=torch.float32, function=_negative_exponential),
+            "dt_bias": Weight(("dt_bias",), "heads", "heads", dtype=torch.float32),
+        }
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on.
@@ -209,7 +216,7 @@ class GatedDeltaNet(nn.Module):
         # Queries and keys are normalized in one call.
         query_key, value = mixed.split([2 * keys, values], dim=-1)
         query, key = ops.l2_norm(query_key.unflatten(1, (-1, key_dim)), L2_EPS).chunk(2, dim=1)
-        decay, beta = ops.delta_rule_gates(a, b, self.A_log, self.dt_bias)
+        decay, beta = ops.delta_rule_gates(a, b, self.decay_factor, self.dt_bias)
         output = ops.gated_delta_rule(
             query,
             key,

@@ -179,10 +179,10 @@ def causal_conv1d(
 def _gates_samples(draw: Draw) -> Iterator[Sample]:
     for tokens, heads in ((1, 4), (7, 32), (0, 8), (64, 16)):
         pair = draw.normal(tokens, 2 * heads, scale=3.0)
-        rates = draw.integers(1, 160, heads).float() / 10
-        yield pair[:, :heads], pair[:, heads:], rates.log(), draw.normal(heads, scale=2.0).float()
+        factor = draw.integers(1, 160, heads).float() / -10
+        yield pair[:, :heads], pair[:, heads:], factor, draw.normal(heads, scale=2.0).float()
     wide = draw.normal(3, 8, scale=30.0)  # beyond the threshold of softplus
-    yield wide, wide, draw.normal(8).float(), draw.normal(8).float()
+    yield wide, wide, -draw.normal(8).float().exp(), draw.normal(8).float()
 
 
 @op(
@@ -190,28 +190,28 @@ def _gates_samples(draw: Draw) -> Iterator[Sample]:
     axes={
         "a": "tokens heads",
         "b": "tokens heads",
-        "a_log": "heads",
+        "factor": "heads",
         "dt_bias": "heads",
         "return": ("tokens heads", "tokens heads"),
     },
     dtypes={
         "a": FLOATING,
         "b": "a",
-        "a_log": torch.float32,
+        "factor": torch.float32,
         "dt_bias": torch.float32,
         "return": (torch.float32, "a"),
     },
     rowwise="tokens",
 )
-def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the decay and the rate of :func:`gated_delta_rule`, computed in float32.
 
-    They are ``-exp(a_log) * softplus(a + dt_bias)`` and ``sigmoid(b)``.
+    They are ``factor * softplus(a + dt_bias)`` and ``sigmoid(b)``.
 
     Args:
         a: ``[tokens, heads]``, floating.
         b: as ``a``.
-        a_log: ``[heads]``, float32.
+        factor: ``[heads]``, float32, at most 0: ``-exp(A_log)`` in the source.
         dt_bias: ``[heads]``, float32.
 
     Returns:
@@ -219,7 +219,7 @@ def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tu
 
     Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
     """
-    decay = -torch.exp(a_log) * functional.softplus(a.float() + dt_bias)
+    decay = factor * functional.softplus(a.float() + dt_bias)
     return decay, torch.sigmoid(b.float()).to(b.dtype)
 
 

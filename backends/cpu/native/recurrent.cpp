@@ -305,7 +305,7 @@ extern "C" int64_t gated_delta_rule(const void* query, const void* key, const vo
 }
 
 // Rows of a and b have the stride `stride_a` and `stride_b`.
-extern "C" void delta_rule_gates(const void* a, const void* b, const float* a_log, const float* dt_bias, float* decay,
+extern "C" void delta_rule_gates(const void* a, const void* b, const float* factor, const float* dt_bias, float* decay,
                                  void* beta, int dtype, int64_t tokens, int64_t heads, int64_t stride_a,
                                  int64_t stride_b) {
     with_type(dtype, [&](auto type) {
@@ -315,7 +315,7 @@ extern "C" void delta_rule_gates(const void* a, const void* b, const float* a_lo
                 const float x = float(static_cast<const T*>(a)[token * stride_a + head]) + dt_bias[head];
                 const float y = static_cast<const T*>(b)[token * stride_b + head];
                 const float soft = x > 20.0f ? x : std::log1p(std::exp(x));
-                decay[token * heads + head] = -std::exp(a_log[head]) * soft;
+                decay[token * heads + head] = factor[head] * soft;
                 static_cast<T*>(beta)[token * heads + head] = T(1.0f / (1.0f + std::exp(-y)));
             }
     });

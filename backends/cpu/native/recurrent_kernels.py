@@ -149,19 +149,19 @@ class RecurrentKernels(Bindings):
         return y
 
     def delta_rule_gates(
-        self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+        self, a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """See :func:`hal.ops.delta_rule_gates`."""
         tokens, heads = a.shape
-        fits = a.shape == b.shape and a.dtype is b.dtype and a_log.shape == dt_bias.shape == (heads,)
-        require(fits and a_log.dtype is dt_bias.dtype is torch.float32, "delta_rule_gates", a, b, a_log, dt_bias)
+        fits = a.shape == b.shape and a.dtype is b.dtype and factor.shape == dt_bias.shape == (heads,)
+        require(fits and factor.dtype is dt_bias.dtype is torch.float32, "delta_rule_gates", a, b, factor, dt_bias)
         (a, (_, stride_a, _)), (b, (_, stride_b, _)) = rows(a), rows(b)
-        a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()
+        factor, dt_bias = factor.contiguous(), dt_bias.contiguous()
         made = (torch.empty(a.shape, dtype=torch.float32), empty(a.shape, a)) if out is None else out
         self._gates(
             a.data_ptr(),
             b.data_ptr(),
-            a_log.data_ptr(),
+            factor.data_ptr(),
             dt_bias.data_ptr(),
             made[0].data_ptr(),
             made[1].data_ptr(),

@@ -31,7 +31,7 @@ def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
     constants = Constants(device)
     return {
         "causal_conv1d": CausalConv(),
-        "delta_rule_gates": Gates(constants),
+        "delta_rule_gates": delta_rule_gates,
         "gated_delta_rule": DeltaRule(constants, fuses=generation.delta_rule),
         "gated_rms_norm": gated_rms_norm,
         "l2_norm": L2Norm(constants),
@@ -90,21 +90,9 @@ class CausalConv:
         )
 
 
-class Gates:
-    """``delta_rule_gates``, composed.
-
-    Args:
-        constants: of the device.
-    """
-
-    def __init__(self, constants: Constants) -> None:
-        self._constants = constants
-
-    def __call__(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        """See :func:`hal.ops.delta_rule_gates`. The sum of two dtypes is in float32."""
-        zero = self._constants.full(1, 0.0, torch.float32)
-        decay = torch.addcmul(zero, functional.softplus(a + dt_bias), a_log.exp(), value=-1)
-        return decay, torch.sigmoid(b)
+def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.delta_rule_gates`. The sum of two dtypes is in float32."""
+    return functional.softplus(a + dt_bias) * factor, torch.sigmoid(b)
 
 
 class DeltaRule:

@@ -96,7 +96,8 @@ class Weight:
         consumer: the operation that uses it, for drivers that prepare weights; None for a tensor to leave unchanged.
         tied_use: the second use in a model whose ``tied`` refers to the tensor.
         dtype: the dtype; None means the model's compute dtype for a floating-point tensor, else the layer's dtype.
-        offset: added to the checkpoint's values in that dtype.
+        function: applied to the checkpoint's values in that dtype, element by element.
+        offset: added to the checkpoint's values in that dtype, after the function.
         share: how ranks share each part along ``shard``.
         first_rank_only: whether it is added to a sum over ranks: the first rank has the tensor, and the others have
             zeros.
@@ -124,6 +125,7 @@ class Weight:
     consumer: Consumer | None = None
     tied_use: TiedUse | None = None
     dtype: torch.dtype | None = None
+    function: Callable[[Tensor], Tensor] | None = None
     offset: float = 0.0
     share: Share = EQUALLY
     first_rank_only: bool = False

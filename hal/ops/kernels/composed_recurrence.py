@@ -263,9 +263,9 @@ def _inverse(lower: Tensor) -> Tensor:
     return inverse
 
 
-def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.delta_rule_gates`. torch's sigmoid computes in float32, and rounds once."""
-    return functional.softplus(a.float() + dt_bias) * -a_log.exp(), torch.sigmoid(b)
+    return functional.softplus(a.float() + dt_bias) * factor, torch.sigmoid(b)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -192,7 +192,7 @@ class TestConvolution:
 @pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
 def test_gates_beyond_the_range_of_their_exponentials(dtype: torch.dtype) -> None:
     steep = torch.tensor([[-300.0, -30.0, -9.0, 0.0, 9.0, 19.0, 21.0, 300.0]], dtype=dtype)
-    sample = (steep, steep, torch.zeros(8), torch.zeros(8))
+    sample = (steep, steep, -torch.ones(8), torch.zeros(8))
     decay, _ = agree("delta_rule_gates", dtype, sample)
     wanted = -functional.softplus(steep.double())
     torch.testing.assert_close(decay.cpu().double(), wanted, rtol=1e-5, atol=1e-12)

@@ -90,7 +90,7 @@ def _launch(x: Tensor, gate: Tensor | None, weight: Tensor | None, divisor: floa
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gates(a, b, a_log, dt_bias, decay, rate, count, a_row, b_row, heads: tl.constexpr, block: tl.constexpr):
+def _gates(a, b, factor, dt_bias, decay, rate, count, a_row, b_row, heads: tl.constexpr, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < count
     token, head = at // heads, at % heads
@@ -100,23 +100,23 @@ def _gates(a, b, a_log, dt_bias, decay, rate, count, a_row, b_row, heads: tl.con
     small = tl.exp(-tl.abs(shifted))
     logarithm = tl.where(small < 1e-3, small * (1.0 - small * (0.5 - small / 3.0)), tl.log(1.0 + small))
     softplus = tl.maximum(shifted, 0.0) + logarithm
-    tl.store(decay + at, -tl.exp(tl.load(a_log + head, mask=mask, other=0.0)) * softplus, mask=mask)
+    tl.store(decay + at, tl.load(factor + head, mask=mask, other=0.0) * softplus, mask=mask)
     values = tl.load(b + token * b_row + head, mask=mask, other=0.0).to(tl.float32)
     tl.store(rate + at, rounded(1.0 / (1.0 + tl.exp(-values)), rate.dtype.element_ty), mask=mask)
 
 
-def delta_rule_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.delta_rule_gates`. It reads both parts of a projection in place."""
-    fits = a.dim() == 2 and b.shape == a.shape and b.dtype is a.dtype and a_log.shape == dt_bias.shape == a.shape[1:]
-    fits = fits and a_log.dtype is dt_bias.dtype is torch.float32
-    require(fits, "delta_rule_gates", a, b, a_log, dt_bias)
+    fits = a.dim() == 2 and b.shape == a.shape and b.dtype is a.dtype and factor.shape == dt_bias.shape == a.shape[1:]
+    fits = fits and factor.dtype is dt_bias.dtype is torch.float32
+    require(fits, "delta_rule_gates", a, b, factor, dt_bias)
     decay = torch.empty(a.shape, dtype=torch.float32, device=a.device)
     rate = torch.empty(a.shape, dtype=b.dtype, device=a.device)
     a, b = unit_stride(a), unit_stride(b)
     _gates[(triton.cdiv(a.numel(), 256),)](
         a,
         b,
-        a_log.contiguous(),
+        factor.contiguous(),
         dt_bias.contiguous(),
         decay,
         rate,
