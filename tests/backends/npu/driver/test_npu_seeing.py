@@ -47,13 +47,17 @@ def logits(path: Path, stories: list[Story], **config: Any) -> Tensor:
         return torch.cat(our_logits(runner, stories))
 
 
-def check(dtype: str, compiler: str, path: Path, stories: list[Story]) -> None:
-    """Compare with float32, from which the CPU's logits in the dtype differ, too."""
+def check(family: str, dtype: str, compiler: str, path: Path, stories: list[Story]) -> None:
+    """Compare with float32, from which the CPU's logits in the dtype differ, too.
+
+    Of a family with experts, the median token counts: one that rounding sends to another expert is far from float32.
+    """
     exact = logits(path, stories, backend="cpu", dtype="float32")
     rounded = logits(path, stories, backend="cpu", dtype=dtype)
     compilation = {"compiler": compiler, **({"capture_sizes": [2, 4]} if compiler == "graph" else {})}
     found = logits(path, stories, backend="npu", dtype=dtype, compilation=compilation)
-    errors = [float((each - exact).square().mean().sqrt()) for each in (found, rounded)]
+    average = torch.median if "Moe" in family else torch.mean
+    errors = [float(average((each - exact).square().mean(1)).sqrt()) for each in (found, rounded)]
     assert errors[0] <= RATIO * errors[1], errors
 
 
@@ -74,7 +78,7 @@ def check(dtype: str, compiler: str, path: Path, stories: list[Story]) -> None:
     ],
 )
 def test_logits(family: str, dtype: str, compiler: str, seeing: Seeing) -> None:
-    check(dtype, compiler, *seeing(family))
+    check(family, dtype, compiler, *seeing(family))
 
 
 @thorough(EXHAUSTIVE)
@@ -82,7 +86,7 @@ def test_logits(family: str, dtype: str, compiler: str, seeing: Seeing) -> None:
 @pytest.mark.parametrize("seed", range(2, 21))
 @pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", "Qwen3_5", "Qwen3_5Moe"])
 def test_logits_of_random_configurations(family: str, seed: int, dtype: str, seeing: Seeing) -> None:
-    check(dtype, ("eager", "graph")[seed % 2], *seeing(family, seed))
+    check(family, dtype, ("eager", "graph")[seed % 2], *seeing(family, seed))
 
 
 @thorough(MODE, r"float16")
