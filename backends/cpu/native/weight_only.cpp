@@ -58,7 +58,18 @@ struct Factors {
   private:
     template <class T>
     void copy(const T* from, float* to) const {
-        for (int64_t i = 0; i < groups; i++) to[i] = float(from[i]);
+        int64_t i = 0;
+#ifdef __AVX512BW__
+        if constexpr (sizeof(T) == 2)  // which the compiler would convert one by one
+            for (; i < groups; i += kLanes) {
+                const int64_t left = groups - i;
+                const __mmask16 there = left < kLanes ? (1u << left) - 1 : 0xffff;
+                T values[kLanes];
+                _mm256_storeu_epi16(values, _mm256_maskz_loadu_epi16(there, from + i));
+                _mm512_mask_storeu_ps(to + i, there, __m512(wide(values)));
+            }
+#endif
+        for (; i < groups; i++) to[i] = float(from[i]);
     }
 };
 
@@ -143,19 +154,19 @@ constexpr int64_t kAtOnce = 4;      // rows of x
 constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
 constexpr int64_t kAhead = 4096;    // bytes of the weight to prefetch ahead
 constexpr float kMost = 32512;      // the largest 16-bit integer that is used
-constexpr int64_t kSmallestGroup = 32;
+constexpr int64_t kSmallestGroup = 16;
 
 // Rows of x as integers. Those of a register's 16-bit lanes are together: elements 0, 2, 4... and 1, 3, 5... for weights
 // of 8 bits; every fourth one for those of 4 bits.
 struct Integers {
-    int64_t blocks, groups;
+    int64_t blocks, groups;           // groups in whole vectors
     std::vector<int16_t> values;      // [rows][blocks][kBlockOfX]
     std::vector<float> scales, sums;  // [rows][blocks]; [rows][groups], of the elements of x
 };
 
 template <class T>
 void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) {
-    const int64_t blocks = (given.width + kBlockOfX - 1) / kBlockOfX, groups = given.scales.groups;
+    const int64_t blocks = (given.width + kBlockOfX - 1) / kBlockOfX, groups = up(given.scales.groups, kLanes);
     made.blocks = blocks, made.groups = groups;
     made.values.resize(given.rows * blocks * kBlockOfX);
     made.scales.resize(given.rows * blocks), made.sums.assign(given.rows * groups, 0.0f);
@@ -306,29 +317,29 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
     constexpr int64_t kTogether = Whole ? kBlockOfX : kBlockOfX / 2;  // elements whose lanes are scaled together
     constexpr float kOffset = Kind == kNibbles ? 8 : 0;
     const bool corrected = Kind == kNibbles || given.zeros.values;
-    const int64_t groups = x.groups, apart = groups + 3;  // registers read four at a time
-    const Spread spread(x.blocks * kBlockOfX / kTogether, kTogether, given.group, groups);
+    const int64_t groups = x.groups;
+    const Spread spread(x.blocks * kBlockOfX / kTogether, kTogether, given.group, given.scales.groups);
 #pragma omp parallel if (given.out * given.width > kSerial)
     {
-        std::vector<float> scales(apart), zeros(apart);
+        std::vector<float> scales(groups + 3), zeros(groups);  // Spread reads four at a time
 #pragma omp for schedule(dynamic, 4)
         for (int64_t begin = 0; begin < given.out; begin += kLanes) {
             const int64_t taken = std::min<int64_t>(kLanes, given.out - begin);
             Lanes held[kFew * kLanes] = {};
-            float less[kFew][kLanes] = {};
             for (int64_t r = 0; r < taken; r++) {
                 given.scales.read(begin + r, scales.data());
                 multiply_rows<Kind, Whole>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
                                     scales.data(), held + r);
                 if (!corrected) continue;
                 if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
-                for (int64_t group = 0; group < groups; group++) scales[group] *= zeros[group] + kOffset;
-                for (int64_t m = 0; m < given.rows; m++)
-                    for (int64_t group = 0; group < groups; group++)
-                        less[m][r] += integers.sums[m * groups + group] * scales[group];
+                for (int64_t group = 0; group < groups; group += kLanes) {
+                    const Lanes less = load<Lanes>(scales.data() + group) * (load<Lanes>(zeros.data() + group) + kOffset);
+                    for (int64_t m = 0; m < given.rows; m++)
+                        held[m * kLanes + r] -= load<Lanes>(integers.sums.data() + m * groups + group) * less;
+                }
             }
             for (int64_t m = 0; m < given.rows; m++) {
-                const Lanes sums = sums_of(held + m * kLanes) - load<Lanes>(less[m]);
+                const Lanes sums = sums_of(held + m * kLanes);
                 for (int64_t i = 0; i < taken; i++)
                     y[m * given.out + begin + i] = T(sums[i] + given.bias_of<T>(begin + i));
             }
@@ -338,12 +349,14 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
 #endif
 
 // Whether a register's lanes belong to at most four groups, each of whole lanes.
-bool spreads(int64_t width, int64_t group) { return group >= width || group == 32 || group == 64 || group % 128 == 0; }
+bool spreads(int64_t width, int64_t group, int numbers) {
+    return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
+}
 
 template <class T>
 void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 #ifdef __AVX512VNNI__
-    if (sizeof(T) == 2 && given.rows <= kFew && spreads(given.width, given.group)) {
+    if (sizeof(T) == 2 && given.rows <= kFew && spreads(given.width, given.group, given.numbers)) {
         if (given.numbers == kNibbles) return run_integers<kNibbles, true>(given, x, x_stride, y);
         if (given.numbers == kFloat4) return run_integers<kFloat4, true>(given, x, x_stride, y);
         if (given.group >= given.width || given.group % kBlockOfX == 0)
