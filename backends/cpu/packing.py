@@ -20,6 +20,9 @@ ROWS = (1, 8, 32)
 """Batch sizes to measure at if the config names none."""
 FEW_ROWS = (1, 8, 32, 64)
 """Numbers of rows to compare the C++ kernel of few rows at."""
+MANY_ROWS = 512
+"""A further number, for a kernel that may be the fastest for any. If it is here, it serves all larger ones."""
+UNLIMITED = 1 << 62
 MIN_SPEEDUP = 1.05
 """Minimum speedup that counts; less is noise."""
 
@@ -68,6 +71,7 @@ class FewRowsKernel(Protocol):
     """The C++ kernel of few rows."""
 
     few: dict[Form, FewRows]
+    many: bool
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, few: FewRows, address: int) -> Tensor:
         """Return the product with the weight at an address."""
@@ -195,10 +199,11 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
         by_torch[True] = partial(_run, in_layout, linear)
     by_kernel: dict[bool, Run] = {} if kernel is None else _runs_of(kernel, plain, in_layout)
     took: dict[int, dict[tuple[bool, bool], float]] = {}
-    for rows in sorted({*sizes, *(FEW_ROWS if by_kernel else ())}):
+    compared = (*FEW_ROWS, MANY_ROWS) if kernel is not None and kernel.many else FEW_ROWS
+    for rows in sorted({*sizes, *(compared if by_kernel else ())}):
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         contenders = {(layout, False): run for layout, run in by_torch.items()}
-        if rows <= FEW_ROWS[-1]:
+        if rows <= compared[-1]:
             contenders.update({(layout, True): run for layout, run in by_kernel.items()})
         took[rows] = _fastest({name: partial(run, x) for name, run in contenders.items()})
     few = {layout: _most_rows(took, layout) for layout in (False, True)}
@@ -237,7 +242,7 @@ def _most_rows(took: dict[int, dict[tuple[bool, bool], float]], layout: bool) ->
     for rows, times in took.items():
         if times.get((layout, True), math.inf) > MIN_SPEEDUP * times.get((layout, False), 0.0):
             break
-        most = rows
+        most = UNLIMITED if rows == MANY_ROWS else rows
     return most
 
 

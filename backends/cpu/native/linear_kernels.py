@@ -27,6 +27,7 @@ class LinearKernels(Bindings):
 
     Attributes:
         few: how weights are multiplied with few rows, by their form. Weights of other forms use torch.
+        many: whether the kernel of packed weights may be the fastest for many rows, too: in tiles of AMX.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -35,6 +36,7 @@ class LinearKernels(Bindings):
         self._plain = self.function("plain_linear", None, *[c_void_p] * 4, c_int, *[c_int64] * 4)
         self._block = self.function("packed_block", c_int64, c_void_p, c_void_p, *[c_int64] * 3)
         self._collapse = self.function("collapse_pages", c_int, c_void_p, c_int64)
+        self.many = bool(self.function("multiplies_tiles", c_int)())
         self.few: dict[Form, FewRows] = {}
         self._held: dict[int, _Held] = {}
 

@@ -61,12 +61,12 @@ def product(kernels: LinearKernels, x: Tensor, weight: Tensor, bias: Tensor | No
     return kernels.few_rows(x, held, bias, FewRows(64, block), kernels.address_of(held))
 
 
-def check_sizes(kernels: LinearKernels, dtype: torch.dtype, *, in_blocks: bool) -> None:
+def check_sizes(kernels: LinearKernels, dtype: torch.dtype, *, in_blocks: bool, counts: tuple[int, ...] = ROWS) -> None:
     torch.manual_seed(0)
     for out, width in SIZES:
         weight, bias = torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
-        wide = torch.randn(64, 2 * width + 1).to(dtype)
-        for rows in ROWS:
+        wide = torch.randn(counts[-1], 2 * width + 1).to(dtype)
+        for rows in counts:
             for x in (wide[:rows, :width].contiguous(), wide[:rows, width : 2 * width]):
                 for each in (None, bias):
                     found = product(kernels, x, weight, each, in_blocks=in_blocks)
@@ -90,7 +90,8 @@ def test_plain_weights_of_any_size(dtype: torch.dtype, kernels: LinearKernels) -
 @needs_packing
 @thorough(MODE)
 def test_tiles_multiply_packed_weights(tiles: LinearKernels) -> None:
-    check_sizes(tiles, torch.bfloat16, in_blocks=True)
+    assert tiles.many
+    check_sizes(tiles, torch.bfloat16, in_blocks=True, counts=(*ROWS, 300))
     check_what_is_not_finite(tiles)
 
 
