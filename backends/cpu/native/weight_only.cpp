@@ -3,6 +3,8 @@
 // Where the processor multiplies pairs of 16-bit integers, few rows of x are rounded to such, with a scale for each
 // block of x. This is exact to 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight
 // is then never widened further. Otherwise some rows of a weight at a time are widened to x's type, in a core's cache.
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "claims.h"
 #include "elements.h"
 #include "products.h"
 #include "replay.h"
@@ -319,11 +322,13 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
     const bool corrected = Kind == kNibbles || given.zeros.values;
     const int64_t groups = x.groups;
     const Spread spread(x.blocks * kBlockOfX / kTogether, kTogether, given.group, given.scales.groups);
-#pragma omp parallel if (given.out * given.width > kSerial)
+    const bool parallel = given.out * given.width > kSerial;
+    Claims claims((given.out + kLanes - 1) / kLanes, parallel ? omp_get_max_threads() : 1);
+#pragma omp parallel if (parallel)
     {
         std::vector<float> scales(groups + 3), zeros(groups);  // Spread reads four at a time
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t begin = 0; begin < given.out; begin += kLanes) {
+        claims.run([&](int64_t unit, int64_t) {
+            const int64_t begin = unit * kLanes;
             const int64_t taken = std::min<int64_t>(kLanes, given.out - begin);
             Lanes held[kFew * kLanes] = {};
             for (int64_t r = 0; r < taken; r++) {
@@ -343,7 +348,7 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
                 for (int64_t i = 0; i < taken; i++)
                     y[m * given.out + begin + i] = T(sums[i] + given.bias_of<T>(begin + i));
             }
-        }
+        });
     }
 }
 #endif
