@@ -45,9 +45,11 @@ from hal.bench.contenders.shapes import SHAPES
 from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.figures import floor, launches, peak_memory, routing, timing, token_agreement
 from hal.checkpoint import random_weights
+from hal.checkpoint.loading import build_model
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import CausalLM
+from hal.nn import CausalLM, Linear
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 TINY = SHAPES["tiny"]
 SPARSE = {**SHAPES["tiny-experts"], "num_experts": 6, "moe_intermediate_size": 12}
@@ -496,6 +498,14 @@ class TestFloor:
             for logits in (alike, apart):
                 hal.ops.topk_route(logits, None, 1, False, True, 1.0, 1, 1, 1)
         assert found == [routing.Routing(1, 4), routing.Routing(4, 4)]
+
+    def test_quantized_weights_have_their_own_size(self, tmp_path: Path) -> None:
+        plain = hal.Checkpoint.open(ROOT / "checkpoints/tiny-python")
+        quantize_checkpoint(plain, tmp_path / "int4", "w4a16", group_size=32)
+        models = build_model(plain), build_model(hal.Checkpoint.open(tmp_path / "int4"))
+        sizes = [floor.decode_bytes(each, torch.bfloat16, 1, 4).parts["weights"] for each in models]
+        numbers = sum(each.weight.numel() for each in models[0].modules() if isinstance(each, Linear))
+        assert sizes[0] - sizes[1] == numbers * (2 - 0.5 - 5 / 32)  # a scale and a zero point for 32
 
     def test_seconds(self) -> None:
         each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.bench.contenders.workload import Contender
-from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights
+from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights, packed_weights
 from hal.bench.plan import Setting
 from hal.device.device import Device
 from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear
@@ -91,13 +91,14 @@ def decode_bytes(
     written.
 
     Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
-    those of the chosen experts count.
+    those of the chosen experts count; quantized weights of experts do not.
 
     Raises:
         BenchmarkError: the sparse layers do not correspond to the routings.
     """
     experts = expert_weights(model)
     weights = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in experts)
+    packed = sum(each.nbytes for each in packed_weights(model))
     if not model.tied:
         weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     cache = states = 0
@@ -110,7 +111,7 @@ def decode_bytes(
     active = active_elements(model, routings) * dtype.itemsize
     chosen = {"experts": active} if experts else {}
     moved = {"states": states} if states else {}
-    return Work({"weights": weights * dtype.itemsize, **chosen, "cache": cache, **moved}, "bytes")
+    return Work({"weights": weights * dtype.itemsize + packed, **chosen, "cache": cache, **moved}, "bytes")
 
 
 def prefill_operations(

@@ -64,6 +64,18 @@ def expert_weights(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def packed_weights(model: nn.Module) -> list[Tensor]:
+    """Return the quantized weights, with their scales, but those of experts."""
+    return [
+        tensor
+        for layer in model.modules()
+        for name, weight in getattr(layer, "weights", {}).items()
+        if EXPERTS not in weight.axes.split()
+        and isinstance(tensor := getattr(layer, name), Tensor)
+        and not isinstance(tensor, nn.Parameter)
+    ]
+
+
 def active_elements(model: nn.Module, routings: Sequence[Routing]) -> int:
     """Return the elements of the chosen experts' weights, each counted once.
 
