@@ -98,6 +98,9 @@ def pack_layers(
         return checkpoint, {}
     tensors, found, types = dict(checkpoint.tensors), dict[str, QuantizedLayer](), set[str]()
     layers = list(linear_layers(model))
+    output = getattr(model, model.output_projection, None)
+    if weights == KEPT and isinstance(output, Linear):
+        layers.append((model.output_projection, output))
     for path, linear in layers:
         names = part_names(path, linear)
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
