@@ -16,7 +16,6 @@ from hal.bench.contenders.llama_side import LlamaSide
 from hal.bench.contenders.transformers_side import TransformersSide
 from hal.bench.contenders.workload import Contender, Inputs, Side
 from hal.bench.figures import floor, launches, peak_memory, token_agreement
-from hal.bench.figures.routing import Routing
 from hal.bench.figures.timing import Summary, interleave
 from hal.bench.plan import Plan, Setting, prepare
 from hal.drivers.backend import Backend
@@ -150,14 +149,15 @@ def _measure(
             with going_on(say, f"batch {size}: preparing {name} {mode}, {number} of {len(modes)}"):
                 contenders.append(side.contender(mode, inputs))
             stack.callback(contenders[-1].close)
-        _compare(setting, contenders, probe, chosen, size, result, say)
+        loaded = ours.model if isinstance(ours, HalSide) else None
+        _compare(setting, contenders, probe, floor.work(setting, size, chosen, loaded), size, result, say)
 
 
 def _compare(
     setting: Setting,
     contenders: Sequence[Contender],
     probe: floor.Probe,
-    chosen: Sequence[Routing],
+    work: floor.Work,
     size: int,
     result: Result,
     say: Say,
@@ -179,9 +179,7 @@ def _compare(
         meet=lambda: _meet(setting.backend),
         ended=Rounds(say, f"batch {size}: timing", plan.repeats).ended,
     )
-    result.floors.append(
-        Floor(size, floor.work(setting, size, chosen), probe.description, probe.amount, seconds[probe.contender.name])
-    )
+    result.floors.append(Floor(size, work, probe.description, probe.amount, seconds[probe.contender.name]))
     for each in contenders:
         result.measurements.append(
             Measurement(each.name, size, seconds[each.name], each.setup_seconds, peaks.get(each.name))

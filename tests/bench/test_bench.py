@@ -502,10 +502,18 @@ class TestFloor:
     def test_quantized_weights_have_their_own_size(self, tmp_path: Path) -> None:
         plain = hal.Checkpoint.open(ROOT / "checkpoints/tiny-python")
         quantize_checkpoint(plain, tmp_path / "int4", "w4a16", group_size=32)
-        models = build_model(plain), build_model(hal.Checkpoint.open(tmp_path / "int4"))
-        sizes = [floor.decode_bytes(each, torch.bfloat16, 1, 4).parts["weights"] for each in models]
+        quantized = hal.Checkpoint.open(tmp_path / "int4")
+        models = build_model(plain), build_model(quantized)
+        with hal.open({"backend": "cpu", "dtype": "bfloat16"}) as backend:
+            loaded = None, hal.load_model(quantized, backend)
+        sizes = [
+            floor.decode_bytes(each, torch.bfloat16, 1, 4, loaded=held).parts["weights"]
+            for each, held in zip(models, loaded, strict=True)
+        ]
         numbers = sum(each.weight.numel() for each in models[0].modules() if isinstance(each, Linear))
-        assert sizes[0] - sizes[1] == numbers * (2 - 0.5 - 5 / 32)  # a scale and a zero point for 32
+        assert sizes[0] - sizes[1] == numbers * (2 - 0.5 - 2 / 32)  # a scale for 32 numbers of 4 bits
+        prefills = [floor.prefill_operations(each, 4, 1, 20).parts for each in models]
+        assert prefills[0] == prefills[1]
 
     def test_seconds(self) -> None:
         each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])

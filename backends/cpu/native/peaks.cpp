@@ -1,4 +1,4 @@
-// What the processor can do at most, which floors are measured with: read memory, and multiply in registers.
+// Reads of memory and products in registers at the highest rates of the processor, to measure floors with.
 #include <cstdint>
 
 #include "elements.h"
@@ -24,7 +24,7 @@ constexpr int64_t kPiece = 1 << 16, kAheadBytes = 4096;
 template <class T>
 int64_t add_products(int64_t steps) {
     using P = InRegisters<T>;
-    constexpr int kSums = kBand * kPanelVectors;
+    constexpr int kSums = kBand * kPanelVectors * kLanes / P::kWidth;
     const Operand<T> zeros[P::kWidth * kPair<T>] = {};
     typename P::Vector left = P::repeated(zeros), right = load<typename P::Vector>(zeros);
     asm volatile("" : IN_REGISTER(left), IN_REGISTER(right));  // the compiler knows that zeros add nothing

@@ -33,7 +33,7 @@ class HalSide:
         self._plan, self._backend, self._compilation = setting.plan, setting.backend, setting.plan.compilation
         # Before loading: a driver that prepares weights by batch size must know the batch sizes.
         self._configure("eager", setting.plan.batch_sizes)
-        self._model = hal.load_model(setting.checkpoint, self._backend)
+        self.model = hal.load_model(setting.checkpoint, self._backend)
 
     def contender(self, mode: str, inputs: Inputs) -> Contender:
         """Create a runner whose cache and graphs have exactly the measured size."""
@@ -43,7 +43,7 @@ class HalSide:
         prompts = size * inputs.length if inputs.workload == "prefill" else None
         self._configure(mode, (size,), size * per_sequence * backend.block_size, prompts)
         start = time.perf_counter()
-        runner = hal.Runner(self._model, backend)
+        runner = hal.Runner(self.model, backend)
         made = time.perf_counter() - start
         blocks = [list(range(1 + row * per_sequence, 1 + (row + 1) * per_sequence)) for row in range(size)]
         tokens = inputs.tokens.tolist()
@@ -67,7 +67,7 @@ class HalSide:
         if self._plan.workload == "prefill" or self._plan.shapes is not None:
             return ()
         self._configure(EAGER, (1,), self._plan.length)
-        with hal.Runner(self._model, self._backend) as runner:
+        with hal.Runner(self.model, self._backend) as runner:
             return prefill(runner, batch_size, self._plan.length)
 
     def _configure(

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hal.bench.contenders.workload import Contender
 from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights, packed_weights
 from hal.bench.plan import Setting
 from hal.device.device import Device
-from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear
+from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedLinear
+from hal.ops.weight_only import INT4S
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
@@ -67,23 +68,29 @@ class Work:
         return sum(self.parts.values())
 
 
-def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = ()) -> Work:
+def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = (), loaded: nn.Module | None = None) -> Work:
     """Return the unavoidable work of the plan's step at a batch size.
 
     Args:
         setting: the plan and its model.
         batch_size: number of sequences.
         routings: the choice of experts in each sparse layer.
+        loaded: hal's model with its values, if there is one.
     """
     model, length = setting.meta, setting.plan.length
     if setting.plan.workload == "decode":
-        return decode_bytes(model, setting.dtype, batch_size, length, routings)
+        return decode_bytes(model, setting.dtype, batch_size, length, routings, loaded)
     heads = int(setting.checkpoint.model_config["num_attention_heads"]) // setting.backend.mesh.tensor.size
     return prefill_operations(model, heads, batch_size, length, routings)
 
 
 def decode_bytes(
-    model: CausalLM, dtype: torch.dtype, batch_size: int, context: int, routings: Sequence[Routing] = ()
+    model: CausalLM,
+    dtype: torch.dtype,
+    batch_size: int,
+    context: int,
+    routings: Sequence[Routing] = (),
+    loaded: nn.Module | None = None,
 ) -> Work:
     """Return the bytes that a decode step moves.
 
@@ -93,12 +100,20 @@ def decode_bytes(
     Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
     those of the chosen experts count; quantized weights of experts do not.
 
+    Args:
+        model: without values.
+        dtype: the dtype of computation.
+        batch_size: number of sequences.
+        context: tokens of each sequence in the cache.
+        routings: the choice of experts in each sparse layer.
+        loaded: the model with its values, whose quantized weights are counted as they are held; None for the model.
+
     Raises:
         BenchmarkError: the sparse layers do not correspond to the routings.
     """
     experts = expert_weights(model)
     weights = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in experts)
-    packed = sum(each.nbytes for each in packed_weights(model))
+    packed = sum(each.nbytes for each in packed_weights(loaded or model))
     if not model.tied:
         weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
     cache = states = 0
@@ -129,7 +144,7 @@ def prefill_operations(
         BenchmarkError: the sparse layers do not correspond to the routings.
     """
     table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
-    projections = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
+    projections = sum(_numbers(each) for each in model.modules() if isinstance(each, Linear | QuantizedLinear))
     inner = projections if model.tied else projections - table  # the output projection has the table's size
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
@@ -149,6 +164,15 @@ def prefill_operations(
         },
         "operations",
     )
+
+
+def _numbers(layer: Linear | QuantizedLinear) -> int:
+    """Return the numbers of a projection's weight. Those of experts are counted by their rows."""
+    if isinstance(layer, QuantizedLinear) and layer.num_experts is not None:
+        return 0
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.numel() * (INT4S if weight.dtype is torch.int32 else 1)
 
 
 def _pairs(cached: int, tokens: int, window: int | None) -> int:
@@ -201,6 +225,8 @@ def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
         return best
     multiply, operations = peak
     reached = fastest * _seconds(multiply, device) / operations
+    if reached > 1:  # torch has instructions that the driver does not
+        return best
     description = f"products in registers, of which {best.description} reaches {reached:.0%}"
     return Probe(Contender("multiply", multiply, lambda: None), operations, description)
 

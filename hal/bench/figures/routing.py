@@ -65,7 +65,7 @@ def expert_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def packed_weights(model: nn.Module) -> list[Tensor]:
-    """Return the quantized weights, with their scales, but those of experts."""
+    """Return the quantized weights, with their scales, except those of experts."""
     return [
         tensor
         for layer in model.modules()
