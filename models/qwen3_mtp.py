@@ -89,9 +89,12 @@ class HybridMTP(DecoderLM):
         Args:
             target: the model, loaded for the same backend. This model's runner must not be made yet.
         """
+        old: list[nn.Module] = [self.mtp.embed_tokens]
         self.mtp.embed_tokens = target.base.embed_tokens
         if not self.tied:
+            old.append(self.lm_head)
             self.lm_head = target.lm_head
+        self.loaded = self.loaded.without(*old)
 
 
 class Qwen3NextMTP(HybridMTP):

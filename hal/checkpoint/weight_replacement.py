@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.tensor_names import renamed, speller
@@ -32,6 +32,10 @@ class LoadedWeights:
 
     layers: tuple[LayerFilling, ...]
     dtype: torch.dtype
+
+    def without(self, *modules: nn.Module) -> LoadedWeights:
+        """Return the record without modules that are no part of the model any more, so that they can be freed."""
+        return attrs.evolve(self, layers=tuple(each for each in self.layers if each.module not in modules))
 
 
 class _Replacement:

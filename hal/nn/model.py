@@ -37,7 +37,7 @@ class CausalLM(nn.Module):
         batch_type: the class of its batches: :class:`hal.step.Batch`, or a subclass with more fields.
         layers_have_groups: whether each layer reads ``batch.for_layer(index)``, so that an engine may give the layers
             several block tables; see :func:`hal.step.grouped_batch`.
-        output_projection: the name of the module that computes the logits, which stays unquantized.
+        output_projection: the name of the module that computes the logits, which `hal quantize` leaves as it is.
         tied: the parameter that a checkpoint tensor repeats, by the tensor's name.
         encoder: the encoder of inputs beside tokens, a module of the model; None for a model of text alone.
         placeholders: the kinds of the encoder's items, by the token that stands for an embedding of them.
@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
     causal: bool = True
     recognize: bool = False
     prepared_by: str | None = None
-    loaded: object | None = None
+    loaded: Any = None
 
     @property
     def encoder(self) -> Encoder | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,10 @@ def test_drafts_of_steps_that_change(tmp_path: Path, architecture: str, mode: st
     assert issubclass(model_class, HybridMTP)
     draft = hal.load_model(tmp_path, backend, model_class=model_class)
     assert isinstance(draft, HybridMTP)
+    table = weakref.ref(draft.mtp.embed_tokens.weight)
     draft.share(target)
+    gc.collect()
+    assert table() is None, "the draft's own table stays in memory"
     names = {name for name, each in draft.named_parameters() if any(each is other for other in target.parameters())}
     assert names == {"mtp.embed_tokens.weight"} | ({"lm_head.weight"} if not draft.tied else set())
 
