@@ -75,10 +75,12 @@ def check_values(checkpoint: Checkpoint, layers: Iterable[LayerFilling]) -> None
 
 
 def value_problems(values: Tensor, checks: Iterable[ValueCheck]) -> Iterator[tuple[str, str]]:
-    """Yield the problem and the remedy of each rule that values break."""
+    """Yield the problem and the remedy of the first rule that values break: the others may rely on it."""
+    values = values.cpu()
     for each in checks:
         if not each.holds(values):
             yield each.problem, each.remedy
+            return
 
 
 def check_tied(checkpoint: Checkpoint, model: CausalLM, dtype: torch.dtype) -> None:

@@ -41,10 +41,10 @@ class Filling:
         self.shape, self.dtype = binding.local_shape(ranks.size), binding.dtype(computing)
         self.nbytes = self.shape.numel() * self.dtype.itemsize
         self.checks, self.on_device, self.tensor = binding.weight.checks, on_device, Tensor()
-        self._zeros = len(self.pieces) < len(pieces)
         self._function, self._offset = binding.weight.function, binding.weight.offset
         self._first_rank_only = binding.weight.first_rank_only and ranks.rank > 0
         self._elements = self._left = sum(piece.numel for piece in self.pieces)
+        self._zeros = self._elements < self.shape.numel()  # an optional piece is missing, or ranks fill up rows
         self._started = False
 
     @property

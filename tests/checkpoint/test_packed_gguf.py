@@ -62,6 +62,15 @@ def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: 
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
 
 
+def test_an_output_projection_of_its_own_stays_packed(tmp_path: Path) -> None:
+    plain = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS, tie_word_embeddings=False)
+    file = write_gguf(plain, tmp_path / "model.gguf", kind="Q8_0")
+    found = layers(load(file))
+    assert len(found) == 9
+    assert found["lm_head"].weight.dtype is torch.int8
+    assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
+
+
 @thorough(EXHAUSTIVE, r"\[sparse-Q[56]")
 @pytest.mark.parametrize("kind", K_QUANTS)
 @pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])

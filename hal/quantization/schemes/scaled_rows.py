@@ -77,7 +77,8 @@ def row_representations(group: Mapping[str, Any] | None, kind: str) -> Mapping[s
 def check_rows_of_zeros(stored: StoredLayer, scale: Tensor) -> None:
     """Raise CheckpointError if a row has the scale 0 and other numbers."""
     if bool((scale == 0).any()):
-        stored.check_rows((scale != 0) | ~stored["weight"].any(-1), "a row of {} has the scale 0, and other numbers")
+        used = stored["weight"].any(-1).to(scale.device)
+        stored.check_rows((scale != 0) | ~used, "a row of {} has the scale 0, and other numbers")
 
 
 class ScaledRows(Scheme):
