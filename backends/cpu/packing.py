@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,8 +22,7 @@ ROWS = (1, 8, 32)
 FEW_ROWS = (1, 8, 32, 64)
 """Numbers of rows to compare the C++ kernel of few rows at."""
 MANY_ROWS = 512
-"""A further number, for a kernel that may be the fastest for any. If it is here, it serves all larger ones."""
-UNLIMITED = 1 << 62
+"""A further number, for packed weights and a kernel with tiles. If it is faster there, it serves any number."""
 MIN_SPEEDUP = 1.05
 """Minimum speedup that counts; less is noise."""
 
@@ -71,7 +71,7 @@ class FewRowsKernel(Protocol):
     """The C++ kernel of few rows."""
 
     few: dict[Form, FewRows]
-    many: bool
+    many: bool  # whether it has tiles, with which it may be the fastest for many rows
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, few: FewRows, address: int) -> Tensor:
         """Return the product with the weight at an address."""
@@ -147,11 +147,11 @@ class Packing:
         speedups = found.speedups
         gains = _can_pack(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
         log.debug(
-            "%s %s, measured at %s rows with %d threads: packing is %s times as fast; the C++ kernel serves up to %d "
+            "%s %s, measured at %s rows with %d threads: packing is %s times as fast; the C++ kernel serves up to %s "
             "rows packed, %d plain",
             *key[:4],
             [round(each, 2) for each in speedups],
-            found.few_packed,
+            "any" if found.few_packed == sys.maxsize else found.few_packed,
             found.few_plain,
         )
         if not gains:
@@ -199,13 +199,18 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
         by_torch[True] = partial(_run, in_layout, linear)
     by_kernel: dict[bool, Run] = {} if kernel is None else _runs_of(kernel, plain, in_layout)
     took: dict[int, dict[tuple[bool, bool], float]] = {}
-    compared = (*FEW_ROWS, MANY_ROWS) if kernel is not None and kernel.many else FEW_ROWS
+    many = True if kernel is not None and kernel.many and True in by_kernel else None  # the layout with tiles
+    compared = FEW_ROWS if many is None else (*FEW_ROWS, MANY_ROWS)
     for rows in sorted({*sizes, *(compared if by_kernel else ())}):
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         contenders = {(layout, False): run for layout, run in by_torch.items()}
-        if rows <= compared[-1]:
-            contenders.update({(layout, True): run for layout, run in by_kernel.items()})
-        took[rows] = _fastest({name: partial(run, x) for name, run in contenders.items()})
+        layouts = by_kernel.keys() if rows <= FEW_ROWS[-1] else by_kernel.keys() & {many}
+        contenders.update({(layout, True): by_kernel[layout] for layout in layouts})
+        ready = {name: partial(run, x) for name, run in contenders.items()}
+        if rows > FEW_ROWS[-1]:  # so long that only one round follows, in which oneDNN would still prepare its product
+            for warm in ready.values():
+                warm()
+        took[rows] = _fastest(ready)
     few = {layout: _most_rows(took, layout) for layout in (False, True)}
 
     def fastest(rows: int, layout: bool) -> float:
@@ -242,7 +247,7 @@ def _most_rows(took: dict[int, dict[tuple[bool, bool], float]], layout: bool) ->
     for rows, times in took.items():
         if times.get((layout, True), math.inf) > MIN_SPEEDUP * times.get((layout, False), 0.0):
             break
-        most = UNLIMITED if rows == MANY_ROWS else rows
+        most = sys.maxsize if rows >= MANY_ROWS else rows
     return most
 
 

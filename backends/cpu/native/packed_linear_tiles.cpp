@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int64_t kColumns = 32, kTileRows = 16, kMostRows = 2 * kTileRows, kAhead = 1024;
-constexpr int64_t kRowsOfX = 256;  // that stay in a core's second cache for all columns
+constexpr int64_t kBytesOfX = 1 << 20;  // rows that stay in a core's second cache for all columns
 constexpr int64_t kChunkBytes = 256 << 10, kSerialBytes = 128 << 10;
 
 // Tiles 0 to 3 are sums, of both halves of the rows times both halves of the columns; 4 and 5 rows of x; 6 and 7 columns.
@@ -61,7 +61,8 @@ bool multiply_tiles(const PackedProduct& product) {
     if (product.block % kColumns || !tiles_allowed()) return false;
     const int64_t steps = product.block_pairs * 2 / kInBlock, units = (product.out + kColumns - 1) / kColumns;
     const int64_t unit_bytes = product.block_pairs * kColumns * 4;
-    const int64_t chunk = std::max<int64_t>(1, kChunkBytes / unit_bytes), in_block = product.block / kColumns;
+    const int64_t chunk = std::max<int64_t>(1, kChunkBytes / unit_bytes / std::max<int64_t>(1, product.rows / kMostRows));
+    const int64_t in_block = product.block / kColumns;
     thread_local std::vector<bfloat16> copies;
     const bfloat16* x = product.x;
     int64_t stride = product.x_stride;
@@ -72,9 +73,10 @@ bool multiply_tiles(const PackedProduct& product) {
             std::copy_n(product.x + row * product.x_stride, product.width, copies.data() + row * stride);
         x = copies.data();
     }
-    for (int64_t begin = 0; begin < product.rows; begin += kRowsOfX) {
+    const int64_t at_once = std::max(kMostRows, kBytesOfX / (2 * stride) / kMostRows * kMostRows);
+    for (int64_t begin = 0; begin < product.rows; begin += at_once) {
         PackedProduct part = product;
-        part.rows = std::min(kRowsOfX, product.rows - begin);
+        part.rows = std::min(at_once, product.rows - begin);
         part.y += begin * product.out;
 #pragma omp parallel if (product.out * product.block_pairs * 4 > kSerialBytes)
         {

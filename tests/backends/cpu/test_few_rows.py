@@ -6,11 +6,13 @@ import ctypes
 import math
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hal.backends.cpu import packing
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.instruction_sets import compiler_flags
 from hal.backends.cpu.native.linear_kernels import LinearKernels
@@ -37,11 +39,14 @@ def tiles(emulated_tiles: ctypes.CDLL) -> LinearKernels:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is a part of x86 processors")
-@pytest.mark.parametrize("level", ["-O0", "-O1"])
-def test_the_code_of_real_tiles_is_assembled(level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("packed_linear_tiles", "-O0"), ("packed_linear_tiles", "-O1"), ("prompt_attention", "-O1"), ("peaks", "-O1")],
+)
+def test_the_code_of_real_tiles_is_assembled(name: str, level: str, tmp_path: Path) -> None:
     """Few processors have tiles, but each compiler for x86 has their instructions."""
     flags = [{"-O3": level, "-march=native": "-march=sapphirerapids"}.get(each, each) for each in build.FLAGS]
-    source, made = build.SOURCES / "packed_linear_tiles.cpp", tmp_path / "tiles.o"
+    source, made = build.SOURCES / f"{name}.cpp", tmp_path / "tiles.o"
     command = [*build._compiler(), *flags, "-c", str(source), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -206,3 +211,25 @@ def test_the_environment_limits_the_instructions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HAL_CPU_INSTRUCTIONS", "amx")
     with pytest.raises(DriverUnavailable, match=r"instructions is amx, but this processor, .*, has no amx_tile"):
         hal.open({"backend": "cpu"})
+
+
+def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is faster at 512 rows, too; without tiles, it is compared up to 64."""
+
+    def measured(many: bool, slow_from: int) -> packing.Measured:
+        kernel = LinearKernels(build.load())
+        kernel.many = many
+
+        def run(weights: Any, product: Any, x: Tensor) -> float:
+            by_kernel = product is not packing.linear
+            return 3.0 if not by_kernel else 9.0 if len(x) >= slow_from else 1.0
+
+        monkeypatch.setattr(packing, "_run", run)
+        monkeypatch.setattr(packing, "_can_pack", lambda dtype: True)
+        monkeypatch.setattr(kernel, "block_of", lambda plain, held: 32)
+        return packing.measure(torch.zeros(96, 512, dtype=torch.bfloat16), (1, 1024), kernel)
+
+    assert measured(many=True, slow_from=sys.maxsize).few_packed == sys.maxsize
+    assert measured(many=True, slow_from=512).few_packed == 64
+    assert measured(many=False, slow_from=sys.maxsize).few_packed == 64
+    assert measured(many=True, slow_from=sys.maxsize).few_plain == 64
