@@ -80,7 +80,8 @@ class WholeTensors(Representation):
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
         groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}}
-        zero: dict[str, Any] = {"optional": layer.symmetric, "checks": (_signed(layer.bits),), **groups}
+        checks = (_signed(layer.bits),) if layer.bits < 8 else ()  # any int8 is valid
+        zero: dict[str, Any] = {"optional": layer.symmetric, "checks": checks, **groups}
         return {
             "numbers": layer.declare("weight", dtype=torch.int8),
             "scales": layer.declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),

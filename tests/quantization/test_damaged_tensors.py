@@ -186,3 +186,18 @@ def test_a_fault_in_the_part_of_another_rank_is_left_to_it(tmp_path: Path) -> No
                     hal.load_model(quantized, backend)
             else:
                 hal.load_model(quantized, backend)
+
+
+@pytest.mark.parametrize("kind", ["int8 rows", "static int8", "ModelSlim W8A16", "ModelSlim W8A8"])
+def test_a_row_with_the_scale_0_must_be_zeros(kind: str, tmp_path: Path) -> None:
+    folder = KINDS[kind].make(tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{DOWN}{'deq_scale' if kind.endswith('W8A8') else 'weight_scale'}"].view(-1)[0] = 0
+    save_file(tensors, file)
+    with hal.open("cpu") as backend:
+        with pytest.raises(CheckpointError, match=f"a row of {DOWN[:-1]} has the scale 0, and other numbers"):
+            hal.load_model(folder, backend)
+        tensors[f"{DOWN}weight"][0] = 0
+        save_file(tensors, file)
+        hal.load_model(folder, backend)
