@@ -1,4 +1,4 @@
-"""The layer of Qwen3-Next and Qwen3.5 that predicts the token after the next one (MTP), as a model of its own.
+"""The layer of Qwen3-Next and Qwen3.5 that predicts the token after the next one (MTP), as a separate model.
 
 It reads the hidden states of the target model, which is loaded from the same checkpoint, and the tokens that follow.
 
@@ -73,6 +73,8 @@ class HybridMTP(DecoderLM):
     ignored_prefixes = (*(f"model.{part}" for part in ("layers.", "norm.", "language_model.")), *IMAGES)
 
     def __init__(self, config: HybridConfig, mlp: Callable[[int], nn.Module]) -> None:
+        if config.mtp_use_dedicated_embeddings:
+            raise ValueError("mtp_use_dedicated_embeddings is true, and only the target's embedding is supported")
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
         attention = SelfAttention(config, RotaryEmbedding(config.head_dim, config.rope), norm=norm, gate=True)
         super().__init__(config, [DecoderLayer(config, attention, mlp(0), norm=norm)], norm=norm)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hal
 from hal.checkpoint.model_registry import find_model
-from hal.errors import BatchError
+from hal.errors import BatchError, ModelError
 from hal.step import ALL
 
 FAMILIES = {"Qwen3NextMTP": "Qwen3Next", "Qwen3_5MTP": "Qwen3_5Text", "Qwen3_5MoeMTP": "Qwen3_5MoeText"}
@@ -128,3 +128,11 @@ def test_a_batch_without_hidden_states_is_refused(tmp_path: Path, cpu: hal.Backe
     runner = hal.Runner(hal.load_model(tmp_path, cpu, model_class=find_model("Qwen3_5MTP")), cpu)
     with pytest.raises(BatchError, match="the field hidden_states of DraftBatch is missing"):
         runner.batch([[1, 2]], [[1]])
+
+
+def test_an_embedding_of_its_own_is_refused(tmp_path: Path, cpu: hal.Backend) -> None:
+    saved(tmp_path, "Qwen3_5MTP")
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_use_dedicated_embeddings": True}), encoding="utf-8")
+    with pytest.raises(ModelError, match="only the target's embedding is supported"):
+        hal.load_model(tmp_path, cpu, model_class=find_model("Qwen3_5MTP"))
