@@ -199,13 +199,15 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
         by_torch[True] = partial(_run, in_layout, linear)
     by_kernel: dict[bool, Run] = {} if kernel is None else _runs_of(kernel, plain, in_layout)
     took: dict[int, dict[tuple[bool, bool], float]] = {}
-    many = True if kernel is not None and kernel.many and True in by_kernel else None  # the layout with tiles
-    compared = FEW_ROWS if many is None else (*FEW_ROWS, MANY_ROWS)
+    many = kernel is not None and kernel.many and True in by_kernel
+    compared = (*FEW_ROWS, MANY_ROWS) if many else FEW_ROWS
     for rows in sorted({*sizes, *(compared if by_kernel else ())}):
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         contenders = {(layout, False): run for layout, run in by_torch.items()}
-        layouts = by_kernel.keys() if rows <= FEW_ROWS[-1] else by_kernel.keys() & {many}
-        contenders.update({(layout, True): by_kernel[layout] for layout in layouts})
+        if rows <= FEW_ROWS[-1]:
+            contenders.update({(layout, True): run for layout, run in by_kernel.items()})
+        elif many:
+            contenders[True, True] = by_kernel[True]
         ready = {name: partial(run, x) for name, run in contenders.items()}
         if rows > FEW_ROWS[-1]:  # so long that only one round follows, in which oneDNN would still prepare its product
             for warm in ready.values():

@@ -64,17 +64,22 @@ class Device:
     def reading(self, buffer: Tensor) -> Callable[[], object] | None:
         """Return a function that reads a contiguous tensor as fast as the driver's kernels may.
 
-        ``hal bench`` measures its floor with it, or with one of torch's reductions if that is faster. None: with these
-        alone.
+        ``hal bench`` measures its floor with it, or with one of torch's reductions if that is faster.
+
+        Returns:
+            The function, or None to use torch's reductions only.
         """
         return None
 
     def multiplying(self, dtype: torch.dtype) -> tuple[Callable[[], object], int] | None:
         """Return a function that multiplies and adds at the device's highest rate, and its number of operations.
 
-        ``hal bench`` measures its floor with it. None: with torch's matrix product.
+        ``hal bench`` measures its floor with it.
 
         Args:
             dtype: that of the elements multiplied.
+
+        Returns:
+            The function and the number, or None to use torch's matrix product.
         """
         return None

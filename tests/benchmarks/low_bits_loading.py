@@ -1,7 +1,7 @@
 """Loading of quantized checkpoints: seconds and peak memory of each format beside bfloat16's.
 
-Writes a random Qwen3 in bfloat16 and in each format, with numbers and scales drawn at random, and loads each in
-processes of its own, whose files are in the page cache. Prints a table: the bytes that stay, the peak growth of memory
+Writes a random Qwen3 in bfloat16 and in each format, with random numbers and scales. Loads each several times in new
+processes, with its files in the page cache. Prints a table: the bytes that stay, the peak growth of memory
 divided by them, the shortest of some loads in seconds and as a multiple of bfloat16's, and the part of it that the
 checks of scales, zero points and indices take.
 
