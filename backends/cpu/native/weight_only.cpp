@@ -16,90 +16,11 @@
 #include "elements.h"
 #include "products.h"
 #include "replay.h"
+#include "weight_only.h"
 
 namespace {
 
 constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
-
-// The scales or zero points of the rows of a weight.
-struct Factors {
-    const void* values;  // or null
-    int dtype;           // a Dtype, or one of those below
-    int64_t groups;
-    static constexpr int kInt8 = 3, kExponent = 4;
-
-    // Writes those of a row in float32.
-    void read(int64_t row, float* to) const {
-        switch (dtype) {
-            case kFloat32:
-                return copy(static_cast<const float*>(values) + row * groups, to);
-            case kBFloat16:
-                return copy(static_cast<const bfloat16*>(values) + row * groups, to);
-            case kFloat16:
-                return copy(static_cast<const float16*>(values) + row * groups, to);
-            case kExponent:
-                for (int64_t i = 0; i < groups; i++)
-                    to[i] = half_power(static_cast<const uint8_t*>(values)[row * groups + i]);
-                return;
-            default:
-                return copy(static_cast<const int8_t*>(values) + row * groups, to);
-        }
-    }
-
-    // Returns 2 to the power of an exponent of e8m0 - 128: half of its meaning, since kTwice has twice the numbers.
-    static float half_power(uint8_t exponent) {
-        const uint32_t bits = exponent > 1 ? uint32_t(exponent - 1) << 23 : 0x200000u << exponent;
-        return load<float>(&bits);
-    }
-
-    // Returns those of the rows from `row` on.
-    Factors from(int64_t row) const {
-        constexpr int kBytes[] = {4, 2, 2, 1, 1};
-        return {values ? static_cast<const char*>(values) + row * groups * kBytes[dtype] : nullptr, dtype, groups};
-    }
-
-  private:
-    template <class T>
-    void copy(const T* from, float* to) const {
-        int64_t i = 0;
-#ifdef __AVX512BW__
-        if constexpr (sizeof(T) == 2)  // which the compiler would convert one by one
-            for (; i < groups; i += kLanes) {
-                const int64_t left = groups - i;
-                const __mmask16 there = left < kLanes ? (1u << left) - 1 : 0xffff;
-                T values[kLanes];
-                _mm256_storeu_epi16(values, _mm256_maskz_loadu_epi16(there, from + i));
-                _mm512_mask_storeu_ps(to + i, there, __m512(wide(values)));
-            }
-#endif
-        for (; i < groups; i++) to[i] = float(from[i]);
-    }
-};
-
-// What a weight holds, as the bindings say it.
-enum Numbers { kBytes, kNibbles, kFloat4 };
-
-constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
-
-// Twice the numbers of float4 (e2m1), by their bits.
-constexpr int16_t kTwice[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
-                                0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-struct WeightOnly {
-    const uint8_t* weight;
-    Factors scales, zeros;
-    const void* bias;  // or null
-    int wide_bias, numbers;
-    int64_t rows, width, out, group;
-
-    int64_t row_bytes() const { return width * bits_of(numbers) / 8; }
-
-    template <class T>
-    float bias_of(int64_t column) const {
-        if (!bias) return 0.0f;
-        return wide_bias ? static_cast<const float*>(bias)[column] : float(static_cast<const T*>(bias)[column]);
-    }
-};
 
 // Writes a row of the weight in T. The scales and zero points are those of its groups.
 template <class T>
