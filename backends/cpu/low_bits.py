@@ -1,4 +1,4 @@
-"""Kernels of projections with weights of 8 or 4 bits, which widen some rows of a weight at a time.
+"""Kernels of projections with weights of 8 or 4 bits, which widen some rows of a weight at a time, and of lookups.
 
 A tape records each as one call, and gives it ``out``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from hal.ops.experts import mxfp4
 from hal.ops.float8 import widen
+from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.weight_only import dequantize
 
@@ -41,6 +43,12 @@ def weight_only_linear(
     output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
     _project(x, rows, bias, output)
     return output
+
+
+def weight_only_embedding(*arguments: Any, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.weight_only_embedding`."""
+    rows = torch_kernels.weight_only_embedding(*arguments)
+    return rows if out is None else out.copy_(rows)
 
 
 def weight_only_grouped_linear(
@@ -190,6 +198,7 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_grouped_linear": mxfp4_grouped_linear,
     "quant_grouped_linear_int4": quant_grouped_linear_int4,
     "quant_linear_int4": quant_linear_int4,
+    "weight_only_embedding": weight_only_embedding,
     "weight_only_grouped_linear": weight_only_grouped_linear,
     "weight_only_linear": weight_only_linear,
 }

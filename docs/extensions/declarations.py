@@ -69,6 +69,7 @@ class Operations(SphinxDirective):
             "mutates": _code(operation.mutates),
             "host": _code(operation.host),
             "weights": _code(operation.weights),
+            "prepared as": "" if operation.prepared_as == operation.name else f":func:`{operation.prepared_as}`",
             "fuses": ", ".join(f":func:`{name}`" for name in _parts(operation)) if operation.fused else "",
             "tolerance": "; ".join(
                 f"{str(dtype).removeprefix('torch.')}: relative {relative:g}, absolute {absolute:g}"

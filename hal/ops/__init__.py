@@ -49,7 +49,7 @@ from hal.ops.quantized_cache import quantized_paged_attention, store_quantized_k
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
-from hal.ops.weight_only import weight_only_linear
+from hal.ops.weight_only import weight_only_embedding, weight_only_linear
 
 __all__ = [
     "FLOATING",
@@ -127,6 +127,7 @@ __all__ = [
     "store_kv_cache",
     "store_quantized_kv_cache",
     "topk_route",
+    "weight_only_embedding",
     "weight_only_grouped_linear",
     "weight_only_linear",
 ]

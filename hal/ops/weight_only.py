@@ -1,4 +1,4 @@
-"""Projections with weights of 8 or 4 bits in groups, and floating-point activations."""
+"""Projections with weights of 8 or 4 bits in groups and floating-point activations, and lookups of their rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def unpack_int4(packed: Tensor) -> Tensor:
     The lowest four bits are the first number.
     """
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    # Expanded first, because some devices' shift takes the shape of its first operand.
-    shifted: Tensor = packed.unsqueeze(-1).expand(*packed.shape, INT4S) >> shifts
+    # Both expanded, because some devices' shift takes the shape of its first operand, and torch's fake shift fails to
+    # expand to symbolic sizes.
+    eights = packed.unsqueeze(-1).expand(*packed.shape, INT4S)
+    shifted: Tensor = eights >> shifts.expand_as(eights)
     numbers: Tensor = ((shifted & 15) ^ 8) - 8
     return numbers.flatten(-2)
 
@@ -50,6 +52,22 @@ def dequantize(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor |
     if weight_zero_point is not None:
         wide = wide - _spread(weight_zero_point, group_size, wide.shape[-1])
     return wide * _spread(weight_scale, group_size, wide.shape[-1])
+
+
+def dequantize_rows(
+    rows: Tensor, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, group_size: int
+) -> Tensor:
+    """Return some rows of :func:`dequantize`, and widen no other.
+
+    Args:
+        rows: their numbers, int32 or int64 ``[rows]``.
+        weight: see :func:`dequantize`, as the others.
+        weight_scale: see there.
+        weight_zero_point: see there.
+        group_size: see there.
+    """
+    zero = None if weight_zero_point is None else weight_zero_point.index_select(0, rows)
+    return dequantize(weight.index_select(0, rows), weight_scale.index_select(0, rows), zero, group_size)
 
 
 def _spread(factors: Tensor, group_size: int, width: int) -> Tensor:
@@ -147,3 +165,64 @@ def weight_only_linear(
     if bias is not None:
         values = values + bias
     return values.to(x.dtype)
+
+
+def _weight_only_embedding_samples(draw: Draw) -> Iterator[Sample]:
+    for place, (width, vocabulary, size) in enumerate(group_shapes()):
+        kind = (torch.int64, torch.int32)[place % 2]
+        ids = draw.integers(0, vocabulary, (1, 17, 0, 3, 5, 2)[place], dtype=kind)
+        for bits in (8, 4):
+            weight, scale, zero = quantized_groups(draw, bits, vocabulary, width, group_size=size)
+            yield ids, weight, scale, None, width, size, draw.dtype
+            scale, zero = scale.to(SCALES[place % 3]), zero if place % 2 else zero.float() + 0.25
+            yield ids, weight, scale, zero, width, size, draw.dtype
+
+
+@op(
+    samples=_weight_only_embedding_samples,
+    axes={
+        "token_ids": "tokens",
+        "weight": "vocab_size width|width//8",
+        "weight_scale": "vocab_size (width+group_size-1)//group_size",
+        "weight_zero_point": "vocab_size (width+group_size-1)//group_size",
+        "return": "tokens width",
+    },
+    dtypes={
+        "token_ids": (torch.int32, torch.int64),
+        "weight": PACKED,
+        "weight_scale": SCALES,
+        "weight_zero_point": (torch.int8, torch.float32, "dtype"),
+        "return": "dtype",
+    },
+    rowwise="tokens",
+    weights=("weight", "weight_scale", "weight_zero_point"),
+    prepared_as="weight_only_linear",
+)
+def weight_only_embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    width: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return row ``token_ids[i]`` of ``(weight - weight_zero_point) * weight_scale`` for each token ``i``.
+
+    It reads a table of embeddings that is also an output projection, in the form that the driver prepared for
+    :func:`weight_only_linear`. Computed in float32 and rounded to dtype once. A kernel may round scales and zero points
+    to dtype, too.
+
+    Args:
+        token_ids: ``[tokens]``, int32 or int64, less than ``vocab_size``, which the caller checks.
+        weight: ``[vocab_size, width]`` numbers of 8 or 4 bits, as :func:`weight_only_linear` takes them.
+        weight_scale: ``[vocab_size, groups]``, see there.
+        weight_zero_point: ``[vocab_size, groups]``, see there; None for 0.
+        width: the numbers of a row.
+        group_size: those of a group, see there.
+        dtype: the dtype of the result, floating.
+
+    Returns:
+        ``[tokens, width]``, of dtype.
+    """
+    return dequantize_rows(token_ids, weight, weight_scale, weight_zero_point, group_size).to(dtype)

@@ -14,34 +14,13 @@
 
 #include "claims.h"
 #include "elements.h"
+#include "low_bits.h"
 #include "products.h"
 #include "replay.h"
-#include "weight_only.h"
 
 namespace {
 
 constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
-
-// Writes a row of the weight in T. The scales and zero points are those of its groups.
-template <class T>
-void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
-    const uint8_t* from = given.weight + row * given.row_bytes();
-    if (given.numbers == kBytes)
-        for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
-    else if (given.numbers == kFloat4)
-        for (int64_t i = 0; i < given.width / 2; i++)
-            wide[2 * i] = kTwice[from[i] & 15], wide[2 * i + 1] = kTwice[from[i] >> 4];
-    else
-        for (int64_t i = 0; i < given.width / 2; i++) {
-            wide[2 * i] = float(int(from[i] & 15 ^ 8) - 8);
-            wide[2 * i + 1] = float(int(from[i] >> 4 ^ 8) - 8);
-        }
-    for (int64_t group = 0, first = 0; first < given.width; group++, first += given.group) {
-        const int64_t end = std::min(first + given.group, given.width);
-        const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
-        for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
-    }
-}
 
 template <class T>
 void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {

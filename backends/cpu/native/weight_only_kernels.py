@@ -1,4 +1,4 @@
-"""Python bindings of the C++ kernels of projections with weights of 8 or 4 bits."""
+"""Python bindings of the C++ kernels of projections with weights of 8 or 4 bits, and of lookups of their rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.errors import OperationError
 from hal.ops.experts.mxfp4 import GROUP
 
 from .. import kernels, low_bits
 from ..grouped import wrong_counts
-from .arguments import DTYPES, Bindings, empty
+from .arguments import DTYPES, Bindings, empty, require
 
 WEIGHT_ONLY_KERNELS = (
     "linear_int8",
     "mxfp4_grouped_linear",
     "quant_grouped_linear_int4",
     "quant_linear_int4",
+    "weight_only_embedding",
     "weight_only_grouped_linear",
     "weight_only_linear",
 )
@@ -39,6 +41,7 @@ class WeightOnlyKernels(Bindings):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library)
         self._weight_only = self.function("weight_only_linear", None, *[c_void_p] * 6, *[c_int] * 5, *[c_int64] * 5)
+        self._embedding = self.function("weight_only_embedding", c_int64, *[c_void_p] * 5, *[c_int] * 5, *[c_int64] * 4)
         given = *[c_void_p] * 7, *[c_int] * 5, *[c_int64] * 6
         self._grouped = self.function("weight_only_grouped_linear", c_int64, *given)
 
@@ -69,6 +72,55 @@ class WeightOnlyKernels(Bindings):
         if _few(x, weight, weight_scale, weight_zero_point, bias, group_size):
             return self._few_rows(x, weight, weight_scale, weight_zero_point, bias, group_size, out)
         return low_bits.weight_only_linear(x, weight, weight_scale, weight_zero_point, bias, group_size, out=out)
+
+    def weight_only_embedding(
+        self,
+        token_ids: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_zero_point: Tensor | None,
+        width: int,
+        group_size: int,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.weight_only_embedding`.
+
+        Raises:
+            OperationError: the weight has no row of a token, or shapes or dtypes are not the declared ones.
+        """
+        zero = weight_zero_point
+        y = torch.empty((*token_ids.shape, width), dtype=dtype) if out is None else out
+        fits = token_ids.dim() == 1 and token_ids.dtype in (torch.int64, torch.int32) and weight.dim() == 2
+        fits = fits and weight.dtype is not torch.uint8 and _fits(y, weight, weight_scale, zero, None, group_size)
+        factors = weight_scale if zero is None else zero
+        require(fits, "weight_only_embedding", y, indices=(token_ids, weight, weight_scale, factors))
+        token_ids, weight, scale = token_ids.contiguous(), weight.contiguous(), weight_scale.contiguous()
+        zero = None if zero is None else zero.contiguous()
+        outside = self._embedding(
+            token_ids.data_ptr(),
+            weight.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            y.data_ptr(),
+            DTYPES[dtype],
+            FACTORS[scale.dtype],
+            0 if zero is None else ZEROS[zero.dtype],
+            NUMBERS[weight.dtype][0],
+            token_ids.dtype is torch.int64,
+            token_ids.shape[0],
+            width,
+            weight.shape[0],
+            min(group_size, width),
+        )
+        if outside:
+            raise OperationError(
+                f"weight_only_embedding: a token is outside the table of {weight.shape[0]} rows: "
+                f"{token_ids.min()} to {token_ids.max()}",
+                "check the batch's token_ids",
+            )
+        return y
 
     def quant_linear_int4(self, *arguments: Any, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.quant_linear_int4`. The product is that of :meth:`weight_only_linear`, in float32."""

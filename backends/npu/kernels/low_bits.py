@@ -35,7 +35,11 @@ def kernels(device: torch.device, *, experts: bool) -> dict[str, Kernel]:
         experts: whether it has the operators of experts.
     """
     float8 = Float8(device)
-    found: dict[str, Kernel] = {"fp8_linear": float8.linear, "weight_only_linear": weight_only_linear}
+    found: dict[str, Kernel] = {
+        "fp8_linear": float8.linear,
+        "weight_only_embedding": weight_only_embedding,
+        "weight_only_linear": weight_only_linear,
+    }
     if experts:
         found |= {
             "fp8_grouped_linear": float8.grouped_linear,
@@ -62,7 +66,7 @@ def weight_only_linear(
         return x.new_empty(0, weight.shape[0])
     added = None if bias is None else prepared_int8_bias(bias, x.dtype)
     if weight_scale.shape[1] > 1 and group_size % LEAST_GROUP:
-        wide = _dequantized(x, weight, weight_scale, weight_zero_point, group_size)
+        wide = _dequantized(x.dtype, weight, weight_scale, weight_zero_point, group_size)
         return functional.linear(x, wide, None if added is None else added.to(x.dtype))
     offset = None if weight_zero_point is None else prepared_zero_point(weight_zero_point, x.dtype).t()
     return torch_npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
@@ -73,6 +77,21 @@ def weight_only_linear(
         bias=added,
         antiquant_group_size=group_size if weight_scale.shape[1] > 1 else 0,
     )
+
+
+def weight_only_embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    width: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See :func:`hal.ops.weight_only_embedding`. It gathers the rows, and widens them as a projection's weight."""
+    zero = None if weight_zero_point is None else weight_zero_point.index_select(0, token_ids)
+    rows, scale = weight.index_select(0, token_ids), weight_scale.index_select(0, token_ids)
+    return _dequantized(dtype, rows, scale, zero, group_size)
 
 
 def weight_only_grouped_linear(
@@ -94,7 +113,8 @@ def weight_only_grouped_linear(
     int4, groups = weight.dtype == torch.int32, weight_scale.shape[2]
     width = weight.shape[2] * (INT4S if int4 else 1)
     if groups > 1 and not (int4 and weight_zero_point is None and width % group_size == 0):
-        return grouped_linear(x, _dequantized(x, weight, weight_scale, weight_zero_point, group_size), counts, bias)
+        wide = _dequantized(x.dtype, weight, weight_scale, weight_zero_point, group_size)
+        return grouped_linear(x, wide, counts, bias)
     scale = weight_scale.to(x.dtype)
     options: dict[str, Any] = {} if bias is None else {"bias": [prepared_expert_bias(bias, x.dtype)]}
     if groups > 1:
@@ -185,10 +205,10 @@ def prepared_zero_point(zero_point: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantized(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, group_size: int
+    dtype: torch.dtype, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, group_size: int
 ) -> Tensor:
-    """Return the weights in x's dtype."""
+    """Return weights in a dtype."""
     zero = weight_zero_point
-    if zero is not None and zero.dtype == x.dtype:  # prepared
+    if zero is not None and zero.dtype == dtype:  # prepared
         zero = -zero
-    return dequantize(weight, weight_scale, zero, group_size).to(x.dtype)
+    return dequantize(weight, weight_scale, zero, group_size).to(dtype)

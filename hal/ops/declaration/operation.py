@@ -64,6 +64,7 @@ class Operation:
         buffers: the mutated arguments that are not state.
         host: arguments whose values a kernel may read on the host.
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
+        prepared_as: the operation that they are prepared for: this one, or one that reads the same tensors.
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
         off_by_one: the largest share of quantized results (int8, uint8) that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
@@ -89,6 +90,7 @@ class Operation:
         buffers: Sequence[str],
         host: Sequence[str],
         weights: Sequence[str],
+        prepared_as: str | None,
         tolerance: Tolerance,
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
@@ -119,6 +121,7 @@ class Operation:
         self.buffers = tuple(buffers)
         self.host = tuple(host)
         self.weights = tuple(weights)
+        self.prepared_as = prepared_as or self.name
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
@@ -214,6 +217,7 @@ def op(
     buffers: Sequence[str] = (),
     host: Sequence[str] = (),
     weights: Sequence[str] = (),
+    prepared_as: str | None = None,
     tolerance: Tolerance = MappingProxyType({}),
     off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
     namespace: str = "hal",
@@ -242,6 +246,8 @@ def op(
         buffers: mutated arguments that are not state, such as memory that the caller provides for a result.
         host: arguments whose values a kernel may read on the host.
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
+        prepared_as: another operation with these weights, if they are prepared for that one, because both read the same
+            tensors. A kernel takes the form of that operation.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
         off_by_one: the largest share of int8 results that may be off by one, by dtype, for values near the midpoint of
             two integers. By default none may.
@@ -255,13 +261,19 @@ def op(
         OperationError: the name is taken; an argument cannot be passed by position and by name; an annotation is
             missing or unsupported; options are not last or not frozen; axes or dtypes of a tensor are missing or
             malformed; ``rowwise`` is missing, or not an axis of an argument and all results; ``state``, ``mutates``,
-            ``buffers``, ``host`` or ``weights`` contains a name that is not an argument; a mutated argument is neither
-            state nor a buffer; a collective has no argument ``group``; or ``tolerance`` or ``off_by_one`` is invalid.
+            ``buffers``, ``host`` or ``weights`` contains a name that is not an argument; ``prepared_as`` is no
+            operation with these weights; a mutated argument is neither state nor a buffer; a collective has no argument
+            ``group``; or ``tolerance`` or ``off_by_one`` is invalid.
     """
 
     def declare(body: Callable[P, R]) -> Callable[P, R]:
         if body.__name__ in _catalogue:
             raise OperationError(f"an operation {body.__name__!r} is already declared", "choose another name")
+        if prepared_as is not None and (other := set(weights) - set(operation(prepared_as).weights)):
+            raise OperationError(
+                f"{body.__name__}: prepared_as is {prepared_as!r}, which has no weight {min(other)!r}",
+                "name an operation with the same weights",
+            )
         declared = Operation(
             body,
             namespace=namespace,
@@ -274,6 +286,7 @@ def op(
             buffers=buffers,
             host=host,
             weights=weights,
+            prepared_as=prepared_as,
             tolerance=tolerance,
             off_by_one=off_by_one,
             samples=samples,

@@ -26,7 +26,7 @@ def prepare_weights(backend: Backend, operation: Operation, given: Sequence[Any]
     values = dict(zip(operation.signature.parameters, given, strict=True))
     for name in operation.weights:
         if values[name] is not None:
-            values[name] = backend.prepare_weight(values[name].clone(), WeightUse(operation.name, name, dtype))
+            values[name] = backend.prepare_weight(values[name].clone(), WeightUse(operation.prepared_as, name, dtype))
     return list(values.values())
 
 

@@ -117,6 +117,29 @@ def test_others_use_torch(kernels: WeightOnlyKernels) -> None:
             torch.testing.assert_close(kernels.weight_only_linear(x, weight, scale, None, None, 32, out=out), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_lookups_round_once(dtype: torch.dtype, kernels: WeightOnlyKernels) -> None:
+    torch.manual_seed(0)
+    for place, (vocabulary, width, group) in enumerate(SIZES):
+        for bits in (8, 4):
+            weight, groups = weights(bits, vocabulary, width), -(-width // group)
+            scale = (torch.rand(vocabulary, groups) + 0.5).to((torch.float32, torch.bfloat16, torch.float16)[place % 3])
+            zeros = torch.randint(-8, 8, (vocabulary, groups))
+            zero = (None, zeros.to(torch.int8), zeros.float() + 0.25)[(place + bits) % 3]
+            ids = torch.randint(0, vocabulary, (place * 30,), dtype=(torch.int64, torch.int32)[place % 2])
+            found = kernels.weight_only_embedding(ids, weight, scale, zero, width, group, dtype)
+            assert torch.equal(found, dequantize(weight, scale, zero, group).to(dtype)[ids.long()])
+
+
+@pytest.mark.parametrize("token", [-1, 40])
+def test_tokens_outside_the_table_are_refused(token: int, kernels: WeightOnlyKernels) -> None:
+    ids, weight, scale = torch.tensor([3, token]), weights(8, 40, 64), torch.rand(40, 2)
+    with pytest.raises(OperationError, match=f"outside the table of 40 rows: {min(3, token)} to {max(3, token)}"):
+        kernels.weight_only_embedding(ids, weight, scale, None, 64, 32, torch.float32)
+    with pytest.raises(OperationError, match="weight_only_embedding was given"):
+        kernels.weight_only_embedding(ids[:1], weight, scale, None, 64, 16, torch.float32)
+
+
 def check_experts(kernels: WeightOnlyKernels, dtype: torch.dtype) -> None:
     """Each expert gives what its own product gives, also one with more rows than a call of the kernel takes."""
     counts = torch.tensor([3, 0, 70, 1])
@@ -178,8 +201,16 @@ def test_a_tape_replays_them_without_python() -> None:
     backend = hal.open({"backend": "cpu", "options": {"native": True}})
     x, weight, scale = torch.randn(2, 128).bfloat16(), weights(4, 64, 128), torch.rand(64, 1)
     graph = backend.graph()
-    output = graph.capture(lambda: hal.ops.weight_only_linear(x, weight, scale, None, None, 128))
+    token_ids = torch.tensor([5, 63])
+    rows, output = graph.capture(
+        lambda: (
+            hal.ops.weight_only_embedding(token_ids, weight, scale, None, 128, 128, torch.bfloat16),
+            hal.ops.weight_only_linear(x, weight, scale, None, None, 128),
+        )
+    )
     assert [type(call) for call in graph._calls] == [NativeCalls]  # type: ignore[attr-defined]
     x.normal_()
+    token_ids.sub_(5)
     graph.replay()
+    assert torch.equal(rows, dequantize(weight, scale, None, 128).bfloat16()[[0, 58]])
     assert torch.equal(output, hal.ops.weight_only_linear(x, weight, scale, None, None, 128))

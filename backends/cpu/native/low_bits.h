@@ -1,10 +1,13 @@
-// Weights of 8 or 4 bits in groups, as the kernels of weight_only.cpp and weight_only_tiles.cpp read them.
+// Weights of 8 or 4 bits in groups, and the widening of their rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "elements.h"
 #include "products.h"
+
+namespace {
 
 // The scales or zero points of the rows of a weight.
 struct Factors {
@@ -64,7 +67,7 @@ struct Factors {
 // What a weight holds, as the bindings say it.
 enum Numbers { kBytes, kNibbles, kFloat4 };
 
-inline constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
+constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
 
 // Twice the numbers of float4 (e2m1), by their bits.
 constexpr int16_t kTwice[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
@@ -85,3 +88,26 @@ struct WeightOnly {
         return wide_bias ? static_cast<const float*>(bias)[column] : float(static_cast<const T*>(bias)[column]);
     }
 };
+
+// Writes a row of the weight in T. The scales and zero points are those of its groups.
+template <class T>
+inline void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
+    const uint8_t* from = given.weight + row * given.row_bytes();
+    if (given.numbers == kBytes)
+        for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
+    else if (given.numbers == kFloat4)
+        for (int64_t i = 0; i < given.width / 2; i++)
+            wide[2 * i] = kTwice[from[i] & 15], wide[2 * i + 1] = kTwice[from[i] >> 4];
+    else
+        for (int64_t i = 0; i < given.width / 2; i++) {
+            wide[2 * i] = float(int(from[i] & 15 ^ 8) - 8);
+            wide[2 * i + 1] = float(int(from[i] >> 4 ^ 8) - 8);
+        }
+    for (int64_t group = 0, first = 0; first < given.width; group++, first += given.group) {
+        const int64_t end = std::min(first + given.group, given.width);
+        const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
+        for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
+    }
+}
+
+}  // namespace
