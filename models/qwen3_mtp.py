@@ -82,8 +82,8 @@ class HybridMTP(DecoderLM):
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Declare the hidden states in the dtype of the weights."""
-        weight = self.mtp.embed_tokens.weight
-        self.batch_type = draft_batch(weight.shape[1], weight.dtype)
+        table = self.mtp.embed_tokens
+        self.batch_type = draft_batch(table.width, table.dtype)
 
     def share(self, target: DecoderLM) -> None:
         """Use the embedding and the output projection of the target model, whose weights are equal.

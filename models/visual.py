@@ -120,7 +120,7 @@ class VisualLM(DecoderLM):
             ConfigError: config.json names no placeholders.
             ValueError: the tower does not fit the text model.
         """
-        width = self.model.embed_tokens.weight.shape[1]
+        width = self.model.embed_tokens.width
         if part != width:
             raise ValueError(f"the tower's out_hidden_size is {part}, not the text model's hidden_size, {width}")
         self.visual, self.config = tower, VisualConfig.from_config(config)
@@ -165,4 +165,4 @@ class VisualLM(DecoderLM):
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Declare the embeddings in the dtype of the weights."""
-        self.batch_type = embedding_batch(self._base, self.visual.width, self.model.embed_tokens.weight.dtype)
+        self.batch_type = embedding_batch(self._base, self.visual.width, self.model.embed_tokens.dtype)

@@ -29,7 +29,7 @@ from hal.nn.decoder_config import (
     text_config,
     vision_config,
 )
-from hal.nn.embedding import Embedding
+from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import Encoder, EncoderItem, Placement
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import DeltaNetSizes, GatedDeltaNet, GatedRMSNorm, ShortConvolution
@@ -91,6 +91,7 @@ __all__ = [
     "Norm",
     "Placement",
     "Projection",
+    "QuantizedEmbedding",
     "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",

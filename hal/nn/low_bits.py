@@ -81,6 +81,11 @@ class WeightOnlyLinear(WeightOnlyTensors):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def embedding(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of the weight, ``[tokens, in_features]``, in a dtype."""
+        scale, zero_point, width = self.weight_scale, self.weight_zero_point, self.in_features
+        return ops.weight_only_embedding(token_ids, self.weight, scale, zero_point, width, self.group_size, dtype)
+
 
 class WeightOnlyGroupedLinear(WeightOnlyTensors):
     """Projections of experts with weights in groups."""

@@ -53,8 +53,11 @@ def layers(model: CausalLM) -> dict[str, Any]:
 @pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])
 def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: str, tmp_path: Path) -> None:
     file = write_gguf(random_checkpoint(tmp_path / "plain", **overrides), tmp_path / "model.gguf", kind=kind)
-    found = layers(load(file))
-    assert len(found) == 8
+    model = load(file)
+    found = layers(model)
+    assert len(found) == 9
+    assert found["model.embed_tokens.table"].out_features == model.vocab_size
+    assert not any(each.numel() >= model.vocab_size for each in model.parameters())
     assert {type(each) for each in found.values()} <= {WeightOnlyLinear, WeightOnlyGroupedLinear}
     assert {each.weight.dtype for each in found.values()} == {KINDS[kind]}
     assert all((each.weight_zero_point is None) == kind.endswith("_0") for each in found.values())
@@ -65,9 +68,11 @@ def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: 
 def test_an_output_projection_of_its_own_stays_packed(tmp_path: Path) -> None:
     plain = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS, tie_word_embeddings=False)
     file = write_gguf(plain, tmp_path / "model.gguf", kind="Q8_0")
-    found = layers(load(file))
+    model = load(file)
+    found = layers(model)
     assert len(found) == 9
     assert found["lm_head"].weight.dtype is torch.int8
+    assert model.get_parameter("model.embed_tokens.weight").dtype is torch.float32
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
 
 
@@ -79,7 +84,7 @@ def test_kept_k_quants_are_the_dequantized_ones(overrides: dict[str, Any], kind:
     wide |= {"moe_intermediate_size": 256, "num_experts": 4} if overrides is SPARSE else {"intermediate_size": 256}
     file = write_gguf(random_checkpoint(tmp_path / "plain", **{**overrides, **wide}), tmp_path / "k.gguf", kind=kind)
     found = layers(load(file))
-    assert len(found) == 4
+    assert len(found) == 5
     assert {(each.weight.dtype, each.group_size) for each in found.values()} == {K_QUANTS[kind]}
     assert all((each.weight_zero_point is None) == (kind == "Q6_K") for each in found.values())
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5

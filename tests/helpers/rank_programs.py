@@ -117,7 +117,9 @@ def several(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tokens(**job) for job in jobs]
 
 
-def logits(checkpoint: str, dtype: str, parallel: dict[str, Any], cache: str = "model") -> dict[str, Any]:
+def logits(
+    checkpoint: str, dtype: str, parallel: dict[str, Any], cache: str = "model", weights: str = "auto"
+) -> dict[str, Any]:
     """Run one prefill, and return its logits, and the bytes of weights, of experts, and of what was read of files."""
     read = 0
 
@@ -126,37 +128,13 @@ def logits(checkpoint: str, dtype: str, parallel: dict[str, Any], cache: str = "
         read = done
 
     config = {"backend": "cpu", "dtype": dtype, "parallel": parallel, "options": {"pack_weights": False}}
-    with hal.open({**config, "cache": {"dtype": cache}}) as on:
+    with hal.open({**config, "cache": {"dtype": cache}, "quantized_weights": weights}) as on:
         model = hal.load_model(checkpoint, on, progress=progress)
         held, experts = _nbytes(model), sum(_nbytes(each) for each in model.modules() if isinstance(each, Experts))
         with hal.Runner(model, on) as runner:
             slots = {"slots": runner.slots.take(2)} if runner.slots.needed else {}
             batch = runner.batch([list(range(40, 57)), list(range(3, 8))], [[1, 2], [3]], **slots)
             return {"logits": runner.step(batch).logits.clone(), "held": held, "experts": experts, "read": read}
-
-
-def compiled_logits(
-    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, Any], on: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the logits of a prefill and of a decode step, by compiler, and the bytes of the weights.
-
-    Args:
-        checkpoint: the folder, or the file.
-        dtype: the dtype of computation.
-        compilers: names of compilers.
-        parallel: the configuration's table.
-        on: further keys of the configuration.
-    """
-    found: dict[str, Any] = {}
-    for compiler in compilers:
-        compilation = {"compiler": compiler, "capture_sizes": [1]}
-        with hal.open({"dtype": dtype, "parallel": parallel, "compilation": compilation, **on}) as backend:
-            model = hal.load_model(checkpoint, backend)
-            with hal.Runner(model, backend) as runner:
-                steps = [runner.batch([[1, 7, 30, 4, 200, 19]], [[1]]), runner.batch([[5]], [[1]], cached=[6])]
-                found[compiler] = torch.cat([runner.step(each, hal.step.ALL).logits.cpu().clone() for each in steps])
-            found["held"] = _nbytes(model)
-    return found
 
 
 def image_logits(checkpoint: str, stories: list[Any], parallel: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import large_checkpoint, rank_programs
+from helpers.checkpoints import random_checkpoint
+from helpers.low_bits import DENSE
 from helpers.ranks import in_ranks, started
 from helpers.thorough import AGAIN, EXHAUSTIVE, LONG, MODE, thorough
 
@@ -72,6 +74,19 @@ def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) 
         assert rank["held"] <= 1.1 * alone["held"] / ranks
         assert rank["read"] <= 1.1 * alone["read"] / ranks
     assert all(torch.equal(rank["logits"], found[0]["logits"]) for rank in found)
+
+
+def test_a_tied_table_of_a_gguf_file_that_stays_packed(tmp_path: Path) -> None:
+    """Its rows, of which the last rank has fewer, are cut for lookups and for the output projection."""
+    pytest.importorskip("gguf", reason="gguf writes the file")
+    from helpers.gguf_writing import write_gguf
+
+    folder = random_checkpoint(tmp_path / "plain", **{**DENSE, "attention_bias": False}, vocab_size=301)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1")
+    arguments: dict[str, Any] = {"checkpoint": str(file), "dtype": "float32", "weights": "kept"}
+    alone = rank_programs.logits(**arguments, parallel={})["logits"]
+    for rank in in_ranks("logits", 2, **arguments, parallel={"tensor": 2}):
+        torch.testing.assert_close(rank["logits"], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

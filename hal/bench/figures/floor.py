@@ -21,7 +21,7 @@ from hal.bench.contenders.workload import Contender
 from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights, packed_weights
 from hal.bench.plan import Setting
 from hal.device.device import Device
-from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedLinear
+from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding, QuantizedLinear
 from hal.ops.weight_only import INT4S
 from hal.step import SEQUENCE
 
@@ -115,7 +115,7 @@ def decode_bytes(
     weights = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in experts)
     packed = sum(each.nbytes for each in packed_weights(loaded or model))
     if not model.tied:
-        weights -= sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
+        weights -= sum(each.rows * each.width for each in model.modules() if isinstance(each, Embedding))
     cache = states = 0
     for state in (each for layer in model.states for each in layer.values()):
         entry = batch_size * math.prod(state.shape) * (state.dtype or dtype).itemsize
@@ -143,9 +143,12 @@ def prefill_operations(
     Raises:
         BenchmarkError: the sparse layers do not correspond to the routings.
     """
-    table = sum(each.weight.numel() for each in model.modules() if isinstance(each, Embedding))
+    tables = [each for each in model.modules() if isinstance(each, Embedding)]
+    packed = [each for each in tables if isinstance(each, QuantizedEmbedding)]
+    table = sum(each.rows * each.width for each in tables)
     projections = sum(_numbers(each) for each in model.modules() if isinstance(each, Linear | QuantizedLinear))
-    inner = projections if model.tied else projections - table  # the output projection has the table's size
+    # The output projection has the table's size. A quantized table is among the projections.
+    inner = projections if model.tied and not packed else projections - table
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
     assigned = assigned_elements(model, routings)

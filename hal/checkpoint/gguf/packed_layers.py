@@ -1,4 +1,4 @@
-"""Linear layers whose weights in a GGUF file stay packed, or are quantized anew."""
+"""Linear layers and tied tables whose weights in a GGUF file stay packed, or are quantized anew."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
-from hal.nn import CausalLM, GroupedLinear, Linear, QuantizedLinear, Weight
+from hal.nn import CausalLM, Embedding, GroupedLinear, Linear, QuantizedEmbedding, QuantizedLinear, Weight
 from hal.nn.linear import IN
 from hal.nn.low_bits import DequantizedGroupedLinear, DequantizedLinear, WeightOnlyTensors
 from hal.ops.weight_only import pack_int4
@@ -92,7 +92,8 @@ def pack_layers(
         checkpoint: of a GGUF file, with the model's names.
         files: its files.
         weights: ``quantized_weights`` of a configuration. With ``kept``, layers whose parts have the same type, one of
-            ``BITS``, stay packed; others are dequantized.
+            ``BITS``, stay packed, and so does a table of embeddings that is the output projection; others are
+            dequantized.
     """
     if weights not in (KEPT, "w8a16", "w8a8_dynamic"):
         return checkpoint, {}
@@ -101,6 +102,8 @@ def pack_layers(
     output = getattr(model, model.output_projection, None)
     if weights == KEPT and isinstance(output, Linear):
         layers.append((model.output_projection, output))
+    tables = _tied_tables(model) if weights == KEPT else {}
+    layers += [(path, each.linear()) for path, each in tables.items()]
     for path, linear in layers:
         names = part_names(path, linear)
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
@@ -112,8 +115,12 @@ def pack_layers(
             scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
             layer = _layer(scheme, linear, names, Blocks(kind), None)
             types.add(kind)
-            for name in names:
-                info = tensors.pop(f"{name}.weight")
+            infos = {name: tensors.pop(f"{name}.weight") for name in names}
+            if path in tables:
+                model.set_submodule(path, QuantizedEmbedding(tables[path], layer.module))
+                infos, path = {f"{path}.table": infos[path]}, f"{path}.table"
+                model.tied = dict.fromkeys(model.tied, f"{path}.numbers")
+            for name, info in infos.items():
                 tensors.update(_parts(name, info, kind))
         else:
             continue
@@ -123,6 +130,12 @@ def pack_layers(
         kept = ", ".join(sorted(types)) or "none has a type that can"
         log.info("the weights of %d of %d linear layers stay packed (%s)", len(found), len(layers), kept)
     return attrs.evolve(checkpoint, tensors=tensors), found
+
+
+def _tied_tables(model: CausalLM) -> dict[str, Embedding]:
+    """Return the table of embeddings that is the output projection, by its path; a subclass stays as it is."""
+    paths = {source.rpartition(".")[0] for source in model.tied.values()}
+    return {path: each for path in paths if type(each := model.get_submodule(path)) is Embedding}
 
 
 def _layer(
