@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.device.group import SOLO, Group
 from hal.errors import ConfigError, ModelError, nearest
 from hal.nn.weights.assembly import Interval, Region
+from hal.nn.weights.share import MOST_RANKS
 from hal.nn.weights.weight import Consumer, Weight, default_weight, source_name
 from hal.parallel.mesh import Mesh
 
@@ -191,16 +193,31 @@ class Binding:
                     f"{self.full_name}: a part starts at element {inside[0]} of {axis}, inside a group of {unit}",
                     "quantize the layer with groups that divide each of the parts that are merged",
                 )
-            for rank in range(ranks) if axis == self.weight.shard else ():
-                for (first, last), place in self._kept(rank, ranks):
-                    alone = axis in self.weight.group_sizes and first // unit == (last - 1) // unit
-                    if first < last and (place % unit or (first % unit and not alone)):
-                        raise ConfigError(
-                            f"{self.full_name}: a cut between {ranks} ranks at element {first} of {axis} is inside a "
-                            f"group of {unit}",
-                            "set --tensor-parallel, or parallel.tensor, so that each rank's part of the axis is a "
-                            f"multiple of {unit}",
-                        )
+            end = 0
+            for first, last, place in self._parts(axis, ranks) if axis == self.weight.shard else ():
+                alone = axis in self.weight.group_sizes and first // unit == (last - 1) // unit
+                if first < last and (place % unit or (first % unit and not alone)):
+                    whole = ", ".join(map(str, self._counts_of_whole_groups(axis)))
+                    raise ConfigError(
+                        f"{self.full_name}: a cut between {ranks} ranks at element {first if first % unit else end} of "
+                        f"{axis} is inside a group of {unit}",
+                        f"set --tensor-parallel, or parallel.tensor, to a number that cuts between groups: {whole}",
+                    )
+                end = last
+
+    def _parts(self, axis: str, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first element, the end and the place of each part of an axis that a rank keeps, for all ranks."""
+        for rank in range(ranks):
+            for (first, last), place in self._kept(rank, ranks):
+                yield first, last, place
+
+    def _counts_of_whole_groups(self, axis: str) -> Iterator[int]:
+        """Yield the numbers of ranks that cut an axis between groups."""
+        unit = self.weight.unit(axis)
+        for ranks in range(1, MOST_RANKS + 1):
+            with suppress(ConfigError):
+                if not any(first % unit or place % unit for first, _, place in self._parts(axis, ranks)):
+                    yield ranks
 
     def ranks(self, mesh: Mesh) -> Group:
         """Return the ranks of a mesh that share the tensor. A layer that does not know of ranks has the whole one."""

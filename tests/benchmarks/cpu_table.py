@@ -68,7 +68,7 @@ def lines(checkpoints: list[str], threads: int) -> Iterator[Line]:
     yield Line("decode", "Qwen3-0.6B", (*decode(small, 1, 8, 32), *against))
     yield Line("decode", "Qwen3-0.6B, one thread", (*decode(small, 1, 8), "--threads", "1"))
     yield Line("decode", "Qwen3-0.6B, 4096 cached", decode(small, 1, context=4096))
-    for name in ("llama-3.2-1b", "qwen3-30b-a3b-4-layers"):
+    for name in ("llama-3.2-1b", "qwen3-4b-8-layers", "qwen3-30b-a3b-4-layers", "gpt-oss-20b-4-layers"):
         yield Line("decode", name, (*decode(("--shapes", name, *dtype), 1, 8), *against))
     for path in checkpoints:
         yield Line("decode", Path(path).name, (*decode((path, *dtype), 1, 8), *against))

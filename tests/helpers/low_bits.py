@@ -198,10 +198,10 @@ def stacked_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def gpt_oss_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
+def gpt_oss_pair(folder: Path, *, seed: int = 3, **overrides: Any) -> tuple[Path, Path]:
     """Write a gpt-oss whose experts are MXFP4, and the same with dequantized weights."""
     plain, quantized = (random_checkpoint(folder / name) for name in ("plain", "quantized"))
-    config = {**json.loads((plain / "config.json").read_text()), **GPT_OSS}
+    config = {**json.loads((plain / "config.json").read_text()), **GPT_OSS, **overrides}
     drawn = RandomCheckpoint.of("gpt-oss", config)
     wide = {name.replace(".gate.", ".router."): each for name, each in drawn.read(drawn.tensors)}
     for each in (plain, quantized):

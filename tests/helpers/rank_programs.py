@@ -137,6 +137,30 @@ def logits(
             return {"logits": runner.step(batch).logits.clone(), "held": held, "experts": experts, "read": read}
 
 
+def compiled_logits(
+    checkpoint: str, dtype: str, compilers: list[str], parallel: dict[str, Any], on: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the logits of a prefill and of a decode step, by compiler, and the bytes of the weights.
+
+    Args:
+        checkpoint: the folder, or the file.
+        dtype: the dtype of computation.
+        compilers: names of compilers.
+        parallel: the configuration's table.
+        on: further keys of the configuration.
+    """
+    found: dict[str, Any] = {}
+    for compiler in compilers:
+        compilation = {"compiler": compiler, "capture_sizes": [1]}
+        with hal.open({"dtype": dtype, "parallel": parallel, "compilation": compilation, **on}) as backend:
+            model = hal.load_model(checkpoint, backend)
+            with hal.Runner(model, backend) as runner:
+                steps = [runner.batch([[1, 7, 30, 4, 200, 19]], [[1]]), runner.batch([[5]], [[1]], cached=[6])]
+                found[compiler] = torch.cat([runner.step(each, hal.step.ALL).logits.cpu().clone() for each in steps])
+            found["held"] = _nbytes(model)
+    return found
+
+
 def image_logits(checkpoint: str, stories: list[Any], parallel: dict[str, Any]) -> dict[str, Any]:
     """Return the logits of all tokens of :class:`helpers.seeing.Story`, which ranks compute together."""
     from helpers.seeing import our_logits

@@ -9,10 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers import rank_programs
 from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, pair, stacked_pair, write
 from helpers.quantized import change_json, change_tensors, error
-from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
 from torch import Tensor
@@ -371,19 +369,6 @@ def test_ranks_cut_groups_as_they_cut_columns(
         assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
 
 
-@thorough(EXHAUSTIVE, r"\[(2-|4-fp8|4-packed-dense|4-awq-sparse)")
-@thorough(MODE)
-@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
-@pytest.mark.parametrize("name", ["packed", "awq", "fp8-blocks"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_as_processes(count: int, name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
-    quantized, _ = pair(tmp_path, FORMATS[name], **{**overrides, **larger(overrides)})
-    alone = rank_programs.logits(str(quantized), "float32", {})
-    for rank in in_ranks("logits", count, checkpoint=str(quantized), dtype="float32", parallel={"tensor": count}):
-        assert error(rank["logits"], alone["logits"]) < 1e-5
-        assert rank["held"] < alone["held"]
-
-
 @thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")
 @each_format
 def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
@@ -395,17 +380,6 @@ def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
         for name in ("weight", "weight_scale"):
             mine = torch.cat([getattr(each[path], name) for each in parts])
             assert torch.equal(mine.float(), getattr(whole[path], name).float())
-
-
-def test_cuts_inside_a_group_are_refused(tmp_path: Path) -> None:
-    overrides = {**DENSE, "intermediate_size": 96}
-    for name, tensor in (("packed", "scales"), ("whole-4-bits", "scales"), ("fp8-blocks", "scales"), ("awq", "qzeros")):
-        quantized, _ = pair(tmp_path / name, FORMATS[name], **overrides)
-        size = FORMATS[name].group
-        with pytest.raises(
-            ConfigError, match=rf"{tensor}: a cut between 2 ranks at element (48|96) of .* inside a group of {size}"
-        ):
-            ranks(quantized)
 
 
 def section(**changes: Any) -> Callable[[Path], object]:

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "elements.h"
-#include "low_bits.h"
 #include "replay.h"
+#include "weight_only.h"
 
 namespace {
 

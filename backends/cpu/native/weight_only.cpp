@@ -14,9 +14,9 @@
 
 #include "claims.h"
 #include "elements.h"
-#include "low_bits.h"
 #include "products.h"
 #include "replay.h"
+#include "weight_only.h"
 
 namespace {
 

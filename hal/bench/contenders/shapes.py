@@ -65,6 +65,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    # Qwen3-4B has 36 such layers.
+    "qwen3-4b-8-layers": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
     "qwen3-8b": _QWEN3
     | {
         "hidden_size": 4096,
@@ -123,6 +132,38 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 32,
         "moe_intermediate_size": 768,
+    },
+    # gpt-oss-20b has 24 such layers, which need 39 GiB in bfloat16.
+    "gpt-oss-20b-4-layers": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": "bfloat16",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     },
     # Qwen3-Next-80B-A3B has 48 layers, which need 148 GiB: three recurrent ones to one with attention.
     "qwen3-next-80b-a3b-4-layers": _HYBRID

@@ -35,9 +35,13 @@ def exponent_values(exponents: Tensor) -> Tensor:
 
 
 def widen(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return ``weight * weight_scale``, float32 ``[..., in_features]``; see :func:`mxfp4_grouped_linear`."""
+    """Return ``weight * weight_scale``, float32 ``[..., in_features]``; see :func:`mxfp4_grouped_linear`.
+
+    A floating-point scale, as a driver may prepare it, is the power of two.
+    """
     numbers: Tensor = float4_values(weight).unflatten(-1, (-1, GROUP))
-    return (numbers * exponent_values(weight_scale).unsqueeze(-1)).flatten(-2)
+    scale = weight_scale.float() if weight_scale.is_floating_point() else exponent_values(weight_scale)
+    return (numbers * scale.unsqueeze(-1)).flatten(-2)
 
 
 def float4_groups(draw: Draw, *shape: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,10 @@ from hal.backends.npu import emulator
 from helpers.checkpoints import random_checkpoint
 from helpers.kernel_checks import on_cpu
 from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair
+from helpers.low_bits_on_ranks import CASES
 from helpers.quantized import error
+from helpers.rank_programs import compiled_logits
+from helpers.ranks import on_npus
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
@@ -220,8 +223,31 @@ def test_converted_weights(target: str, tmp_path: Path) -> None:
     assert error(logits(quantized, "npu", "graph", "bfloat16", quantized_weights=target).float(), exact) < 0.06
 
 
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+@thorough(MODE, r"\[(eager|npugraph_ex)\]")
+@pytest.mark.parametrize("compiler", ["eager", "graph", "npugraph_ex"])
+def test_experts_of_gpt_oss(compiler: str, tmp_path: Path) -> None:
     quantized, plain = gpt_oss_pair(tmp_path)
     exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
-    found = logits(quantized, "npu", "eager", "bfloat16")
+    found = logits(quantized, "npu", compiler, "bfloat16")
     assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01
+
+
+@thorough(MODE)
+@thorough(EXHAUSTIVE, r"\[(?!bfloat16-2-mxfp4|float16-4-modelslim-w4a8-0-dense)")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ranks(dtype: str, count: int, name: str, tmp_path: Path) -> None:
+    """Within a few roundings of one CPU in float32, or where ranks round parts of a row to int8, of int8."""
+    case, compilers = CASES[name], ["eager", "graph"]
+    path, parallel = str(case.write(tmp_path)), {"tensor": count}
+    npu = {"backend": "npu", "options": {"emulator": "on"}, "quantized_weights": "kept"}
+    exact, rounded = (
+        compiled_logits(path, each, ["eager"], {}, {**case.config, "backend": "cpu"})["eager"]
+        for each in ("float32", dtype)
+    )
+    bound = 2 * error(rounded.float(), exact) + (0.03 if case.rounded else 0.01)
+    arguments = {"checkpoint": path, "dtype": dtype, "compilers": compilers, "parallel": parallel, "on": npu}
+    for rank in on_npus("compiled_logits", count, **arguments):
+        for compiler in compilers:
+            assert error(rank[compiler].float(), exact) < bound, compiler

@@ -1,4 +1,5 @@
-// Weights of 8 or 4 bits in groups, and the widening of their rows.
+// Weights of 8 or 4 bits in groups, as the kernels of weight_only.cpp, weight_only_tiles.cpp and
+// embedding.cpp read them.
 #pragma once
 
 #include <algorithm>
@@ -6,8 +7,6 @@
 
 #include "elements.h"
 #include "products.h"
-
-namespace {
 
 // The scales or zero points of the rows of a weight.
 struct Factors {
@@ -67,7 +66,7 @@ struct Factors {
 // What a weight holds, as the bindings say it.
 enum Numbers { kBytes, kNibbles, kFloat4 };
 
-constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
+inline constexpr int bits_of(int numbers) { return numbers == kBytes ? 8 : 4; }
 
 // Twice the numbers of float4 (e2m1), by their bits.
 constexpr int16_t kTwice[32] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
@@ -91,7 +90,7 @@ struct WeightOnly {
 
 // Writes a row of the weight in T. The scales and zero points are those of its groups.
 template <class T>
-inline void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
+void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
     const uint8_t* from = given.weight + row * given.row_bytes();
     if (given.numbers == kBytes)
         for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
@@ -109,5 +108,3 @@ inline void widen(const WeightOnly& given, int64_t row, const float* scales, con
         for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
     }
 }
-
-}  // namespace

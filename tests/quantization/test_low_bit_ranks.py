@@ -1,0 +1,102 @@
+"""Tests of ranks as processes that split weights of 8 and 4 bits: their logits, and the cuts that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import rank_programs
+from helpers.checkpoints import random_checkpoint
+from helpers.gguf_writing import write_gguf
+from helpers.low_bits import DENSE, WHOLE, Format, gpt_oss_pair, modelslim, pair
+from helpers.low_bits_on_ranks import CASES
+from helpers.quantized import error
+from helpers.ranks import in_ranks
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
+
+import hal
+from hal.device.group import Group
+from hal.errors import ConfigError
+from hal.parallel import Mesh
+
+NARROW = {**DENSE, "intermediate_size": 96}
+
+
+@thorough(
+    EXHAUSTIVE, r"\[(?!2-(modelslim-w4a8-32-dense|Q4_1-sparse|mxfp4)|4-(mxfp4|awq-dense|modelslim-mixed-sparse)\])"
+)
+@thorough(MODE, r"\[(2-mxfp4|2-Q4_1-sparse|4-awq-dense|4-modelslim-mixed-sparse)")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("count", [2, 4])
+def test_logits_of_ranks_are_those_of_one(count: int, name: str, tmp_path: Path) -> None:
+    """Within float32's rounding, or where ranks round parts of a row to int8, that of int8."""
+    case, compilers = CASES[name], ["eager", "graph"]
+    on = {"backend": "cpu", "options": {"pack_weights": False}, **case.config}
+    arguments = {"checkpoint": str(case.write(tmp_path)), "dtype": "float32", "compilers": compilers, "on": on}
+    alone = rank_programs.compiled_logits(**arguments, parallel={})
+    for rank in in_ranks("compiled_logits", count, **arguments, parallel={"tensor": count}):
+        for compiler in compilers:
+            assert error(rank[compiler], alone[compiler]) < (0.03 if case.rounded else 1e-5), compiler
+        assert rank["held"] < alone["held"] * (1 / count + 0.1)
+
+
+def narrow(format: Format) -> Callable[[Path], Path]:
+    return lambda folder: pair(folder, format, **NARROW)[0]
+
+
+def narrow_gguf(kind: str) -> Callable[[Path], Path]:
+    def written(folder: Path) -> Path:
+        plain = random_checkpoint(folder / "plain", **{**NARROW, "attention_bias": False})
+        return write_gguf(plain, folder / "model.gguf", kind=kind)
+
+    return written
+
+
+def narrow_modelslim(folder: Path) -> Path:
+    made = narrow(Format(WHOLE, symmetric=True, activations=True))(folder)
+    modelslim(made, 32)
+    return made
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "packed": (narrow(Format("compressed-tensors", symmetric=True)), r"scales: .* 48 of in_features .* group of 32"),
+    "w8a16_group": (narrow(Format("compressed-tensors", bits=8)), r"scales: .* 48 of in_features .* group of 32"),
+    "w4a8": (narrow(Format(WHOLE, symmetric=True, activations=True)), r"scales: .* 48 of in_features .* group of 32"),
+    "gptq": (narrow(Format("gptq")), r"(scales|qzeros): .* 48 of in_features .* group of 32"),
+    "awq": (narrow(Format("awq")), r"(scales|qzeros): .* 48 of in_features .* group of 32"),
+    "fp8-blocks": (narrow(Format("fp8")), r"scales: .* 48 of out_features .* group of 32"),
+    "modelslim": (narrow_modelslim, r"second_scales: .* 48 of in_features .* group of 32"),
+    "mxfp4": (
+        lambda folder: gpt_oss_pair(folder, intermediate_size=96)[0],
+        r"(scales|blocks): .* 48 of in_features .* group of 32",
+    ),
+    "Q8_0": (narrow_gguf("Q8_0"), r"scales: .* 48 of in_features .* group of 32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_cuts_inside_a_group_are_refused(name: str, tmp_path: Path) -> None:
+    write, message = REFUSED[name]
+    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": "kept"}
+    mesh = Mesh(tensor=Group("pair", 1, 2, object()))
+    with (
+        hal.open(config, mesh=mesh) as backend,
+        pytest.raises(ConfigError, match=message) as caught,
+    ):
+        hal.load_model(write(tmp_path), backend)
+    assert caught.value.remedy.endswith("to a number that cuts between groups: 1, 3")
+
+
+def test_cuts_inside_a_byte_are_refused(tmp_path: Path) -> None:
+    """ModelSlim packs two rows into one of bytes."""
+    sizes = {**DENSE, "intermediate_size": 72, "num_attention_heads": 8, "num_key_value_heads": 8}
+    made, _ = pair(tmp_path, Format(WHOLE, group=0, symmetric=True, activations=True), **sizes)
+    modelslim(made, 0)
+    mesh = Mesh(tensor=Group("eight", 1, 8, object()))
+    with (
+        hal.open({"backend": "cpu", "dtype": "float32"}, mesh=mesh) as backend,
+        pytest.raises(ConfigError, match=r"gate_up_proj.packed: .* 8 ranks at element 9 .* group of 2") as caught,
+    ):
+        hal.load_model(made, backend)
+    assert caught.value.remedy.endswith(": 1, 2, 3, 4, 6, 9, 12, 18, 36")
