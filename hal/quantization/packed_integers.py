@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that scales keep."""
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 8: (1.0,)}
 """The parts of the largest number of a group that :func:`quantize_groups` tries as the range, by bits."""
-ROWS = 256
+ROWS = 64
 """The rows of a weight whose columns are ordered at once."""
 # In each number of an int32, the difference of the highest bit: between unsigned numbers and two's complement.
 _SIGNS = {4: -0x77777778, 8: -0x7F7F7F80}
