@@ -13,7 +13,7 @@ from hal.checkpoint.converted_weights import AUTO, DEQUANTIZED, KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.errors import CheckpointError, ConfigError, ModelError
-from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
+from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, QuantizedLinear, Weight
 from hal.nn.linear import EXPERTS
 from hal.nn.weights.share import EQUALLY
 from hal.nn.weights.weight import source_name
@@ -208,6 +208,8 @@ def _quantized(
         described = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
         conversion = None if weights in (AUTO, KEPT, scheme.name) else Conversion(scheme, weights)
         module = described if conversion is None else conversion.layer(linear)
+    if isinstance(described, QuantizedLinear):
+        described.converted = conversion is not None
     return QuantizedLayer(module, names, scheme, representation, described, conversion)
 
 

@@ -30,7 +30,7 @@ class WeightOnlyTensors(QuantizedLinear):
         weight_zero_point: ``[out_features, groups]``, int8 or float32, or as the driver prepared it; None for 0.
         bias: ``[out_features]``, or None.
         input_order: ``[in_features]``, int64: the input of each column of the weight; None for the same order. Only if
-            ``ordered``.
+            ``ordered``, and not of experts.
     """
 
     bits: int
@@ -48,7 +48,8 @@ class WeightOnlyTensors(QuantizedLinear):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors. The scheme computes all but the bias."""
         groups = {IN: self.group_size}
-        order = {"input_order": self.declare(None, IN, dtype=torch.int64)} if self.ordered else {}
+        ordered = self.ordered and self.num_experts is None
+        order = {"input_order": self.declare(None, IN, dtype=torch.int64)} if ordered else {}
         weight = (
             self.declare(None, argument="weight", packing={IN: INT4S}, dtype=torch.int32)
             if self.bits == 4
@@ -61,6 +62,11 @@ class WeightOnlyTensors(QuantizedLinear):
             "bias": self.declare("bias", OUT, dtype=torch.float32, added=True),
             **order,
         }
+
+    @property
+    def any_groups(self) -> bool:
+        """Whether each input may be in any group: the weight is dequantized, input by input."""
+        return self.ordered and self.converted
 
 
 class WeightOnlyLinear(WeightOnlyTensors):

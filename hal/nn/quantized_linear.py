@@ -28,9 +28,11 @@ class QuantizedLinear(Projection):
     Attributes:
         operation: the operation that uses the tensors; None for a layer that no driver prepares tensors of.
         has_bias: whether the replaced layer has a bias. Without, the tensor ``bias`` is None.
+        converted: whether the loader makes the tensors of another layer from its tensors, which it dequantizes.
     """
 
     operation: ClassVar[str | None] = None
+    converted: bool = False
 
     def __init__(self, linear: Projection, **settings: Any) -> None:
         super().__init__(

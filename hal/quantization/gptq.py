@@ -25,7 +25,7 @@ from hal.quantization.packed_integers import (
     by_expert,
     in_groups,
     in_one,
-    input_order,
+    input_groups,
     signed_weight,
     signed_zero_points,
     transposed,
@@ -43,36 +43,41 @@ class GptqTensors(Representation):
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
-        axes, groups, packed = f"{IN} {OUT}", {IN: layer.group_size}, in_one(layer.bits)
+        axes, packed = f"{IN} {OUT}", in_one(layer.bits)
         if layer.in_features % packed:
             raise ConfigError(
                 f"a layer has {layer.in_features} inputs, and GPTQ packs {packed} of {layer.bits} bits into a number",
                 "exclude the layer when you quantize",
             )
+        groups: dict[str, Any] = {
+            "group_sizes": {IN: layer.group_size},
+            "every_rank": layer.any_groups and layer.shard == IN,
+        }
         zero: dict[str, Any] = {"packing": {OUT: packed}, "dtype": torch.int32, "checks": self._zero_points(layer.bits)}
-        index: dict[str, Any] = {"dtype": torch.int32, "stored": (torch.int32, torch.int64), "every_rank": True}
+        index: dict[str, Any] = {"optional": True, "dtype": torch.int32, "stored": (torch.int32, torch.int64)}
         return {
             "qweight": layer.declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
-            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, **zero),
-            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
-            "g_idx": layer.declare("g_idx", IN, optional=True, checks=group_index(layer), **index),
+            "qzeros": layer.declare("qzeros", axes, **groups, **zero),
+            "scales": layer.declare("scales", axes, stored=FLOATS, checks=(POSITIVE,), **groups),
+            "g_idx": layer.declare("g_idx", IN, every_rank=not layer.any_groups, checks=group_index(layer), **index),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer = stored.layer
         assert isinstance(layer, WeightOnlyTensors)
         bits, scale = layer.bits, by_expert(stored, transposed, stored["scales"])
-        order = input_order(stored, "g_idx", "g_idx")
+        inputs = input_groups(stored, "g_idx", "g_idx")
         packed = by_expert(stored, transposed, stored["qweight"])
         zero = by_expert(stored, lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
         if self.description == VERSIONS[0]:
             zero = zero + 1
+        weight = signed_weight(packed, bits, packed.shape[-1] * in_one(bits))
         return {
             **stored.tensors,
-            "weight": in_groups(stored, signed_weight(packed, bits, packed.shape[-1] * in_one(bits)), order),
+            "weight": in_groups(stored, weight, inputs["input_order"]),
             "weight_scale": scale,
             "weight_zero_point": signed_zero_points(zero, bits),
-            "input_order": order,
+            **inputs,
         }
 
     def _zero_points(self, bits: int) -> tuple[ValueCheck, ...]:

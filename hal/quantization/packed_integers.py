@@ -11,6 +11,7 @@ from hal.errors import CheckpointError
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.ops.weight_only import INT4S
 from hal.quantization.representation import StoredLayer
+from hal.quantization.value_checks import CONVERTED
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that scales keep."""
@@ -129,31 +130,39 @@ def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torc
     return best.flatten(-2).int(), scale.squeeze(-1).to(dtype)
 
 
-def input_order(stored: StoredLayer, key: str, name: str) -> Tensor | None:
-    """Return the inputs of a layer, those of the first group first; None if they have that order.
+def input_groups(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | None]:
+    """Return the order of the inputs of a layer, or their groups, where the weight is dequantized.
 
     Args:
         stored: the layer. The groups have been checked, by :func:`hal.quantization.value_checks.group_index`.
         key: the key of the group of each input, for each part, in ``stored.tensors``.
         name: the tensor's name in the checkpoint.
 
+    Returns:
+        ``input_order``: the inputs, those of the first group first; None if they have that order.
+        ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; or None.
+
     Raises:
         CheckpointError: parts have different orders.
     """
     index, layer = stored.tensors[key], stored.layer
     assert isinstance(layer, WeightOnlyTensors)
+    found: dict[str, Tensor | None] = {"input_order": None, "input_groups": None}
     if index is None or not layer.ordered:
-        return None
-    rows = index.flatten(0, -2).long()
-    for part, row in zip(stored.names, rows, strict=True):
-        if not torch.equal(row, rows[0]):
+        return found
+    rows, parts = index.long().flatten(0, -2), index.shape[-2]
+    for row, groups in enumerate(rows):
+        if not torch.equal(groups, rows[row - row % parts]):
+            names = stored.names[stored.first_expert * parts :]
             raise CheckpointError(
-                f"{part}.{name} orders the inputs by activations otherwise than {stored.names[0]}, with which it is "
-                "merged",
+                f"{names[row]}.{name} orders the inputs by activations otherwise than {names[row - row % parts]}, with "
+                "which it is merged",
                 "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
             )
+    if layer.any_groups:
+        return {**found, "input_groups": rows[::parts].reshape(*index.shape[:-2], -1)}
     order = rows[0].argsort(stable=True)
-    return None if torch.equal(order, torch.arange(len(order))) else order
+    return found if torch.equal(order, torch.arange(len(order))) else {**found, "input_order": order}
 
 
 def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:
@@ -162,7 +171,7 @@ def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tens
     Args:
         stored: the layer.
         weight: that of :func:`signed_weight`.
-        order: that of :func:`input_order`.
+        order: that of :func:`input_groups`.
 
     Raises:
         CheckpointError: this rank has some of the columns only.
@@ -173,7 +182,7 @@ def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tens
     if weight.shape[-1] * (INT4S if packed else 1) != len(order):
         raise CheckpointError(
             f"{stored.names[0]} orders its inputs by activations (act-order), and ranks cannot divide them",
-            "set parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
+            f"{CONVERTED}, or parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
         )
     first, second = order[::2], order[1::2]
     for rows in (weight.view(torch.uint8) if packed else weight).split(ROWS):

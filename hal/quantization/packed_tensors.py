@@ -20,7 +20,7 @@ from hal.quantization.packed_integers import (
     by_expert,
     in_groups,
     in_one,
-    input_order,
+    input_groups,
     packed_unsigned,
     quantize_groups,
     signed_weight,
@@ -125,38 +125,40 @@ class PackedTensors(Representation):
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
-        groups, packed = {IN: layer.group_size}, in_one(layer.bits)
-        zero: dict[str, Any] = {"group_sizes": groups, "packing": {OUT: packed}, "optional": layer.symmetric}
-        rest: dict[str, Any] = {"stored": INTEGERS, "optional": True, "every_rank": True}
+        packed = in_one(layer.bits)
+        rest: dict[str, Any] = {"stored": INTEGERS, "optional": True, "dtype": torch.int64}
+        groups: dict[str, Any] = {
+            "group_sizes": {IN: layer.group_size},
+            "every_rank": layer.any_groups and layer.shard == IN,
+        }
+        zero: dict[str, Any] = {"packing": {OUT: packed}, "optional": layer.symmetric, **groups}
         return {
             "weight_packed": layer.declare("weight_packed", packing={IN: packed}, dtype=torch.int32),
-            "scales": layer.declare("weight_scale", group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
+            "scales": layer.declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),
             "zero_points": layer.declare("weight_zero_point", dtype=torch.int32, **zero),
             "shape": layer.declare(
-                "weight_shape",
-                DIMENSIONS,
-                sizes={DIMENSIONS: 2},
-                dtype=torch.int64,
-                checks=(dimensions(layer),),
-                **rest,
+                "weight_shape", DIMENSIONS, sizes={DIMENSIONS: 2}, every_rank=True, checks=(dimensions(layer),), **rest
             ),
-            "g_idx": layer.declare("weight_g_idx", IN, dtype=torch.int64, checks=group_index(layer), **rest),
+            "g_idx": layer.declare(
+                "weight_g_idx", IN, every_rank=not layer.any_groups, checks=group_index(layer), **rest
+            ),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         layer, scale, zero = stored.layer, stored["scales"], stored.tensors["zero_points"]
         assert isinstance(layer, WeightOnlyTensors)
-        order = input_order(stored, "g_idx", "weight_g_idx")
+        inputs = input_groups(stored, "g_idx", "weight_g_idx")
         width = min(layer.in_features, stored["weight_packed"].shape[-1] * in_one(layer.bits))
+        weight = signed_weight(stored["weight_packed"], layer.bits, width)
         if zero is not None:
             zero = unsigned(zero.transpose(-1, -2), layer.bits).transpose(-1, -2)
             zero = signed_zero_points(zero[..., : scale.shape[-2], :], layer.bits)
         return {
             **stored.tensors,
-            "weight": in_groups(stored, signed_weight(stored["weight_packed"], layer.bits, width), order),
+            "weight": in_groups(stored, weight, inputs["input_order"]),
             "weight_scale": scale,
             "weight_zero_point": zero,
-            "input_order": order,
+            **inputs,
         }
 
     def write(

@@ -9,6 +9,7 @@ from hal.nn import ValueCheck
 from hal.nn.low_bits import WeightOnlyTensors
 from hal.quantization.int8_arithmetic import AGAIN
 
+CONVERTED = "set quantized_weights to dequantized, w8a16 or w8a8_dynamic"
 _CONSECUTIVE = "use a checkpoint that was quantized with desc_act false, or with actorder null or weight"
 
 
@@ -58,19 +59,23 @@ def group_index(layer: WeightOnlyTensors) -> tuple[ValueCheck, ...]:
             f"has groups other than 0 to {count - 1}",
             AGAIN,
         ),
+    ]
+    if layer.any_groups:
+        return tuple(found)
+    found.append(
         ValueCheck(
             lambda values: torch.equal(values.long().bincount(minlength=count), consecutive().bincount()),
             f"has groups of other sizes than {size}",
             AGAIN,
-        ),
-    ]
+        )
+    )
     if not layer.ordered or layer.num_experts is not None:
         what = "experts" if layer.num_experts is not None else "a layer whose description says otherwise (desc_act)"
         found.append(
             ValueCheck(
                 lambda values: torch.equal(values.long(), consecutive()),
                 f"orders the inputs of {what} by activations (act-order)",
-                _CONSECUTIVE,
+                _CONSECUTIVE if layer.num_experts is None else f"{CONVERTED}, or {_CONSECUTIVE}",
             )
         )
     return tuple(found)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, pair, stacked_pair, write
+from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, packed, pair, stacked_pair, write
 from helpers.quantized import change_json, change_tensors, error
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
@@ -128,8 +128,11 @@ def test_inputs_in_the_order_of_activations(format: Format, tmp_path: Path) -> N
     assert error(logits(quantized), exact) < 1e-5
     assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
     for count in (2, 4):
-        with pytest.raises(CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"):
+        with pytest.raises(
+            CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"
+        ) as e:
             ranks(quantized, count=count)
+        assert e.value.remedy.startswith("set quantized_weights to dequantized, ")
 
 
 def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> None:
@@ -140,11 +143,60 @@ def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> Non
         load(quantized)
 
 
-@pytest.mark.parametrize("name", ["gptq", "packed"])
-def test_experts_with_inputs_in_the_order_of_activations_are_refused(name: str, tmp_path: Path) -> None:
-    quantized, _ = pair(tmp_path, ORDERED[name], **SPARSE)
-    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts by activations \(act-order\)"):
+@thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)")
+@pytest.mark.parametrize("name", ORDERED)
+def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Path) -> None:
+    """Each expert may have another order, so that they are refused unless they are converted."""
+    quantized, plain = pair(tmp_path, ORDERED[name], **SPARSE)
+    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts .*\n.*: set quantized_weights to"):
         load(quantized)
+    parts = "gate_proj", "up_proj"
+
+    def shuffle(tensors: dict[str, Tensor]) -> None:
+        """Give an expert another order."""
+        for full in [each for each in tensors if "layers.1.mlp.experts.2." in each and each.split(".")[-2] in parts]:
+            if full.endswith("g_idx"):
+                tensors[full] = tensors[full].flip(0)
+            elif full.endswith(("qweight", "weight_packed")):
+                columns = tensors[full] if full.endswith("qweight") else tensors[full].t()
+                bits = ORDERED[name].bits
+                numbers = torch.stack([columns >> bits * place & (1 << bits) - 1 for place in range(32 // bits)], 1)
+                flipped = packed(numbers.flatten(0, 1).flip(0).t(), bits)
+                tensors[full] = (flipped.t() if full.endswith("qweight") else flipped).contiguous()
+
+    def shuffle_plain(tensors: dict[str, Tensor]) -> None:
+        for part in parts:
+            full = f"model.layers.1.mlp.experts.2.{part}.weight"
+            tensors[full] = tensors[full].flip(1).contiguous()
+
+    change_tensors(quantized, shuffle)
+    change_tensors(plain, shuffle_plain)
+    wide = load(quantized, quantized_weights="dequantized")
+    exact = load(plain)
+    for path, layer in layers(wide).items():
+        assert error(layer.weight, exact.get_submodule(path).weight) < 1e-6, path
+    for target in ("w8a16", "w8a8_dynamic"):
+        assert len(layers(load(quantized, quantized_weights=target))) == 8
+
+
+@thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)|-4-")
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ranks_divide_converted_inputs_in_any_order(
+    name: str, count: int, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    quantized, _ = pair(tmp_path, ORDERED[name], **{**overrides, **larger(overrides)})
+    whole = layers(load(quantized, quantized_weights="dequantized"))
+    parts = [layers(each) for each in ranks(quantized, count=count, quantized_weights="dequantized")]
+    for path, layer in whole.items():
+        mine = [each[path].weight for each in parts]
+        if layer.shard == "in_features":
+            assert torch.equal(torch.cat(mine, -1), layer.weight), path
+        else:
+            sizes = list(parts[0][path].sizes)
+            by_part = zip(*(each.split(sizes, -2) for each in mine), strict=True)
+            assert torch.equal(torch.cat([rank for part in by_part for rank in part], -2), layer.weight), path
 
 
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hal.errors import ConfigError
@@ -19,6 +18,8 @@ from hal.quantization.scheme import Scheme
 
 ORDERED = ("group", "dynamic")
 """Values of ``actorder`` of compressed-tensors with groups of inputs that are not consecutive."""
+GROUPS = "input_groups"
+"""The tensor of the group of each input."""
 
 
 class WeightOnly(Scheme):
@@ -85,19 +86,21 @@ class WeightOnly(Scheme):
         return WeightOnlyLinear(linear, ordered=self.ordered, **self._settings(linear))
 
     def grouped_layer(self, linear: GroupedLinear) -> WeightOnlyTensors:
-        return WeightOnlyGroupedLinear(linear, **self._settings(linear))
+        return WeightOnlyGroupedLinear(linear, ordered=self.ordered, **self._settings(linear))
 
     def finish(self, stored: StoredLayer) -> Tensors:
-        order = {"input_order": stored.tensors.get("input_order")} if "input_order" in stored.layer.weights else {}
-        return {**super().finish(stored), **order}
+        layer = stored.layer
+        assert isinstance(layer, WeightOnlyTensors)
+        inputs = ("input_order",) * ("input_order" in layer.weights) + (GROUPS,) * layer.any_groups
+        return {**super().finish(stored), **{name: stored.tensors.get(name) for name in inputs}}
 
     def dequantize(self, tensors: Tensors, width: int) -> Tensor:
-        weight, scale = tensors["weight"], tensors["weight_scale"]
+        weight, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
         assert weight is not None
         assert scale is not None
-        wide = dequantize(weight, scale, tensors.get("weight_zero_point"), self.group_size or width)
-        order = tensors.get("input_order")
-        return wide if order is None else torch.empty_like(wide).index_copy_(1, order, wide)
+        if (groups := tensors.get(GROUPS)) is not None:
+            return dequantize(weight, scale[:, groups], zero if zero is None else zero[:, groups], 1)
+        return dequantize(weight, scale, zero, self.group_size or width)
 
     def _settings(self, linear: Projection) -> dict[str, Any]:
         width, size = linear.in_features, self.group_size or linear.in_features

@@ -241,7 +241,7 @@ def test_ranks(dtype: str, count: int, name: str, tmp_path: Path) -> None:
     """Within a few roundings of one CPU in float32, or where ranks round parts of a row to int8, of int8."""
     case, compilers = CASES[name], ["eager", "graph"]
     path, parallel = str(case.write(tmp_path)), {"tensor": count}
-    npu = {"backend": "npu", "options": {"emulator": "on"}, "quantized_weights": "kept"}
+    npu = {"backend": "npu", "options": {"emulator": "on"}, "quantized_weights": "kept", **case.config}
     exact, rounded = (
         compiled_logits(path, each, ["eager"], {}, {**case.config, "backend": "cpu"})["eager"]
         for each in ("float32", dtype)
