@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers import quantized as int8
 from helpers.checkpoints import random_checkpoint
 from helpers.kernel_checks import on_cpu
 from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair
@@ -221,6 +222,24 @@ def test_converted_weights(target: str, tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
     exact = logits(plain, "cpu", "eager", "float32")
     assert error(logits(quantized, "npu", "graph", "bfloat16", quantized_weights=target).float(), exact) < 0.06
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
+def test_a_row_of_zeros_with_the_scale_0(form: int8.Format, dtype: str, tmp_path: Path) -> None:
+    """Of static W8A8, whose scales the device takes in a format of their own. Its results are 0 in each mode."""
+    folder = int8.make_pair(tmp_path, form, "w8a8", num_hidden_layers=1, attention_bias=False).folder
+    scale = "deq_scale" if form == "modelslim" else "weight_scale"
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in ("self_attn.v_proj", "mlp.down_proj"):
+            tensors[f"model.layers.0.{layer}.weight"][3] = 0
+            tensors[f"model.layers.0.{layer}.{scale}"][3] = 0
+
+    int8.change_tensors(folder, change)
+    exact = logits(folder, "cpu", "eager", "float32")
+    for compiler in ("eager", "graph"):
+        assert error(logits(folder, "npu", compiler, dtype).float(), exact) < 0.05, compiler
 
 
 @thorough(MODE, r"\[(eager|npugraph_ex)\]")
