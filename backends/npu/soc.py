@@ -11,6 +11,8 @@ from hal.errors import DriverUnavailable
 BLOCK_SIZES = (128, 256, 384, 512)
 """Cache block sizes, in tokens, that attention accepts for both prefill and decode."""
 HEAD_DIMS = tuple(range(16, 513, 16))
+LEAST_GROUP = 32
+"""The smallest antiquant_group_size, and what each is a multiple of."""
 CAPTURE_SIZES = (1, 2, 4, 8, 12, *range(16, 65, 8))
 ONE_MACHINE = (2, 4, 8)
 """Numbers of ranks on one machine that communicate all with all, over HCCS."""
@@ -66,6 +68,7 @@ class Generation:
             head_dims=HEAD_DIMS,
             cache_dtypes=CACHE_DTYPES,
             requantized=self.requantized,
+            group_multiple=LEAST_GROUP,
             max_streams=DEVICE_STREAMS - RESERVED_STREAMS if max_streams is None else max_streams,
             capture_sizes=CAPTURE_SIZES,
         )

@@ -176,7 +176,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         source=config.model_source,
         quantized_weights=config.quantized_weights,
         cache_dtype=config.cache.dtype,
-        requantized=backend.limits.requantized,
+        limits=backend.limits,
     )
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import CacheDType, ExpertsMode, ParallelConfig, QuantizedWeights
 from hal.config.untrusted_files import is_there
 from hal.device.group import SOLO, Group
+from hal.device.limits import UNLIMITED, Limits
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, Experts
@@ -89,7 +90,7 @@ def load_model(
         config.model_source,
         config.quantized_weights,
         config.cache.dtype,
-        backend.limits.requantized,
+        backend.limits,
     )
     check_cache_dtype(model, backend)
     own_layers = put_layers(model, backend)
@@ -136,7 +137,7 @@ def build_model(
     source: str = AUTO,
     quantized_weights: QuantizedWeights = AUTO_WEIGHTS,
     cache_dtype: CacheDType = "auto",
-    requantized: Collection[str] = (),
+    limits: Limits = UNLIMITED,
 ) -> CausalLM:
     """Return the checkpoint's model on the meta device, without values and with its quantized layers.
 
@@ -147,14 +148,14 @@ def build_model(
         source: ``model_source`` of a configuration.
         quantized_weights: the same of it.
         cache_dtype: ``cache.dtype`` of it.
-        requantized: the same of a backend's limits.
+        limits: those of a backend.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ConfigError: the model does not support its config.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype, requantized)
+    model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype, limits)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
         check_divisible(quantized, tensor.size)
@@ -192,7 +193,7 @@ def _build(
     source: str,
     weights: QuantizedWeights,
     cache_dtype: CacheDType,
-    requantized: Collection[str] = (),
+    limits: Limits = UNLIMITED,
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -209,8 +210,8 @@ def _build(
     checkpoint = named_by_model(checkpoint, model)
     quantize_cache(model, cache_dtype, checkpoint)
     if isinstance(checkpoint.files, GgufFiles):
-        return model, *pack_layers(model, checkpoint, checkpoint.files, weights)
-    return model, checkpoint, quantize_layers(model, checkpoint, weights, requantized)
+        return model, *pack_layers(model, checkpoint, checkpoint.files, weights, limits)
+    return model, checkpoint, quantize_layers(model, checkpoint, weights, limits)
 
 
 def _with_head(checkpoint: Checkpoint) -> Mapping[str, Any]:

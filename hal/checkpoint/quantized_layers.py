@@ -12,6 +12,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.converted_weights import AUTO, DEQUANTIZED, KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
+from hal.device.limits import UNLIMITED, Limits
 from hal.errors import CheckpointError, ConfigError, ModelError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, QuantizedLinear, Weight
 from hal.nn.linear import EXPERTS
@@ -126,7 +127,7 @@ class QuantizedLayer:
 
 
 def quantize_layers(
-    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO, requantized: Collection[str] = ()
+    model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO, limits: Limits = UNLIMITED
 ) -> dict[str, QuantizedLayer]:
     """Replace the layers of a model that the checkpoint quantizes, and return the replacements by path.
 
@@ -134,7 +135,7 @@ def quantize_layers(
         model: without values.
         checkpoint: describes which layers are quantized.
         weights: what becomes of their weights; ``quantized_weights`` of a configuration.
-        requantized: the schemes that ``auto`` converts; see :class:`hal.vendor.Limits`.
+        limits: those of a backend, with the schemes that ``auto`` converts.
 
     Raises:
         CheckpointError: the checkpoint does not say how a layer is quantized, or quantizes the parts of a merged layer
@@ -162,7 +163,7 @@ def quantize_layers(
         whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
         # The description names layers, and fused experts are none.
         fused = whole is not None and whole.is_floating_point
-        layer = None if fused else _quantized(path, linear, *described, stored, weights, requantized)
+        layer = None if fused else _quantized(path, linear, *described, stored, weights, limits.requantized)
         if layer is not None:
             model.set_submodule(path, layer.module)
             found[path] = layer

@@ -38,7 +38,7 @@ def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -
         source=on.config.model_source,
         quantized_weights=on.config.quantized_weights,
         cache_dtype=on.config.cache.dtype,
-        requantized=on.limits.requantized,
+        limits=on.limits,
     )
     if experts != "split":
         distribute_experts(whole, experts, on.mesh)

@@ -54,9 +54,9 @@ def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
-def _streams(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a number of streams: ``streams_per_graph`` is 1 or more; a limit is 0 or more, or None."""
-    least, none = (1, "") if attribute.name == "streams_per_graph" else (0, ", or None for no limit")
+def _count(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a number, which is 1 or more, or ``max_streams``, which is 0 or more, or None."""
+    least, none = (1, "") if attribute.name != "max_streams" else (0, ", or None for no limit")
     if not ((none and value is None) or (type(value) is int and value >= least)):
         raise DriverError(
             f"the limits of a backend have {attribute.name}={value!r}", f"use an integer of at least {least}{none}"
@@ -74,6 +74,8 @@ class Limits:
         cache_dtypes: the values of ``cache.dtype``, ``int8`` and ``fp8``, for which the backend has kernels.
         requantized: the quantization schemes whose weights ``quantized_weights`` ``auto`` converts to ``w8a8_dynamic``
             at load, because kernels would widen them in each step.
+        group_multiple: what the sizes of the groups of packed weights are a multiple of, in kernels that do not widen
+            the weights in each step. Layers of GGUF files with other groups are dequantized at load.
         max_streams: the number of streams that all graphs together may use; None for no limit.
         streams_per_graph: the number of streams that a graph without forks uses.
         capture_sizes: the default decode batch sizes to capture, ascending.
@@ -84,6 +86,11 @@ class Limits:
     head_dims: tuple[int, ...] = attrs.field(default=(), validator=_sizes)
     cache_dtypes: tuple[str, ...] = attrs.field(default=(), validator=_cache_dtypes)
     requantized: tuple[str, ...] = attrs.field(default=(), validator=_schemes)
-    max_streams: int | None = attrs.field(default=None, validator=_streams)
-    streams_per_graph: int = attrs.field(default=1, validator=_streams)
+    group_multiple: int = attrs.field(default=1, validator=_count)
+    max_streams: int | None = attrs.field(default=None, validator=_count)
+    streams_per_graph: int = attrs.field(default=1, validator=_count)
     capture_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 4, 8, 16, 32), validator=_sizes)
+
+
+UNLIMITED = Limits()
+"""Limits of no backend."""

@@ -19,12 +19,10 @@ from hal.ops.float8 import scaled_by_block
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.weight_only import INT4S, dequantize
 
+from ..soc import LEAST_GROUP
 from .experts import grouped_linear, grouped_matmul
 from .experts import prepared_bias as prepared_expert_bias
 from .quantized import prepared_int8_bias
-
-LEAST_GROUP = 32
-"""The smallest antiquant_group_size, and what each is a multiple of."""
 
 
 def kernels(device: torch.device, *, experts: bool) -> dict[str, Kernel]:

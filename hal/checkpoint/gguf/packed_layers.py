@@ -16,6 +16,7 @@ from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
+from hal.device.limits import UNLIMITED, Limits
 from hal.nn import CausalLM, Embedding, GroupedLinear, Linear, QuantizedEmbedding, QuantizedLinear, Weight
 from hal.nn.linear import IN
 from hal.nn.low_bits import DequantizedGroupedLinear, DequantizedLinear, WeightOnlyTensors
@@ -83,7 +84,11 @@ class Floating(Scheme):
 
 
 def pack_layers(
-    model: CausalLM, checkpoint: Checkpoint, files: GgufFiles, weights: QuantizedWeights
+    model: CausalLM,
+    checkpoint: Checkpoint,
+    files: GgufFiles,
+    weights: QuantizedWeights,
+    limits: Limits = UNLIMITED,
 ) -> tuple[Checkpoint, dict[str, QuantizedLayer]]:
     """Replace linear layers of a model, and return the checkpoint with their tensors, and the replacements by path.
 
@@ -94,24 +99,27 @@ def pack_layers(
         weights: ``quantized_weights`` of a configuration. With ``kept``, layers whose parts have the same type, one of
             ``BITS``, stay packed, and so does a table of embeddings that is the output projection; others are
             dequantized.
+        limits: those of a backend. Types with other groups than it takes are dequantized, too.
     """
     if weights not in (KEPT, "w8a16", "w8a8_dynamic"):
         return checkpoint, {}
     tensors, found, types = dict(checkpoint.tensors), dict[str, QuantizedLayer](), set[str]()
+    seen = set[str]()
     layers = list(linear_layers(model))
     output = getattr(model, model.output_projection, None)
     if weights == KEPT and isinstance(output, Linear):
         layers.append((model.output_projection, output))
+    packable = [kind for kind in BITS if SIZES[kind] % limits.group_multiple == 0]
     tables = _tied_tables(model) if weights == KEPT else {}
     layers += [(path, each.linear()) for path, each in tables.items()]
     for path, linear in layers:
         names = part_names(path, linear)
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
-        kind = next(iter(kinds))
+        kind, seen = next(iter(kinds)), seen | kinds
         if weights != KEPT:
             scheme: Scheme = Floating()
             layer = _layer(scheme, linear, names, Dequantizing(None), Conversion(scheme, weights))
-        elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
+        elif len(kinds) == 1 and kind in packable and (linear.bias is None or isinstance(linear, Linear)):
             scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
             layer = _layer(scheme, linear, names, Blocks(kind), None)
             types.add(kind)
@@ -129,6 +137,8 @@ def pack_layers(
     if weights == KEPT:
         kept = ", ".join(sorted(types)) or "none has a type that can"
         log.info("the weights of %d of %d linear layers stay packed (%s)", len(found), len(layers), kept)
+        if widened := sorted(seen & BITS.keys() - set(packable)):
+            log.info("weights of the types %s are dequantized: no kernel takes their groups", ", ".join(widened))
     return attrs.evolve(checkpoint, tensors=tensors), found
 
 

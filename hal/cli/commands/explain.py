@@ -178,7 +178,7 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
         source=on.config.model_source,
         quantized_weights=on.config.quantized_weights,
         cache_dtype=on.config.cache.dtype,
-        requantized=on.limits.requantized,
+        limits=on.limits,
     )
     found = Counter((old.__name__, new.__name__) for old, new in replaced(model, whole))
     rows = [(*names, str(times)) for names, times in found.items()]

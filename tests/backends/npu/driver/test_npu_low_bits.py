@@ -11,6 +11,7 @@ import torch
 from hal.backends.npu import emulator
 from helpers import quantized as int8
 from helpers.checkpoints import random_checkpoint
+from helpers.gguf_writing import write_gguf
 from helpers.kernel_checks import on_cpu
 from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair
 from helpers.low_bits_on_ranks import CASES
@@ -204,6 +205,21 @@ def test_int8_activations(overrides: dict[str, Any], tmp_path: Path) -> None:
     exact = logits(quantized, "cpu", "eager", "float32")
     for compiler in ("eager", "graph", "npugraph_ex"):
         assert error(logits(quantized, "npu", compiler, "bfloat16").float(), exact) < 0.05, compiler
+
+
+def test_groups_of_16_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At load, since no operator takes them, and each step would widen the weights; groups of 32 stay packed."""
+    sizes = {**DENSE, "hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 256, "attention_bias": False}
+    plain = random_checkpoint(tmp_path / "plain", **sizes)
+    for kind, packed in (("Q4_K", True), ("Q6_K", False)):
+        file = write_gguf(plain, tmp_path / f"{kind}.gguf", kind=kind)
+        config = {"dtype": "bfloat16", "quantized_weights": "kept"}
+        with caplog.at_level("INFO", "hal.checkpoint"), hal.open({"backend": "npu", **config}) as on:
+            model = hal.load_model(file, on)
+        assert any(isinstance(each, QuantizedLinear) for each in model.modules()) == packed
+        assert any("of the types Q6_K are dequantized" in each for each in caplog.messages) != packed
+    exact, found = logits(file, "cpu", "eager", "float32"), logits(file, "npu", "graph", **config)
+    assert error(found.float(), exact) < 0.03
 
 
 def test_float8_becomes_int8(npu: Opened, tmp_path: Path) -> None:
