@@ -6,7 +6,7 @@
 
 #include "elements.h"
 
-#if defined(HAL_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#if defined(HAL_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
 #define HAL_TILES
 
 // Rows and bytes of each tile, as the processor reads them.
@@ -64,6 +64,18 @@ inline void multiply_pairs() {
             std::memcpy(emulated.tile[C][m] + 4 * n, &sum, 4);
         }
 }
+// The same of int32 and four signed bytes.
+template <int C, int A, int B>
+inline void multiply_bytes() {
+    for (int m = 0; m < emulated.shapes.rows[C]; m++)
+        for (int n = 0; n < emulated.shapes.bytes[C] / 4; n++) {
+            int32_t sum;
+            std::memcpy(&sum, emulated.tile[C][m] + 4 * n, 4);
+            for (int k = 0; k < emulated.shapes.bytes[A]; k++)
+                sum += int8_t(emulated.tile[A][m][k]) * int8_t(emulated.tile[B][k / 4][4 * n + k % 4]);
+            std::memcpy(emulated.tile[C][m] + 4 * n, &sum, 4);
+        }
+}
 
 #else
 #include <sys/syscall.h>
@@ -93,6 +105,10 @@ inline void store_tile(void* to, int64_t stride) {
 template <int C, int A, int B>
 inline void multiply_pairs() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+inline void multiply_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 #endif
 #endif

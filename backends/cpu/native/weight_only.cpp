@@ -20,6 +20,7 @@
 
 namespace {
 
+constexpr int64_t kTileRows = 4;       // rows of x, from which tiles of AMX are faster
 constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
 
 template <class T>
@@ -253,13 +254,12 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
 }
 #endif
 
-// Whether a register's lanes belong to at most four groups, each of whole lanes.
-bool spreads(int64_t width, int64_t group, int numbers) {
-    return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
-}
-
 template <class T>
 void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
+    if constexpr (sizeof(T) == 2)
+        if (given.rows >= kTileRows && spreads(given.width, given.group, given.numbers) &&
+            multiply_tiles(given, x, x_stride, y))
+            return;
 #ifdef __AVX512VNNI__
     if (sizeof(T) == 2 && given.rows <= kFew && spreads(given.width, given.group, given.numbers)) {
         if (given.numbers == kNibbles) return run_integers<kNibbles, true>(given, x, x_stride, y);

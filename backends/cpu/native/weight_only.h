@@ -108,3 +108,12 @@ void widen(const WeightOnly& given, int64_t row, const float* scales, const floa
         for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
     }
 }
+
+// Whether a register's lanes belong to at most four groups, each of whole lanes. Tiles take these groups, too.
+inline bool spreads(int64_t width, int64_t group, int numbers) {
+    return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
+}
+
+// Multiplies with AMX and returns true, or returns false where the processor or the system does not have it.
+template <class T>
+bool multiply_tiles(const WeightOnly& given, const T* x, int64_t stride, T* y);

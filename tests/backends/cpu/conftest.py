@@ -17,6 +17,8 @@ SOURCES = (
     "prompt_attention",
     "quantized_cache",
     "replay",
+    "weight_only",
+    "weight_only_tiles",
 )
 
 

@@ -41,7 +41,13 @@ def tiles(emulated_tiles: ctypes.CDLL) -> LinearKernels:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is a part of x86 processors")
 @pytest.mark.parametrize(
     ("name", "level"),
-    [("packed_linear_tiles", "-O0"), ("packed_linear_tiles", "-O1"), ("prompt_attention", "-O1"), ("peaks", "-O1")],
+    [
+        ("packed_linear_tiles", "-O0"),
+        ("packed_linear_tiles", "-O1"),
+        ("peaks", "-O1"),
+        ("prompt_attention", "-O1"),
+        ("weight_only_tiles", "-O1"),
+    ],
 )
 def test_the_code_of_real_tiles_is_assembled(name: str, level: str, tmp_path: Path) -> None:
     """Few processors have tiles, but each compiler for x86 has their instructions."""

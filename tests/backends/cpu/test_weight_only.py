@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
@@ -33,9 +34,18 @@ SIZES = (
 ROWS = (1, 2, 3, 4, 5, 9, 12, 13, 33, 64)
 
 
+FEW = 12
+"""Rows of x up to which x is rounded to integers; tiles take them for more, too."""
+
+
 @pytest.fixture(scope="module")
 def kernels() -> WeightOnlyKernels:
     return WeightOnlyKernels(build.load())
+
+
+@pytest.fixture(scope="module")
+def tiles(emulated_tiles: ctypes.CDLL) -> WeightOnlyKernels:
+    return WeightOnlyKernels(emulated_tiles)
 
 
 def weights(bits: int, out: int, width: int) -> Tensor:
@@ -44,11 +54,11 @@ def weights(bits: int, out: int, width: int) -> Tensor:
     return torch.randint(-(1 << 31), 1 << 31, (out, width // 8)).to(torch.int32)
 
 
-def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, integers: bool) -> None:
+def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, as_integers: int) -> None:
     """Compare with products of dequantized weights in float64.
 
-    For a few rows, the error is that of one rounding of the result. For more, for groups of unusual sizes, and without
-    products of 16-bit integers, weights are rounded to x's dtype, too.
+    Of up to ``as_integers`` rows, the error is that of one rounding of the result. Of more, for groups of unusual
+    sizes, and without products of 16-bit integers, weights are rounded to x's dtype, too.
     """
     torch.manual_seed(0)
     eps = torch.finfo(dtype).eps
@@ -65,8 +75,8 @@ def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, integers
             wide = dequantize(weight, scale, zero, group).double()
             expected = x.double() @ wide.t() + (0 if bias is None else bias.double())
             sizes = x.double().abs() @ wide.abs().t()
-            as_integers = integers and rows <= 12 and group != 160 and (group != 16 or bits == 8)
-            slack = eps * expected.abs() + (2e-4 if as_integers else max(eps, 2e-4)) * sizes
+            exact = rows <= as_integers and group != 160 and (group != 16 or bits == 8)
+            slack = eps * expected.abs() + (2e-4 if exact else max(eps, 2e-4)) * sizes
             assert found.dtype is dtype
             assert ((found.double() - expected).abs() <= slack).all(), f"{out} x {width} by {group}, {rows} rows"
 
@@ -74,7 +84,14 @@ def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, integers
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_any_size_group_and_zero_point(dtype: torch.dtype, bits: int, kernels: WeightOnlyKernels) -> None:
-    check(kernels, dtype, bits, integers="avx512_vnni" in processor_flags())
+    check(kernels, dtype, bits, as_integers=FEW if "avx512_vnni" in processor_flags() else 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_tiles(bits: int, tiles: WeightOnlyKernels) -> None:
+    """They take from 4 rows on."""
+    check(tiles, torch.bfloat16, bits, as_integers=64 if "avx512_vnni" in processor_flags() else 0)
+    check_experts(tiles, torch.float16)
 
 
 @thorough(EXHAUSTIVE, r"\[avx512\]")
@@ -83,29 +100,37 @@ def test_any_size_group_and_zero_point(dtype: torch.dtype, bits: int, kernels: W
 def test_lower_instruction_sets(highest: str) -> None:
     lower = WeightOnlyKernels(build.load(highest))
     for bits in (8, 4):
-        check(lower, torch.bfloat16, bits, integers=False)
+        check(lower, torch.bfloat16, bits, as_integers=0)
     check_experts(lower, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [2, 20])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_row(broken: float, rows: int, kernels: WeightOnlyKernels) -> None:
+def test_what_is_not_finite_stays_in_its_row(
+    broken: float, rows: int, kernels: WeightOnlyKernels, tiles: WeightOnlyKernels
+) -> None:
     torch.manual_seed(0)
     x, weight, scale = torch.randn(rows, 256).bfloat16(), weights(4, 64, 256), torch.ones(64, 2)
     x[1, 200] = broken
-    found = kernels.weight_only_linear(x, weight, scale, None, None, 128)
-    assert found[0].isfinite().all()
-    assert not found[1].isfinite().any()
+    for each in (kernels, tiles):
+        found = each.weight_only_linear(x, weight, scale, None, None, 128)
+        assert found[0].isfinite().all()
+        assert not found[1].isfinite().any()
 
 
-def test_a_large_element_changes_its_block_only(kernels: WeightOnlyKernels) -> None:
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_large_element_changes_its_block_only(
+    rows: int, kernels: WeightOnlyKernels, tiles: WeightOnlyKernels
+) -> None:
     """Each block of 128 elements has a scale."""
     torch.manual_seed(0)
-    x, weight, scale = torch.randn(1, 1024).bfloat16(), weights(8, 64, 1024), torch.ones(64, 1)
+    weight, scale = weights(8, 64, 1024), torch.ones(64, 1)
     weight[:, :128] = 0
-    expected = kernels.weight_only_linear(x, weight, scale, None, None, 1024)
-    x[0, 0] = 1e4
-    assert torch.equal(kernels.weight_only_linear(x, weight, scale, None, None, 1024), expected)
+    for each in (kernels, tiles):
+        x = torch.randn(rows, 1024).bfloat16()
+        expected = each.weight_only_linear(x, weight, scale, None, None, 1024)
+        x[-1, 0] = 1e4
+        assert torch.equal(each.weight_only_linear(x, weight, scale, None, None, 1024), expected)
 
 
 def test_others_use_torch(kernels: WeightOnlyKernels) -> None:
@@ -168,8 +193,10 @@ def test_experts(dtype: torch.dtype, kernels: WeightOnlyKernels) -> None:
     check_experts(kernels, dtype)
 
 
-def test_every_number_of_float4_and_every_exponent(kernels: WeightOnlyKernels) -> None:
+@pytest.mark.parametrize("name", ["kernels", "tiles"])
+def test_every_number_of_float4_and_every_exponent(name: str, request: pytest.FixtureRequest) -> None:
     """Of one row and of many, with and without products of integers; powers of two are exact."""
+    kernels: WeightOnlyKernels = request.getfixturevalue(name)
     weight = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
     numbers = torch.tensor(E2M1)[torch.stack((weight & 15, weight >> 4), -1).flatten().long()]
     for rows, exponent in ((2, 127), (33, 127), (33, 120), (2, 130)):
