@@ -6,10 +6,8 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "claims.h"
@@ -20,7 +18,7 @@
 
 namespace {
 
-constexpr int64_t kTileRows = 4;       // rows of x, from which tiles of AMX are faster
+constexpr int64_t kTileRows = 8;       // rows of x, from which tiles of AMX are faster
 constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
 
 template <class T>
@@ -53,11 +51,9 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 }
 
 #ifdef __AVX512VNNI__
-constexpr int64_t kBlockOfX = 128;  // elements with one scale of x
 constexpr int64_t kAtOnce = 4;      // rows of x
 constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
 constexpr int64_t kAhead = 4096;    // bytes of the weight to prefetch ahead
-constexpr float kMost = 32512;      // the largest 16-bit integer that is used
 constexpr int64_t kSmallestGroup = 16;
 
 // Rows of x as integers. Those of a register's 16-bit lanes are together: elements 0, 2, 4... and 1, 3, 5... for weights
@@ -68,7 +64,38 @@ struct Integers {
     std::vector<float> scales, sums;  // [rows][blocks]; [rows][groups], of the elements of x
 };
 
-template <class T>
+// Writes a block in the order of `Integers`.
+template <int Kind>
+inline void order(const int32_t* q, int16_t* to) {
+    struct Indices {
+        uint16_t of[32];
+    };
+    static constexpr auto each_second = [](int first) constexpr {
+        Indices made{};
+        for (int i = 0; i < 32; i++) made.of[i] = uint16_t(2 * i + first);
+        return made;
+    };
+    static constexpr Indices kEven = each_second(0), kOdd = each_second(1);
+    const __m512i even = load<__m512i>(kEven.of), odd = load<__m512i>(kOdd.of);
+    __m512i narrow[4], parts[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256i low = _mm512_maskz_cvtepi32_epi16(0xffff, load<__m512i>(q + 32 * i));
+        const __m256i high = _mm512_maskz_cvtepi32_epi16(0xffff, load<__m512i>(q + 32 * i + 16));
+        narrow[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    for (int i = 0; i < 4; i += 2) {
+        parts[i] = _mm512_permutex2var_epi16(narrow[i], even, narrow[i + 1]);
+        parts[i + 1] = _mm512_permutex2var_epi16(narrow[i], odd, narrow[i + 1]);
+    }
+    if constexpr (Kind == kBytes) return void(std::memcpy(to, parts, sizeof(parts)));
+    for (int i = 0; i < 2; i++) {
+        narrow[i] = _mm512_permutex2var_epi16(parts[i], even, parts[i + 2]);
+        narrow[i + 2] = _mm512_permutex2var_epi16(parts[i], odd, parts[i + 2]);
+    }
+    std::memcpy(to, narrow, sizeof(narrow));
+}
+
+template <int Kind, class T>
 void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) {
     const int64_t blocks = (given.width + kBlockOfX - 1) / kBlockOfX, groups = up(given.scales.groups, kLanes);
     made.blocks = blocks, made.groups = groups;
@@ -77,26 +104,10 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
     for (int64_t row = 0; row < given.rows; row++)
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * kBlockOfX, count = std::min(kBlockOfX, given.width - first);
-            float values[kBlockOfX] = {}, largest = 0;
-            uint32_t exponents = 0;  // the largest is that of what is not finite
-            for (int64_t i = 0; i < count; i++) values[i] = x[row * stride + first + i];
-            for (int64_t i = 0; i < kBlockOfX; i++) largest = std::max(largest, std::fabs(values[i]));
-            for (int64_t i = 0; i < kBlockOfX; i++)
-                exponents = std::max(exponents, load<uint32_t>(values + i) & 0x7f800000u);
-            const bool finite = exponents != 0x7f800000u;
-            const float scale = largest / kMost, factor = largest > 0 && finite ? kMost / largest : 0.0f;
-            // What is not finite makes all results of the row NaN.
-            made.scales[row * blocks + block] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
             int32_t q[kBlockOfX];
-            for (int64_t i = 0; i < kBlockOfX; i++) q[i] = finite ? int32_t(std::nearbyint(values[i] * factor)) : 0;
-            int16_t* to = made.values.data() + (row * blocks + block) * kBlockOfX;
-            if (given.numbers == kBytes)
-                for (int64_t half = 0; half < kBlockOfX; half += 64)
-                    for (int64_t i = 0; i < 32; i++)
-                        to[half + i] = int16_t(q[half + 2 * i]), to[half + 32 + i] = int16_t(q[half + 2 * i + 1]);
-            else
-                for (int64_t part = 0; part < 4; part++)
-                    for (int64_t i = 0; i < 32; i++) to[part * 32 + i] = int16_t(q[4 * i + part]);
+            const float scale = round_block(x + row * stride + first, count, q);
+            made.scales[row * blocks + block] = scale;
+            order<Kind>(q, made.values.data() + (row * blocks + block) * kBlockOfX);
             for (int64_t i = 0; i < count; i += kSmallestGroup) {
                 int32_t sum = 0;
                 for (int64_t j = 0; j < kSmallestGroup; j++) sum += q[i + j];
@@ -216,7 +227,7 @@ void multiply_rows(const WeightOnly& given, const Integers& x, const Spread& spr
 template <int Kind, bool Whole, class T>
 void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
     thread_local Integers x;
-    round(given, from, stride, x);
+    round<Kind>(given, from, stride, x);
     const Integers& integers = x;
     constexpr int64_t kTogether = Whole ? kBlockOfX : kBlockOfX / 2;  // elements whose lanes are scaled together
     constexpr float kOffset = Kind == kNibbles ? 8 : 0;

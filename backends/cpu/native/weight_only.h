@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "elements.h"
 #include "products.h"
@@ -112,6 +114,41 @@ void widen(const WeightOnly& given, int64_t row, const float* scales, const floa
 // Whether a register's lanes belong to at most four groups, each of whole lanes. Tiles take these groups, too.
 inline bool spreads(int64_t width, int64_t group, int numbers) {
     return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
+}
+
+constexpr int64_t kBlockOfX = 128;  // elements of x with one scale
+constexpr float kMost = 32512;      // the largest 16-bit integer that is used
+
+// Rounds up to kBlockOfX elements of x to 16-bit integers, filled up with zeros, and returns their scale. Elements that
+// are not all finite give zeros and NaN, which makes all results of the row NaN.
+template <class T>
+inline float round_block(const T* x, int64_t count, int32_t* q) {
+    using Bits = int32_t __attribute__((vector_size(64)));
+    constexpr int kVectors = kBlockOfX / kLanes;
+    T filled[kBlockOfX];
+    if (count < kBlockOfX) {
+        std::fill(std::copy_n(x, count, filled), filled + kBlockOfX, T(0.0f));
+        x = filled;
+    }
+    Lanes values[kVectors];
+    Bits most = {};  // sizes are in the order of their bits, and what is not finite comes last
+    for (int i = 0; i < kVectors; i++) {
+        values[i] = wide(x + i * kLanes);
+        const Bits size = Bits(values[i]) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    int32_t largest = 0;
+    for (int lane = 0; lane < kLanes; lane++) largest = std::max(largest, most[lane]);
+    const float size = load<float>(&largest), factor = size > 0 ? kMost / size : 0.0f;
+    if (largest >= 0x7f800000) {
+        std::fill_n(q, kBlockOfX, 0);
+        return std::numeric_limits<float>::quiet_NaN();
+    }
+    for (int i = 0; i < kVectors; i++) {
+        const Lanes scaled = values[i] * factor;
+        for (int lane = 0; lane < kLanes; lane++) q[i * kLanes + lane] = int32_t(std::nearbyint(scaled[lane]));
+    }
+    return size / kMost;
 }
 
 // Multiplies with AMX and returns true, or returns false where the processor or the system does not have it.

@@ -6,9 +6,7 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "claims.h"
@@ -20,8 +18,6 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kUnit = 2 * kTileRows;  // rows of the weight
 constexpr int64_t kOfX = kLanes;                          // rows of x at a time: a column of sums is a lane
-constexpr int64_t kBlock = 128;                           // elements with one scale of x
-constexpr float kMost = 32512;                            // the largest 16-bit integer that is used
 constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
 
 // Tiles 0 and 1 are rows of the weight, 2 and 3 the high and low halves of x, 4 to 7 sums.
@@ -34,37 +30,30 @@ TileShapes shapes_of(int64_t step) {
 
 // Some rows of x. All is ordered so that a lane is a row.
 struct Rows {
-    std::vector<int8_t> halves;       // [blocks][kBlock / step] of two tiles: [step / 4][kOfX][4]
+    std::vector<int8_t> halves;       // [blocks][kBlockOfX / step] of two tiles: [step / 4][kOfX][4]
     std::vector<float> scales, sums;  // [blocks][kOfX]; [groups][kOfX], of the elements of x
 };
 
 template <class T>
 void round(const WeightOnly& given, const T* x, int64_t stride, int64_t count, int64_t step, Rows& made) {
-    const int64_t blocks = (given.width + kBlock - 1) / kBlock;
-    made.halves.assign(blocks * kBlock * kOfX * 2, 0);
+    const int64_t blocks = (given.width + kBlockOfX - 1) / kBlockOfX;
+    made.halves.assign(blocks * kBlockOfX * kOfX * 2, 0);
     made.scales.assign(blocks * kOfX, 0.0f);
     made.sums.assign(given.scales.groups * kOfX, 0.0f);
     for (int64_t row = 0; row < count; row++)
         for (int64_t block = 0; block < blocks; block++) {
-            const int64_t first = block * kBlock, taken = std::min(kBlock, given.width - first);
-            float values[kBlock] = {}, largest = 0;
-            uint32_t exponents = 0;  // the largest is that of what is not finite
-            for (int64_t i = 0; i < taken; i++) values[i] = x[row * stride + first + i];
-            for (int64_t i = 0; i < kBlock; i++) largest = std::max(largest, std::fabs(values[i]));
-            for (int64_t i = 0; i < kBlock; i++) exponents = std::max(exponents, load<uint32_t>(values + i) & 0x7f800000u);
-            const bool finite = exponents != 0x7f800000u;
-            const float scale = largest / kMost, factor = largest > 0 && finite ? kMost / largest : 0.0f;
-            // What is not finite makes all results of the row NaN.
-            made.scales[block * kOfX + row] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
-            int32_t q[kBlock];
-            for (int64_t i = 0; i < kBlock; i++) q[i] = finite ? int32_t(std::nearbyint(values[i] * factor)) : 0;
-            int8_t* to = made.halves.data() + first * kOfX * 2;
-            for (int64_t i = 0; i < kBlock; i++) {
-                int8_t* tile = to + i / step * step * kOfX * 2 + i % step / 4 * (4 * kOfX) + row * 4 + i % 4;
-                const int32_t high = (q[i] + 128) >> 8;
-                tile[0] = int8_t(high), tile[step * kOfX] = int8_t(q[i] - 256 * high);
+            const int64_t first = block * kBlockOfX, taken = std::min(kBlockOfX, given.width - first);
+            int32_t q[kBlockOfX];
+            const float scale = round_block(x + row * stride + first, taken, q);
+            made.scales[block * kOfX + row] = scale;
+            int8_t high[kBlockOfX], low[kBlockOfX];
+            for (int64_t i = 0; i < kBlockOfX; i++) high[i] = int8_t((q[i] + 128) >> 8), low[i] = int8_t(q[i]);
+            int8_t* to = made.halves.data() + first * kOfX * 2 + row * 4;
+            for (int64_t i = 0; i < kBlockOfX; i += 4) {
+                int8_t* tile = to + i / step * step * kOfX * 2 + i % step * kOfX;
+                std::memcpy(tile, high + i, 4), std::memcpy(tile + step * kOfX, low + i, 4);
             }
-            for (int64_t i = 0; i < taken; i++)
+            for (int64_t i = 0; given.zeros.values && i < taken; i++)
                 made.sums[(first + i) / given.group * kOfX + row] += scale * float(q[i]);
         }
 }
@@ -95,12 +84,12 @@ void unpack(const uint8_t* row, int64_t first, int64_t count, int8_t* to) {
         }
 #endif
     }
-    std::fill(to + count, to + kBlock, int8_t(0));
+    std::fill(to + count, to + kBlockOfX, int8_t(0));
 }
 
 // A thread's memory.
 struct Scratch {
-    alignas(64) int8_t weight[kUnit * kBlock];
+    alignas(64) int8_t weight[kUnit * kBlockOfX];
     alignas(64) int32_t found[4][kTileRows * kOfX];  // high and low of the first rows of the weight, and of the others
     std::vector<float> sums, scales, zeros;          // [groups of rows of x][kUnit][kOfX]; [kUnit][groups]
 };
@@ -109,15 +98,15 @@ struct Scratch {
 template <int Kind>
 void multiply(const WeightOnly& given, const std::vector<Rows>& x, int64_t step, int64_t span, int64_t unit,
               int64_t block, int64_t count, Scratch& scratch) {
-    const int64_t groups = given.scales.groups, first = block * kBlock, left = std::min(kBlock, given.width - first);
+    const int64_t groups = given.scales.groups, first = block * kBlockOfX, left = std::min(kBlockOfX, given.width - first);
     const uint8_t* rows = given.weight + unit * kUnit * given.row_bytes();
     const int8_t* weight = scratch.weight;
-    int64_t stride = kBlock;
-    if (Kind == kBytes && count == kUnit && left == kBlock)
+    int64_t stride = kBlockOfX;
+    if (Kind == kBytes && count == kUnit && left == kBlockOfX)
         weight = reinterpret_cast<const int8_t*>(rows) + first, stride = given.row_bytes();
     else
         for (int64_t r = 0; r < count; r++)
-            unpack<Kind>(rows + r * given.row_bytes(), first, left, scratch.weight + r * kBlock);
+            unpack<Kind>(rows + r * given.row_bytes(), first, left, scratch.weight + r * kBlockOfX);
     for (size_t part = 0; part < x.size(); part++) {
         const Lanes scale = load<Lanes>(x[part].scales.data() + block * kOfX);
         const int8_t* halves = x[part].halves.data() + first * kOfX * 2;
@@ -168,22 +157,22 @@ void write(const WeightOnly& given, const std::vector<Rows>& x, int64_t first, i
 
 template <int Kind, class T>
 void run(const WeightOnly& given, const T* from, int64_t stride, T* y) {
-    const int64_t span = given.group >= given.width ? kBlock : std::min(kBlock, given.group);
-    const int64_t step = std::min<int64_t>(64, span), blocks = (given.width + kBlock - 1) / kBlock;
+    const int64_t span = given.group >= given.width ? kBlockOfX : std::min(kBlockOfX, given.group);
+    const int64_t step = std::min<int64_t>(64, span), blocks = (given.width + kBlockOfX - 1) / kBlockOfX;
     thread_local std::vector<Rows> rounded;
     rounded.resize((given.rows + kOfX - 1) / kOfX);
     for (int64_t row = 0; row < given.rows; row += kOfX)
         round(given, from + row * stride, stride, std::min(kOfX, given.rows - row), step, rounded[row / kOfX]);
     const std::vector<Rows>& x = rounded;
     const int64_t groups = given.scales.groups, units = (given.out + kUnit - 1) / kUnit;
-    const int64_t block_bytes = kBlock * bits_of(Kind) / 8;
+    const int64_t block_bytes = kBlockOfX * bits_of(Kind) / 8;
     const bool parallel = given.out * given.width > kSerial;
     Claims claims(units, parallel ? omp_get_max_threads() : 1);
 #pragma omp parallel if (parallel)
     {
         thread_local Scratch scratch;
         scratch.scales.assign(kUnit * groups, 0.0f), scratch.zeros.resize(groups);
-        std::fill(scratch.weight, scratch.weight + kUnit * kBlock, int8_t(0));
+        std::fill(scratch.weight, scratch.weight + kUnit * kBlockOfX, int8_t(0));
         load_shapes(shapes_of(step));
         claims.run([&](int64_t unit, int64_t following) {
             const int64_t first = unit * kUnit, count = std::min(kUnit, given.out - first);
