@@ -10,6 +10,7 @@ from hal.backends.cpu.native import build
 
 SOURCES = (
     "attention",
+    "embedding",
     "packed_linear",
     "packed_linear_tiles",
     "pages",
