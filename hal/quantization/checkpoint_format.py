@@ -88,7 +88,12 @@ class CheckpointFormat(ABC):
         """
 
     def describe(
-        self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
+        self,
+        config: Mapping[str, Any],
+        scheme: Scheme,
+        kept: Iterable[str],
+        tensors: Mapping[str, bool],
+        others: Mapping[str, Scheme] = MappingProxyType({}),
     ) -> dict[str, dict[str, Any]]:
         """Return the JSON files that describe a checkpoint of this format, by name, including config.json.
 
@@ -97,6 +102,7 @@ class CheckpointFormat(ABC):
             scheme: the scheme of the quantized layers.
             kept: linear layers that are not quantized.
             tensors: whether each tensor belongs to a quantized layer, by name.
+            others: the schemes of quantized layers that have another one, by name. hal omits the argument without any.
 
         Raises:
             ConfigError: hal does not write the format, which is the default.

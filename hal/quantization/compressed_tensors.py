@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -169,14 +170,24 @@ class CompressedTensors(CheckpointFormat):
         return CompressedTensorsQuantization(read, LayerTargets.of(content.get("ignore") or [], "ignore"), cache)
 
     def describe(
-        self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
+        self,
+        config: Mapping[str, Any],
+        scheme: Scheme,
+        kept: Iterable[str],
+        tensors: Mapping[str, bool],
+        others: Mapping[str, Scheme] = MappingProxyType({}),
     ) -> dict[str, dict[str, Any]]:
         group: ConfigGroup = self.known()[scheme.name][1].description
+        groups = {"group_0": {**group.written(scheme.settings), "output_activations": None}}
+        for number, (name, other) in enumerate(sorted(others.items()), 1):
+            own: ConfigGroup = self.known()[other.name][1].description
+            written = {**own.written(other.settings), "targets": [name], "format": own.format}
+            groups[f"group_{number}"] = {**written, "output_activations": None}
         section = {
             "quant_method": self.name,
             "format": group.format,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {**group.written(scheme.settings), "output_activations": None}},
+            "config_groups": groups,
             "ignore": sorted(kept),
             "kv_cache_scheme": None,
         }

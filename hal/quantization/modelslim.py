@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hal.config.untrusted_files import read_json
@@ -102,8 +103,16 @@ class ModelSlim(CheckpointFormat):
         return ModelSlimQuantization(found, {each.description: scheme for scheme, each in self.known().values()})
 
     def describe(
-        self, config: Mapping[str, Any], scheme: Scheme, kept: Iterable[str], tensors: Mapping[str, bool]
+        self,
+        config: Mapping[str, Any],
+        scheme: Scheme,
+        kept: Iterable[str],
+        tensors: Mapping[str, bool],
+        others: Mapping[str, Scheme] = MappingProxyType({}),
     ) -> dict[str, dict[str, Any]]:
-        kind = self.known()[scheme.name][1].description
-        types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
+        kinds = {name: each.description for name, (_, each) in self.known().items()}
+        kind, types = kinds[scheme.name], {}
+        for name, quantized in sorted(tensors.items()):
+            own = others.get(name.rpartition(".")[0], scheme)
+            types[name] = kinds[own.name] if quantized else _FLOAT
         return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": VERSION, **types}}

@@ -37,6 +37,10 @@ from hal.quantization.scheme_registry import SCHEMES, schemes
 from hal.quantize.calibration import input_ranges
 
 CALIBRATION_TOKENS = 8192
+HEAD = "w8a16_group"
+"""The scheme of a quantized output projection, with a scale for each row. vLLM reads it in compressed-tensors."""
+TIED = "tie_word_embeddings"
+"""The key of config.json that says whether the table of embeddings is the output projection."""
 GROUP_SIZE = 128
 
 log = logging.getLogger("hal.quantize")
@@ -72,10 +76,14 @@ def quantize_checkpoint(
     calibration_tokens: int | None = None,
     group_size: int | None = None,
     keep: Sequence[str] = (),
+    head: bool = False,
     progress: Progress | None = None,
     say: Say = silent,
 ) -> Quantized:
     """Write a checkpoint in which all linear layers except the output projection and the encoder's are quantized.
+
+    With ``head``, the output projection becomes int8 with a scale for each row, whatever the scheme. If it is the table
+    of embeddings, the new checkpoint has it beside the table, and no longer ties them.
 
     In ``w4a16``, ``w4a8_dynamic`` and ``w8a16_group``, each group of inputs has a scale, without zero points; of some
     scales, that of the least error. In ``fp8`` and hal's other schemes, weights have one scale per output channel.
@@ -95,11 +103,13 @@ def quantize_checkpoint(
         group_size: the inputs of a group, for schemes with groups; -1 for one group per row, None for 128.
         keep: layers to leave unquantized: names in the checkpoint, or consecutive parts of names, such as
             ``layers.0.mlp``.
+        head: whether the output projection is quantized.
         progress: called with the bytes of weights read so far and in total.
         say: called with progress messages, also from another thread.
 
     Raises:
-        ConfigError: the scheme or format is unknown; the scheme requires a calibration text, and none is given; or a
+        ConfigError: the scheme or format is unknown; the format does not store the quantized output projection, or the
+            model has none; the scheme requires a calibration text, and none is given; or a
             text, a number of tokens or a group size is given to a scheme that uses none; or no layer has a name of
             ``keep``, or a layer cannot be quantized in these groups.
         CheckpointError: the source cannot be read or is already quantized, or the target cannot be written.
@@ -118,17 +128,20 @@ def quantize_checkpoint(
     check_tied(checkpoint, model, checkpoint.dtype)
     layers, kept = _chosen_layers(model, keep, chosen)
     say = since_start(say)
-    job = _Job(checkpoint, chosen, written, representation, layers, {}, kept, {})
+    sources = {f"{name}.weight": name for name in layers}
+    job = _Job(checkpoint, chosen, written, representation, layers, sources, {}, kept, {}, {})
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
         job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job, say))
+    if head:
+        job = _with_head(job, model)
     with _atomic_folder(folder) as partial:
-        with going_on(say, f"writing {len(layers)} quantized layers and the other weights") as done:
+        with going_on(say, f"writing {len(job.layers)} quantized layers and the other weights") as done:
             tensors = _write_weights(job, partial, [done] if progress is None else [done, progress])
         _write_rest(job, model, tensors, partial)
     after = Checkpoint.open(folder)
     before, now = (sum(info.nbytes for info in each.tensors.values()) for each in (checkpoint, after))
-    return Quantized(folder, len(layers), before, now, job.errors)
+    return Quantized(folder, len(job.layers), before, now, job.errors)
 
 
 @attrs.frozen
@@ -137,8 +150,10 @@ class _Job:
 
     Attributes:
         layers: layers to quantize, by name in the checkpoint; the values are paths in the model.
+        sources: the layers to quantize, by the name of the tensor with the weight.
         activations: static scales of activations, by path in the model.
         kept: linear layers that the user keeps.
+        others: the schemes of layers that have another one, with the representation, by name in the checkpoint.
         errors: those of the layers that have been written.
     """
 
@@ -147,9 +162,32 @@ class _Job:
     format: CheckpointFormat
     representation: Representation
     layers: Mapping[str, str]
+    sources: Mapping[str, str]
     activations: Mapping[str, Activation]
     kept: Sequence[str]
+    others: Mapping[str, tuple[Scheme, Representation]]
     errors: dict[str, float]
+
+
+def _with_head(job: _Job, model: CausalLM) -> _Job:
+    """Return the job with the output projection, which other layers do not limit."""
+    name = model.output_projection
+    scheme = schemes()[HEAD].configured({"group_size": -1, "symmetric": True})
+    representation = job.format.representation(scheme)
+    if representation is None:
+        raise ConfigError(
+            f"the format {job.format.name} does not store an output projection in {HEAD}",
+            "use --format compressed-tensors, or omit --head",
+        )
+    source = model.tied.get(f"{name}.weight", f"{name}.weight")
+    if source not in job.checkpoint.tensors:
+        raise ConfigError(f"{type(model).__name__} has no output projection {name}", "omit --head")
+    return attrs.evolve(
+        job,
+        layers={**job.layers, name: name},
+        sources={**job.sources, source: name},
+        others={name: (scheme, representation)},
+    )
 
 
 def _in_groups(scheme: Scheme, group_size: int | None) -> Scheme:
@@ -297,18 +335,17 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
     for file in sorted({info.file for info in infos.values()}):
         written: dict[str, Tensor] = {}
         for name, values in checkpoint.read([name for name, info in infos.items() if info.file == file]):
-            layer, _, suffix = name.rpartition(".")
             done += infos[name].nbytes
             for each in progress:
                 each(done, total)
-            if layer not in job.layers:
+            if name.rpartition(".")[0] not in job.layers:
                 written[name] = values.clone()
                 quantized[name] = False
-            elif suffix == "weight":
+            if (layer := job.sources.get(name)) is not None:
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
-                settings = job.scheme.settings
-                found = job.representation.write(name, values, bias, activation, checkpoint.dtype, settings)
-                job.errors[layer] = _error(job.representation.written_weight(found, settings), values)
+                scheme, representation = job.others.get(layer, (job.scheme, job.representation))
+                found = representation.write(name, values, bias, activation, checkpoint.dtype, scheme.settings)
+                job.errors[layer] = _error(representation.written_weight(found, scheme.settings), values)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
@@ -334,12 +371,21 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 
 
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
-    config = dict(job.checkpoint.config)
+    others = {name: scheme for name, (scheme, _) in job.others.items()}
+    config = _untied(job.checkpoint.config) if others else dict(job.checkpoint.config)
     gates = (path for path, layer in model.named_modules() if isinstance(layer, Gate))
-    kept = [model.output_projection, *job.kept, *gates, *_encoder_layers(model)]
-    for name, value in job.format.describe(config, job.scheme, kept, tensors).items():
+    kept = [*({model.output_projection} - others.keys()), *job.kept, *gates, *_encoder_layers(model)]
+    further = {"others": others} if others else {}
+    for name, value in job.format.describe(config, job.scheme, kept, tensors, **further).items():
         _write_json(folder / name, value)
     job.checkpoint.files.write_beside(folder)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a model whose output projection is a tensor beside the table of embeddings."""
+    text = config.get("text_config")
+    inner = {"text_config": {**text, TIED: False}} if isinstance(text, Mapping) else {}
+    return {**config, **inner, TIED: False}
 
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:

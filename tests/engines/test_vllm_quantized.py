@@ -35,6 +35,8 @@ def test_quantized_checkpoints(tmp_path: Path) -> None:
     for scheme, options in OPTIONS.items():
         made = quantize_checkpoint(plain, tmp_path / scheme, scheme, format="compressed-tensors", **options)
         cases[scheme] = (str(made.path), {}, {})
+    made = quantize_checkpoint(plain, tmp_path / "head", "w4a16", group_size=32, head=True)
+    cases["output projection"] = (str(made.path), {}, {})
     cases["named"] = (cases["w4a8_dynamic"][0], {"quantization": "compressed-tensors"}, {})
     made = quantize_checkpoint(plain, tmp_path / "modelslim", "w8a8_dynamic", format="modelslim")
     cases["modelslim"] = (str(made.path), {}, {})

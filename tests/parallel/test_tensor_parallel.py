@@ -76,17 +76,19 @@ def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) 
     assert all(torch.equal(rank["logits"], found[0]["logits"]) for rank in found)
 
 
-def test_a_tied_table_of_a_gguf_file_that_stays_packed(tmp_path: Path) -> None:
-    """Its rows, of which the last rank has fewer, are cut for lookups and for the output projection."""
+def test_quantized_tables_and_output_projections(tmp_path: Path) -> None:
+    """Their rows, of which the last rank has fewer, are cut, also where lookups read them, as of a tied GGUF file."""
     pytest.importorskip("gguf", reason="gguf writes the file")
     from helpers.gguf_writing import write_gguf
 
     folder = random_checkpoint(tmp_path / "plain", **{**DENSE, "attention_bias": False}, vocab_size=301)
     file = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1")
-    arguments: dict[str, Any] = {"checkpoint": str(file), "dtype": "float32", "weights": "kept"}
-    alone = rank_programs.logits(**arguments, parallel={})["logits"]
-    for rank in in_ranks("logits", 2, **arguments, parallel={"tensor": 2}):
-        torch.testing.assert_close(rank["logits"], alone, rtol=1e-4, atol=1e-4)
+    made = quantize_checkpoint(folder, tmp_path / "int8", "w8a16", head=True).path
+    for checkpoint in (file, made):
+        arguments: dict[str, Any] = {"checkpoint": str(checkpoint), "dtype": "float32", "weights": "kept"}
+        alone = rank_programs.logits(**arguments, parallel={})["logits"]
+        for rank in in_ranks("logits", 2, **arguments, parallel={"tensor": 2}):
+            torch.testing.assert_close(rank["logits"], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,10 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import build_model
 from hal.checkpoint.quantized_layers import linear_layers
 from hal.cli import main
-from hal.errors import CheckpointError, NumericsError
+from hal.errors import CheckpointError, ConfigError, NumericsError
 from hal.nn import Linear, QuantizedLinear
+from hal.nn.low_bits import WeightOnlyLinear
+from hal.ops.weight_only import dequantize
 from hal.quantization.int8_arithmetic import activation_for, quantize_weight
 from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
@@ -244,6 +246,35 @@ def test_the_output_projection_has_the_name_that_the_model_gives(tmp_path: Path)
     layers = [name for name, _ in linear_layers(build_model(checkpoint, Renamed))]
     assert "lm_head" in layers
     assert not [name for name in layers if name.endswith("down_proj")]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_output_projection_in_int8(tied: bool, tmp_path: Path) -> None:
+    """With a scale for each row, whatever the scheme; a tied table stays beside it."""
+    plain = random_checkpoint(tmp_path / "plain", shards=2, tie_word_embeddings=tied)
+    made = quantize_checkpoint(plain, tmp_path / "out", "w4a16", group_size=16, head=True)
+    before, after = all_tensors(plain), all_tensors(made.path)
+    table = before["model.embed_tokens.weight"]
+    assert torch.equal(after["model.embed_tokens.weight"], table)
+    assert "lm_head.weight" not in after
+    assert made.errors["lm_head"] < 0.01
+    config = json.loads((made.path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    section = config["quantization_config"]
+    assert section["ignore"] == []
+    assert section["config_groups"]["group_1"]["targets"] == ["lm_head"]
+    head = load(made.path).get_submodule("lm_head")
+    assert isinstance(head, WeightOnlyLinear)
+    assert (head.bits, head.group_size, head.weight.dtype) == (8, table.shape[1], torch.int8)
+    wanted = table if tied else before["lm_head.weight"]
+    assert error(dequantize(head.weight, head.weight_scale, None, table.shape[1]), wanted.float()) < 0.01
+    alone = quantize_checkpoint(plain, tmp_path / "without", "w4a16", group_size=16).path
+    assert error(logits(load(made.path)).float(), logits(load(alone)).float()) < 0.02
+
+
+def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="modelslim does not store an output projection in w8a16_group"):
+        quantize_checkpoint(plain, tmp_path / "out", "w8a16", format="modelslim", head=True)
 
 
 def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:

@@ -17,6 +17,10 @@ SCHEME = (
 )
 GROUP_SIZE = "Inputs that share a scale, in w4a16, w4a8_dynamic and w8a16_group; -1 for a whole row.  [default: 128]"
 KEEP = "A layer to leave as it is: its name, or consecutive parts of it, such as layers.0.mlp. May be repeated."
+HEAD = (
+    "Quantize the output projection, too, in int8 with a scale for each row. If it is the table of embeddings, the new "
+    "checkpoint has both."
+)
 FORMAT = "Format of the checkpoint: compressed-tensors or modelslim. hal reads both."
 CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8."
 
@@ -30,6 +34,7 @@ CALIBRATION = "A UTF-8 text representative of the model's use; required by w8a8.
 @click.option("--calibration-tokens", type=int, metavar="N", help="Number of its tokens to read.  [default: 8192]")
 @click.option("--group-size", type=int, metavar="N", help=GROUP_SIZE)
 @click.option("--keep", metavar="NAME", multiple=True, help=KEEP)
+@click.option("--head", is_flag=True, help=HEAD)
 def command(
     source: Path,
     target: Path,
@@ -39,11 +44,12 @@ def command(
     calibration_tokens: int | None,
     group_size: int | None,
     keep: tuple[str, ...],
+    head: bool,
 ) -> None:
     """Quantize the checkpoint in the folder IN into the new folder OUT.
 
-    All linear layers except the output projection and an encoder's are quantized. The relative error of each layer's
-    weight is printed. `hal generate OUT` runs the result.
+    All linear layers except the output projection and an encoder's are quantized; --head adds the former. The relative
+    error of each layer's weight is printed. `hal generate OUT` runs the result.
     """
     from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -57,6 +63,7 @@ def command(
         calibration_tokens=calibration_tokens,
         group_size=group_size,
         keep=keep,
+        head=head,
         say=progress_on_stderr(),
     )
     print_table(("layer", "relative error"), [(name, f"{each:.4f}") for name, each in made.errors.items()])
