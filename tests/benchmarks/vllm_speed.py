@@ -63,10 +63,10 @@ def timed(part: str, run: Callable[..., Any], *arguments: Any) -> Any:
 class TimedRunner(hal.Runner):
     """Counts the time of steps."""
 
-    def step(self, batch: hal.step.Batch) -> Any:
+    def step(self, *arguments: Any) -> Any:
         """Run the step."""
         SPENT["steps"] += 1
-        return timed("runner", super().step, batch)
+        return timed("runner", super().step, *arguments)
 
 
 class TimedWorker(HalWorker):
