@@ -28,6 +28,7 @@ class QuantizedLinear(Projection):
     Attributes:
         operation: the operation that uses the tensors; None for a layer that no driver prepares tensors of.
         has_bias: whether the replaced layer has a bias. Without, the tensor ``bias`` is None.
+        by_inputs: whether ranks that divide it divide its inputs; also of experts that ranks hold whole.
         converted: whether the loader makes the tensors of another layer from its tensors, which it dequantizes.
     """
 
@@ -45,7 +46,7 @@ class QuantizedLinear(Projection):
             num_experts=linear.num_experts,
             rows=linear.rows,
         )
-        self.merged = linear.merged
+        self.merged, self.by_inputs = linear.merged, linear.shard == IN
         vars(self).update(settings)
         self.has_bias = getattr(linear, "bias", None) is not None
         for name, weight in self.weights.items():

@@ -37,7 +37,7 @@ class PackedRows(Representation):
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
         rows: dict[str, Any] = {"dtype": torch.float32, "stored": FLOATS, "column": True}
-        columns = {COLUMNS: ROW_COLUMNS if layer.shard == IN else 1}
+        columns = {COLUMNS: ROW_COLUMNS if layer.by_inputs else 1}
         found = {
             "packed": layer.declare("weight", packing={OUT: 2}, dtype=torch.int8),
             "scales": layer.declare("weight_scale", OUT, checks=(POSITIVE,), **rows),

@@ -100,3 +100,18 @@ def test_cuts_inside_a_byte_are_refused(tmp_path: Path) -> None:
     ):
         hal.load_model(made, backend)
     assert caught.value.remedy.endswith(": 1, 2, 3, 4, 6, 9, 12, 18, 36")
+
+
+WHOLE_EXPERTS = [name for name in CASES if name == "mxfp4" or name.endswith("-sparse")]
+
+
+@thorough(EXHAUSTIVE, r"\[(?!modelslim-w4a8-32-sparse|mxfp4)")
+@thorough(MODE, r"\[mxfp4")
+@pytest.mark.parametrize("name", WHOLE_EXPERTS)
+def test_logits_of_ranks_with_whole_experts(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    arguments = {"checkpoint": str(case.write(tmp_path)), "dtype": "float32", "compilers": ["eager"]}
+    arguments["on"] = {"backend": "cpu", **case.config}
+    alone = rank_programs.compiled_logits(**arguments, parallel={})["eager"]
+    for rank in in_ranks("compiled_logits", 2, **arguments, parallel={"tensor": 2, "experts": "all_gather"}):
+        assert error(rank["eager"], alone) < (0.03 if case.rounded else 1e-5)
