@@ -437,6 +437,16 @@ class TestFloor:
         assert floor.decode_bytes(untied, torch.float32, 1, 5) == floor.decode_bytes(tied, torch.float32, 1, 5)
         assert floor.prefill_operations(untied, 4, 1, 5) == floor.prefill_operations(tied, 4, 1, 5)
 
+    def test_a_packed_table_is_the_output_projection(self, tmp_path: Path) -> None:
+        pytest.importorskip("gguf", reason="gguf writes the file")
+        shapes = random_weights.RandomCheckpoint.of("tiny", {**TINY, "tie_word_embeddings": True})
+        file = tmp_path / "model.gguf"
+        gguf_writing.write_gguf(shapes, file, "Q8_0")
+        kept, wide = (build_model(hal.Checkpoint.open(file), quantized_weights=each) for each in ("kept", "auto"))
+        assert floor.prefill_operations(kept, 4, 1, 5) == floor.prefill_operations(wide, 4, 1, 5)
+        bytes_of = [floor.decode_bytes(each, torch.bfloat16, 1, 5).parts["weights"] for each in (kept, wide)]
+        assert bytes_of[0] < 0.7 * bytes_of[1]
+
     def test_a_sliding_window_is_all_that_is_read(self) -> None:
         model = self.model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
         found = floor.decode_bytes(model, torch.float32, 1, 20)
