@@ -20,7 +20,7 @@ _FLAGS: dict[InstructionSet, tuple[str, ...]] = {
     "sse4": (*_WITHOUT_AMX, "-mno-avx"),
 }
 _NEEDED: dict[InstructionSet, tuple[str, ...]] = {
-    "amx": ("amx_tile", "amx_bf16"),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
     "avx512_bf16": ("avx512_bf16",),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx2": ("avx2", "fma"),

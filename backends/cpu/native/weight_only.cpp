@@ -2,7 +2,8 @@
 //
 // Where the processor multiplies pairs of 16-bit integers, few rows of x are rounded to such, with a scale for each
 // block of x. This is exact to 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight
-// is then never widened further. Otherwise some rows of a weight at a time are widened to x's type, in a core's cache.
+// is then never widened further. With tiles of AMX, more rows are (weight_only_tiles.cpp). Otherwise some rows of a
+// weight at a time are widened to x's type, in a core's cache.
 #include <omp.h>
 
 #include <algorithm>
@@ -18,8 +19,7 @@
 
 namespace {
 
-constexpr int64_t kTileRows = 8;       // rows of x, from which tiles of AMX are faster
-constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
+constexpr int64_t kFewestForTiles = 8;  // rows of x, from which tiles of AMX are faster
 
 template <class T>
 void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
@@ -54,7 +54,6 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 constexpr int64_t kAtOnce = 4;      // rows of x
 constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
 constexpr int64_t kAhead = 4096;    // bytes of the weight to prefetch ahead
-constexpr int64_t kSmallestGroup = 16;
 
 // Rows of x as integers. Those of a register's 16-bit lanes are together: elements 0, 2, 4... and 1, 3, 5... for weights
 // of 8 bits; every fourth one for those of 4 bits.
@@ -108,11 +107,7 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
             const float scale = round_block(x + row * stride + first, count, q);
             made.scales[row * blocks + block] = scale;
             order<Kind>(q, made.values.data() + (row * blocks + block) * kBlockOfX);
-            for (int64_t i = 0; i < count; i += kSmallestGroup) {
-                int32_t sum = 0;
-                for (int64_t j = 0; j < kSmallestGroup; j++) sum += q[i + j];
-                made.sums[row * groups + (first + i) / given.group] += scale * float(sum);
-            }
+            add_to_groups(q, first, count, scale, given.group, made.sums.data() + row * groups, 1);
         }
 }
 
@@ -268,7 +263,7 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
 template <class T>
 void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
     if constexpr (sizeof(T) == 2)
-        if (given.rows >= kTileRows && spreads(given.width, given.group, given.numbers) &&
+        if (given.rows >= kFewestForTiles && spreads(given.width, given.group, given.numbers) &&
             multiply_tiles(given, x, x_stride, y))
             return;
 #ifdef __AVX512VNNI__

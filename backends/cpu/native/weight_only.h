@@ -116,6 +116,8 @@ inline bool spreads(int64_t width, int64_t group, int numbers) {
     return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
 }
 
+constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
+constexpr int64_t kSmallestGroup = 16;
 constexpr int64_t kBlockOfX = 128;  // elements of x with one scale
 constexpr float kMost = 32512;      // the largest 16-bit integer that is used
 
@@ -149,6 +151,16 @@ inline float round_block(const T* x, int64_t count, int32_t* q) {
         for (int lane = 0; lane < kLanes; lane++) q[i * kLanes + lane] = int32_t(std::nearbyint(scaled[lane]));
     }
     return size / kMost;
+}
+
+// Adds those of a block, from element `first` of x on, to the sums of its groups, `apart` floats from one another.
+inline void add_to_groups(const int32_t* q, int64_t first, int64_t count, float scale, int64_t group, float* sums,
+                          int64_t apart) {
+    for (int64_t i = 0; i < count; i += kSmallestGroup) {
+        int32_t sum = 0;
+        for (int64_t j = 0; j < kSmallestGroup; j++) sum += q[i + j];
+        sums[(first + i) / group * apart] += scale * float(sum);
+    }
 }
 
 // Multiplies with AMX and returns true, or returns false where the processor or the system does not have it.

@@ -1,8 +1,8 @@
 // The products of weight_only.cpp by AMX: up to 16 rows of x at a time with 32 rows of the weight, which are tiles as
 // they lie in memory if they have 8 bits.
 //
-// An element of x is an integer of 16 bits, as there, in two halves: q = 256 high + low. Both halves are multiplied with
-// bytes of the weight, exactly, and a product is 256 times the first sum plus the second.
+// An element of x is an integer of 16 bits, as there, in two halves: q = 256 high + low. Both are multiplied with bytes
+// of the weight, exactly, and a product is 256 times the first sum plus the second.
 #include <omp.h>
 
 #include <algorithm>
@@ -18,7 +18,6 @@ namespace {
 
 constexpr int64_t kTileRows = 16, kUnit = 2 * kTileRows;  // rows of the weight
 constexpr int64_t kOfX = kLanes;                          // rows of x at a time: a column of sums is a lane
-constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which starting threads costs more than it gains
 
 // Tiles 0 and 1 are rows of the weight, 2 and 3 the high and low halves of x, 4 to 7 sums.
 TileShapes shapes_of(int64_t step) {
@@ -53,8 +52,7 @@ void round(const WeightOnly& given, const T* x, int64_t stride, int64_t count, i
                 int8_t* tile = to + i / step * step * kOfX * 2 + i % step * kOfX;
                 std::memcpy(tile, high + i, 4), std::memcpy(tile + step * kOfX, low + i, 4);
             }
-            for (int64_t i = 0; given.zeros.values && i < taken; i++)
-                made.sums[(first + i) / given.group * kOfX + row] += scale * float(q[i]);
+            add_to_groups(q, first, taken, scale, given.group, made.sums.data() + row, kOfX);
         }
 }
 
@@ -71,12 +69,15 @@ void unpack(const uint8_t* row, int64_t first, int64_t count, int8_t* to) {
                             : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
         const int64_t bytes = count / 2;
         const __m512i nibble = _mm512_set1_epi8(15);
-        const __m512i packed = _mm512_maskz_loadu_epi8(bytes == 64 ? ~__mmask64(0) : (__mmask64(1) << bytes) - 1, from);
+        const __mmask64 there = bytes == 64 ? ~__mmask64(0) : (__mmask64(1) << bytes) - 1;
+        const __m512i packed = _mm512_maskz_loadu_epi8(there, from);
         const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, nibble));
         const __m512i high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble));
         const __m512i even = _mm512_unpacklo_epi8(low, high), odd = _mm512_unpackhi_epi8(low, high);
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(even, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), odd));
-        _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi64(even, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), odd));
+        const __m512i first_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(even, first_half, odd));
+        const __m512i second_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi64(even, second_half, odd));
 #else
         for (int64_t i = 0; i < count; i++) {
             const int bits = from[i / 2] >> i % 2 * 4 & 15;
@@ -182,8 +183,8 @@ void run(const WeightOnly& given, const T* from, int64_t stride, T* y) {
             for (int64_t block = 0; block < blocks; block++) {
                 // The next unit's rows, in order.
                 const int64_t bytes = std::min(kUnit, given.out - following * kUnit) * given.row_bytes();
-                for (int64_t at = block * kUnit * block_bytes; at < std::min(bytes, (block + 1) * kUnit * block_bytes); at += 64)
-                    __builtin_prefetch(next + at, 0, 2);
+                const int64_t end = std::min(bytes, (block + 1) * kUnit * block_bytes);
+                for (int64_t at = block * kUnit * block_bytes; at < end; at += 64) __builtin_prefetch(next + at, 0, 2);
                 multiply<Kind>(given, x, step, span, unit, block, count, scratch);
             }
             write(given, x, first, count, scratch, y);
