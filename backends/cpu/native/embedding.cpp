@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kSerial = 1 << 15;  // elements of the rows, up to which starting threads costs more than it gains
+constexpr int64_t kSerialRows = 1 << 15;  // elements of the rows, up to which starting threads costs more than it gains
 
 }  // namespace
 
@@ -29,7 +29,7 @@ extern "C" int64_t weight_only_embedding(const void* ids, const void* weight, co
                            Factors{zeros, zero_dtype, groups}, nullptr, 0, numbers, rows, width, vocabulary, group};
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel if (rows * width > kSerial)
+#pragma omp parallel if (rows * width > kSerialRows)
         {
             std::vector<float> wide(width), of_scales(groups), of_zeros(zeros ? groups : 0);
 #pragma omp for
