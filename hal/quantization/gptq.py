@@ -54,7 +54,11 @@ class GptqTensors(Representation):
             "every_rank": layer.any_groups and layer.shard == IN,
         }
         zero: dict[str, Any] = {"packing": {OUT: packed}, "dtype": torch.int32, "checks": self._zero_points(layer.bits)}
-        index: dict[str, Any] = {"optional": True, "dtype": torch.int32, "stored": (torch.int32, torch.int64)}
+        index: dict[str, Any] = {
+            "optional": not layer.ordered,
+            "dtype": torch.int32,
+            "stored": (torch.int32, torch.int64),
+        }
         return {
             "qweight": layer.declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
             "qzeros": layer.declare("qzeros", axes, **groups, **zero),

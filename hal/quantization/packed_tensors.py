@@ -140,7 +140,11 @@ class PackedTensors(Representation):
                 "weight_shape", DIMENSIONS, sizes={DIMENSIONS: 2}, every_rank=True, checks=(dimensions(layer),), **rest
             ),
             "g_idx": layer.declare(
-                "weight_g_idx", IN, every_rank=not layer.any_groups, checks=group_index(layer), **rest
+                "weight_g_idx",
+                IN,
+                every_rank=not layer.any_groups,
+                checks=group_index(layer),
+                **{**rest, "optional": not layer.ordered},
             ),
         }
 

@@ -58,7 +58,7 @@ class Kind:
 
 
 def low_bits(format: Format, **tensors: tuple[Fault, ...]) -> Kind:
-    optional = ("g_idx", "weight_g_idx", "weight_shape")
+    optional = ("weight_shape",) if format.ordered else ("g_idx", "weight_shape")
     return Kind(lambda folder: pair(folder, format, **DENSE)[0], tensors, optional=optional)
 
 

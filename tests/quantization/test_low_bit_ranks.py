@@ -11,13 +11,13 @@ from helpers.checkpoints import random_checkpoint
 from helpers.gguf_writing import write_gguf
 from helpers.low_bits import DENSE, WHOLE, Format, gpt_oss_pair, modelslim, pair
 from helpers.low_bits_on_ranks import CASES
-from helpers.quantized import error
+from helpers.quantized import change_tensors, error
 from helpers.ranks import in_ranks
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal.device.group import Group
-from hal.errors import ConfigError
+from hal.errors import CheckpointError, ConfigError
 from hal.parallel import Mesh
 
 NARROW = {**DENSE, "intermediate_size": 96}
@@ -100,6 +100,19 @@ def test_cuts_inside_a_byte_are_refused(tmp_path: Path) -> None:
     ):
         hal.load_model(made, backend)
     assert caught.value.remedy.endswith(": 1, 2, 3, 4, 6, 9, 12, 18, 36")
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_inputs_whose_order_is_missing_are_refused(method: str, tmp_path: Path) -> None:
+    """A rank that has some of the inputs could not tell their groups."""
+    made, _ = pair(tmp_path, Format(method, ordered=True), **DENSE)
+    name = f"model.layers.1.mlp.down_proj.{'g_idx' if method == 'gptq' else 'weight_g_idx'}"
+    change_tensors(made, lambda tensors: tensors.pop(name))
+    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": "dequantized"}
+    for rank in (0, 1):
+        mesh = Mesh(tensor=Group("pair", rank, 2, object()))
+        with hal.open(config, mesh=mesh) as backend, pytest.raises(CheckpointError, match=f"{name} is missing"):
+            hal.load_model(made, backend)
 
 
 WHOLE_EXPERTS = [name for name in CASES if name == "mxfp4" or name.endswith("-sparse")]
