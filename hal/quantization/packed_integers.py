@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that scales keep."""
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 8: (1.0,)}
 """The parts of the largest number of a group that :func:`quantize_groups` tries as the range, by bits."""
+ELEMENTS = 1 << 22
+"""The elements of a weight that are quantized at once."""
 ROWS = 64
 """The rows of a weight whose columns are ordered at once."""
 # In each number of an int32, the difference of the highest bit: between unsigned numbers and two's complement.
@@ -55,15 +57,13 @@ def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
     return signed if bits == 4 else signed.view(torch.int8)[..., :width].contiguous()
 
 
-def packed_unsigned(numbers: Tensor, bits: int) -> Tensor:
-    """Return unsigned numbers ``[..., width]`` as int32 ``[..., ceil(width * bits / 32)]``: see :func:`unsigned`."""
-    each = in_one(bits)
-    padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[-1] % each)).unflatten(-1, (-1, each))
-    packed: Tensor = padded[..., 0].clone()
-    for place in range(1, each):
-        packed |= padded[..., place] << bits * place
-    result: Tensor = packed.to(torch.uint32).view(torch.int32)
-    return result
+def packed_signed(numbers: Tensor, bits: int) -> Tensor:
+    """Return int8 numbers ``[rows, width]`` as the unsigned ones of :func:`signed_weight`, the inverse."""
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % in_one(bits)))
+    found = padded.view(torch.uint8) + (1 << bits - 1)
+    if bits == 4:
+        found = found[:, ::2] & 15 | found[:, 1::2] << 4
+    return found.view(torch.int32)
 
 
 def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:
@@ -96,6 +96,12 @@ def transposed(matrix: Tensor) -> Tensor:
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
+def row_ranges(weight: Tensor) -> Iterator[slice]:
+    """Yield ranges of the rows of a matrix, of about :data:`ELEMENTS` elements each."""
+    count = max(ELEMENTS // weight.shape[1], 1)
+    return (slice(first, first + count) for first in range(0, len(weight), count))
+
+
 def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize ``[rows, columns]`` symmetrically in groups. Of some scales, each group gets that of the least error.
 
@@ -107,12 +113,20 @@ def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torc
         dtype: that of the scales.
 
     Returns:
-        Numbers from ``-2 ** (bits - 1)``, int32 ``[rows, columns]``, and the scales ``[rows, columns / size]``. A group
+        Numbers from ``-2 ** (bits - 1)``, int8 ``[rows, columns]``, and the scales ``[rows, columns / size]``. A group
         of zeros has the scale 1.
 
     Raises:
         CheckpointError: a value is not finite.
     """
+    numbers = weight.new_empty(weight.shape, dtype=torch.int8)
+    scale = weight.new_empty(len(weight), weight.shape[1] // size, dtype=dtype)
+    for rows in row_ranges(weight):
+        numbers[rows], scale[rows] = _quantized_rows(name, weight[rows], bits, size, dtype)
+    return numbers, scale
+
+
+def _quantized_rows(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     groups, most = weight.float().unflatten(-1, (-1, size)), (1 << bits - 1) - 1
     largest = groups.abs().amax(-1, keepdim=True)
     if not bool(largest.isfinite().all()):
@@ -127,7 +141,7 @@ def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torc
         better = found < error
         best, scale = torch.where(better, numbers, best), torch.where(better, tried, scale)
         error = torch.minimum(found, error)
-    return best.flatten(-2).int(), scale.squeeze(-1).to(dtype)
+    return best.flatten(-2), scale.squeeze(-1)
 
 
 def input_groups(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | None]:

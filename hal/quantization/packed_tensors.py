@@ -21,7 +21,7 @@ from hal.quantization.packed_integers import (
     in_groups,
     in_one,
     input_groups,
-    packed_unsigned,
+    packed_signed,
     quantize_groups,
     signed_weight,
     signed_zero_points,
@@ -113,11 +113,11 @@ class WholeTensors(Representation):
     ) -> dict[str, Tensor]:
         bits, size = self.description.weights["num_bits"], settings["group_size"] or weight.shape[1]
         numbers, scale = quantize_groups(name, weight, bits, size, dtype)
-        return {"weight": numbers.to(torch.int8), "weight_scale": scale} | ({} if bias is None else {"bias": bias})
+        return {"weight": numbers, "weight_scale": scale} | ({} if bias is None else {"bias": bias})
 
-    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-        weight = tensors["weight"]
-        return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or weight.shape[1])
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], rows: slice) -> Tensor:
+        weight = tensors["weight"][rows]
+        return dequantize(weight, tensors["weight_scale"][rows], None, settings["group_size"] or weight.shape[1])
 
 
 class PackedTensors(Representation):
@@ -177,16 +177,16 @@ class PackedTensors(Representation):
         bits, size = self.description.weights["num_bits"], settings["group_size"] or weight.shape[1]
         numbers, scale = quantize_groups(name, weight, bits, size, dtype)
         found = {
-            "weight_packed": packed_unsigned(numbers + (1 << bits - 1), bits),
+            "weight_packed": packed_signed(numbers, bits),
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape),
         }
         return found | ({} if bias is None else {"bias": bias})
 
-    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], rows: slice) -> Tensor:
         bits, width = self.description.weights["num_bits"], int(tensors["weight_shape"][1])
-        weight = signed_weight(tensors["weight_packed"].clone(), bits, width)
-        return dequantize(weight, tensors["weight_scale"], None, settings["group_size"] or width)
+        weight = signed_weight(tensors["weight_packed"][rows].clone(), bits, width)
+        return dequantize(weight, tensors["weight_scale"][rows], None, settings["group_size"] or width)
 
 
 def _signed(bits: int) -> ValueCheck:

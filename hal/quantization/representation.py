@@ -121,12 +121,12 @@ class Representation:
         """
         raise NotImplementedError
 
-    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
-        """Return the weight that the tensors of :meth:`write` mean, float32 ``[rows, columns]``.
+    def written_weight(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], rows: slice) -> Tensor:
+        """Return rows of the weight that the tensors of :meth:`write` mean, float32 ``[rows, columns]``.
 
-        By default, that of numbers with a scale for each row.
+        By default, those of numbers with a scale for each row.
         """
-        return tensors["weight"].float() * tensors["weight_scale"].float()
+        return tensors["weight"][rows].float() * tensors["weight_scale"][rows].float()
 
     @property
     def writes(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from hal.quantization.checkpoint_format import CheckpointFormat
 from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.format_registry import FORMATS, formats
 from hal.quantization.int8_arithmetic import Activation
+from hal.quantization.packed_integers import row_ranges
 from hal.quantization.representation import Representation
 from hal.quantization.scheme import Scheme
 from hal.quantization.scheme_registry import SCHEMES, schemes
@@ -345,7 +347,7 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
                 scheme, representation = job.others.get(layer, (job.scheme, job.representation))
                 found = representation.write(name, values, bias, activation, checkpoint.dtype, scheme.settings)
-                job.errors[layer] = _error(representation.written_weight(found, scheme.settings), values)
+                job.errors[layer] = _error(representation, found, scheme.settings, values)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
@@ -360,9 +362,16 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
     return quantized
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    wide = wanted.float()
-    return float((found - wide).norm() / wide.norm().clamp(min=1e-30))
+def _error(
+    representation: Representation, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], wanted: Tensor
+) -> float:
+    difference = size = 0.0
+    for rows in row_ranges(wanted):
+        wide = wanted[rows].float()
+        found = representation.written_weight(tensors, settings, rows)
+        difference += float((found - wide).square().sum())
+        size += float(wide.square().sum())
+    return math.sqrt(difference / max(size, 1e-60))
 
 
 def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:

@@ -41,7 +41,9 @@ from hal.errors import CheckpointError, ConfigError, NumericsError
 from hal.nn import Linear, QuantizedLinear
 from hal.nn.low_bits import WeightOnlyLinear
 from hal.ops.weight_only import dequantize
+from hal.quantization import packed_integers
 from hal.quantization.int8_arithmetic import activation_for, quantize_weight
+from hal.quantization.packed_integers import packed_signed, quantize_groups, signed_weight
 from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -275,6 +277,20 @@ def test_the_output_projection_in_int8(tied: bool, tmp_path: Path) -> None:
 def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="modelslim does not store an output projection in w8a16_group"):
         quantize_checkpoint(plain, tmp_path / "out", "w8a16", format="modelslim", head=True)
+
+
+@pytest.mark.parametrize(("bits", "width", "group"), [(4, 24, 8), (4, 24, 24), (8, 22, 11)])
+def test_ranges_of_rows(bits: int, width: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is quantized and packed as it is alone, in any range."""
+    weight = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
+    weight[2] = 0
+    whole = quantize_groups("weight", weight, bits, group, torch.float32)
+    monkeypatch.setattr(packed_integers, "ELEMENTS", 2 * width)
+    found = quantize_groups("weight", weight, bits, group, torch.float32)
+    assert all(map(torch.equal, found, whole))
+    numbers, scale = found
+    packed = signed_weight(packed_signed(numbers, bits), bits, width)
+    assert error(dequantize(packed, scale, None, group), weight) < (0.15 if bits == 4 else 0.01)
 
 
 def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
