@@ -131,12 +131,11 @@ def quantize_checkpoint(
     layers, kept = _chosen_layers(model, keep, chosen)
     say = since_start(say)
     sources = {f"{name}.weight": name for name in layers}
-    job = _Job(checkpoint, chosen, written, representation, layers, sources, {}, kept, {}, {})
+    calibrated = _Job(checkpoint, chosen, written, representation, layers, sources, {}, kept, {}, {})
+    job = _with_head(calibrated, model) if head else calibrated
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
-        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, job, say))
-    if head:
-        job = _with_head(job, model)
+        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, calibrated, say))
     with _atomic_folder(folder) as partial:
         with going_on(say, f"writing {len(job.layers)} quantized layers and the other weights") as done:
             tensors = _write_weights(job, partial, [done] if progress is None else [done, progress])

@@ -275,8 +275,12 @@ def test_the_output_projection_in_int8(tied: bool, tmp_path: Path) -> None:
 
 
 def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> None:
+    """Before the calibration."""
+    said = list[str]()
+    options: dict[str, Any] = {"format": "modelslim", "calibration": "a b c", "head": True, "say": said.append}
     with pytest.raises(ConfigError, match="modelslim does not store an output projection in w8a16_group"):
-        quantize_checkpoint(plain, tmp_path / "out", "w8a16", format="modelslim", head=True)
+        quantize_checkpoint(plain, tmp_path / "out", "w8a8", **options)
+    assert not said
 
 
 @pytest.mark.parametrize(("bits", "width", "group"), [(4, 24, 8), (4, 24, 24), (8, 22, 11)])
