@@ -93,7 +93,7 @@ class CheckpointFormat(ABC):
         scheme: Scheme,
         kept: Iterable[str],
         tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme] = MappingProxyType({}),
+        others: Mapping[str, Scheme],
     ) -> dict[str, dict[str, Any]]:
         """Return the JSON files that describe a checkpoint of this format, by name, including config.json.
 
@@ -102,10 +102,10 @@ class CheckpointFormat(ABC):
             scheme: the scheme of the quantized layers.
             kept: linear layers that are not quantized.
             tensors: whether each tensor belongs to a quantized layer, by name.
-            others: the schemes of quantized layers that have another one, by name. hal omits the argument without any.
+            others: the schemes of quantized layers that have another one, by name.
 
         Raises:
-            ConfigError: hal does not write the format, which is the default.
+            ConfigError: hal does not write the format, which is the default, or other schemes in it.
         """
         raise ConfigError(f"hal does not write the checkpoint format {self.name}", "choose another --format")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -175,7 +174,7 @@ class CompressedTensors(CheckpointFormat):
         scheme: Scheme,
         kept: Iterable[str],
         tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme] = MappingProxyType({}),
+        others: Mapping[str, Scheme],
     ) -> dict[str, dict[str, Any]]:
         group: ConfigGroup = self.known()[scheme.name][1].description
         groups = {"group_0": {**group.written(scheme.settings), "output_activations": None}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hal.config.untrusted_files import read_json
@@ -108,11 +107,13 @@ class ModelSlim(CheckpointFormat):
         scheme: Scheme,
         kept: Iterable[str],
         tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme] = MappingProxyType({}),
+        others: Mapping[str, Scheme],
     ) -> dict[str, dict[str, Any]]:
-        kinds = {name: each.description for name, (_, each) in self.known().items()}
-        kind, types = kinds[scheme.name], {}
-        for name, quantized in sorted(tensors.items()):
-            own = others.get(name.rpartition(".")[0], scheme)
-            types[name] = kinds[own.name] if quantized else _FLOAT
+        if others:
+            raise ConfigError(
+                f"hal writes one scheme in the format {self.name}, and {next(iter(others))} has another",
+                "use --format compressed-tensors",
+            )
+        kind = self.known()[scheme.name][1].description
+        types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
         return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": VERSION, **types}}

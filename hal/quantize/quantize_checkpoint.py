@@ -383,8 +383,7 @@ def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder:
     config = _untied(job.checkpoint.config) if others else dict(job.checkpoint.config)
     gates = (path for path, layer in model.named_modules() if isinstance(layer, Gate))
     kept = [*({model.output_projection} - others.keys()), *job.kept, *gates, *_encoder_layers(model)]
-    further = {"others": others} if others else {}
-    for name, value in job.format.describe(config, job.scheme, kept, tensors, **further).items():
+    for name, value in job.format.describe(config, job.scheme, kept, tensors, others).items():
         _write_json(folder / name, value)
     job.checkpoint.files.write_beside(folder)
 

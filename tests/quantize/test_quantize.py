@@ -42,8 +42,10 @@ from hal.nn import Linear, QuantizedLinear
 from hal.nn.low_bits import WeightOnlyLinear
 from hal.ops.weight_only import dequantize
 from hal.quantization import packed_integers
+from hal.quantization.format_registry import formats
 from hal.quantization.int8_arithmetic import activation_for, quantize_weight
 from hal.quantization.packed_integers import packed_signed, quantize_groups, signed_weight
+from hal.quantization.scheme_registry import schemes
 from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -281,6 +283,9 @@ def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="modelslim does not store an output projection in w8a16_group"):
         quantize_checkpoint(plain, tmp_path / "out", "w8a8", **options)
     assert not said
+    scheme = schemes()["w8a8"]
+    with pytest.raises(ConfigError, match="one scheme in the format modelslim, and lm_head has another"):
+        formats()["modelslim"].describe({}, scheme, [], {}, {"lm_head": scheme})
 
 
 @pytest.mark.parametrize(("bits", "width", "group"), [(4, 24, 8), (4, 24, 24), (8, 22, 11)])
