@@ -205,9 +205,20 @@ def _quantized(
             f"the quantization scheme {scheme.name} has no representation in the checkpoint format {format.name}",
             f"add it to the representations of {type(scheme).__module__} or of {type(format).__module__}",
         )
+    conversion = None if weights in (AUTO, KEPT, scheme.name) else Conversion(scheme, weights)
+    return quantized_layer(linear, names, scheme, representation, conversion)
+
+
+def quantized_layer(
+    linear: Linear | GroupedLinear,
+    names: tuple[str, ...],
+    scheme: Scheme,
+    representation: Representation,
+    conversion: Conversion | None,
+) -> QuantizedLayer:
+    """Return the replacement of a layer. For the arguments, see :class:`QuantizedLayer`."""
     with torch.device("meta"):
         described = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
-        conversion = None if weights in (AUTO, KEPT, scheme.name) else Conversion(scheme, weights)
         module = described if conversion is None else conversion.layer(linear)
     if isinstance(described, QuantizedLinear):
         described.converted = conversion is not None

@@ -29,7 +29,7 @@ class QuantizedLinear(Projection):
         operation: the operation that uses the tensors; None for a layer that no driver prepares tensors of.
         has_bias: whether the replaced layer has a bias. Without, the tensor ``bias`` is None.
         by_inputs: whether ranks that divide it divide its inputs; also of experts that ranks hold whole.
-        converted: whether the loader makes the tensors of another layer from its tensors, which it dequantizes.
+        converted: whether its weight is dequantized at load.
     """
 
     operation: ClassVar[str | None] = None

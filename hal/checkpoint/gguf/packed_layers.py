@@ -13,7 +13,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.converted_weights import KEPT, Conversion
 from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.gguf.gguf_files import GgufFiles
-from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names
+from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.limits import UNLIMITED, Limits
@@ -118,10 +118,10 @@ def pack_layers(
         kind, seen = next(iter(kinds)), seen | kinds
         if weights != KEPT:
             scheme: Scheme = Floating()
-            layer = _layer(scheme, linear, names, Dequantizing(None), Conversion(scheme, weights))
+            layer = quantized_layer(linear, names, scheme, Dequantizing(None), Conversion(scheme, weights))
         elif len(kinds) == 1 and kind in packable and (linear.bias is None or isinstance(linear, Linear)):
             scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
-            layer = _layer(scheme, linear, names, Blocks(kind), None)
+            layer = quantized_layer(linear, names, scheme, Blocks(kind), None)
             types.add(kind)
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
@@ -146,19 +146,6 @@ def _tied_tables(model: CausalLM) -> dict[str, Embedding]:
     """Return the table of embeddings that is the output projection, by its path; a subclass stays as it is."""
     paths = {source.rpartition(".")[0] for source in model.tied.values()}
     return {path: each for path in paths if type(each := model.get_submodule(path)) is Embedding}
-
-
-def _layer(
-    scheme: Scheme,
-    linear: Linear | GroupedLinear,
-    names: tuple[str, ...],
-    representation: Representation,
-    conversion: Conversion | None,
-) -> QuantizedLayer:
-    with torch.device("meta"):
-        described = scheme.layer(linear) if isinstance(linear, Linear) else scheme.grouped_layer(linear)
-        module = described if conversion is None else conversion.layer(linear)
-    return QuantizedLayer(module, names, scheme, representation, described, conversion)
 
 
 def _parts(name: str, info: TensorInfo, kind: str) -> Iterator[tuple[str, TensorInfo]]:
