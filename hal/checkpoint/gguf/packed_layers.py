@@ -126,8 +126,9 @@ def pack_layers(
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
                 model.set_submodule(path, QuantizedEmbedding(tables[path], layer.module))
-                infos, path = {f"{path}.table": infos[path]}, f"{path}.table"
-                model.tied = dict.fromkeys(model.tied, f"{path}.numbers")
+                source, infos, path = f"{path}.weight", {f"{path}.table": infos[path]}, f"{path}.table"
+                renamed = {source: f"{path}.numbers"}
+                model.tied = {name: renamed.get(each, each) for name, each in model.tied.items()}
             for name, info in infos.items():
                 tensors.update(_parts(name, info, kind))
         else:
