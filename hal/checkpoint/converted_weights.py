@@ -90,9 +90,10 @@ def weights_bytes(module: nn.Module, computing: torch.dtype) -> int:
         computing: the dtype of computation, that of tensors without a declared one.
     """
     declared: Mapping[str, Weight] = getattr(module, "weights", {})
+    absent = ("weight_zero_point",) * getattr(module, "symmetric", False)
     sizes: Any = [
         torch.Size(each.shape(each.sizes)).numel() * (each.dtype or computing).itemsize
         for name, each in declared.items()
-        if each.sizes is not None and getattr(module, name, None) is not None
+        if each.sizes is not None and name not in absent and getattr(module, name, None) is not None
     ]
     return sum(sizes)

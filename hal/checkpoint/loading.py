@@ -91,6 +91,7 @@ def load_model(
         config.quantized_weights,
         config.cache.dtype,
         backend.limits,
+        dtype,
     )
     check_cache_dtype(model, backend)
     own_layers = put_layers(model, backend)
@@ -194,6 +195,7 @@ def _build(
     weights: QuantizedWeights,
     cache_dtype: CacheDType,
     limits: Limits = UNLIMITED,
+    computing: torch.dtype | None = None,
 ) -> tuple[CausalLM, Checkpoint, dict[str, QuantizedLayer]]:
     """Return the model without values, the checkpoint with the model's names, and the quantized layers by path."""
     text = checkpoint.config.get("text_config")
@@ -210,7 +212,7 @@ def _build(
     checkpoint = named_by_model(checkpoint, model)
     quantize_cache(model, cache_dtype, checkpoint)
     if isinstance(checkpoint.files, GgufFiles):
-        return model, *pack_layers(model, checkpoint, checkpoint.files, weights, limits)
+        return model, *pack_layers(model, checkpoint, checkpoint.files, weights, limits, computing or checkpoint.dtype)
     return model, checkpoint, quantize_layers(model, checkpoint, weights, limits)
 
 

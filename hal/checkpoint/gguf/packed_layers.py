@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import KEPT, Conversion
+from hal.checkpoint.converted_weights import KEPT, Conversion, weights_bytes
 from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
-from hal.device.limits import UNLIMITED, Limits
+from hal.device.limits import Limits
 from hal.nn import CausalLM, Embedding, GroupedLinear, Linear, QuantizedEmbedding, QuantizedLinear, Weight
 from hal.nn.linear import IN
 from hal.nn.low_bits import DequantizedGroupedLinear, DequantizedLinear, WeightOnlyTensors
@@ -88,7 +88,8 @@ def pack_layers(
     checkpoint: Checkpoint,
     files: GgufFiles,
     weights: QuantizedWeights,
-    limits: Limits = UNLIMITED,
+    limits: Limits,
+    computing: torch.dtype,
 ) -> tuple[Checkpoint, dict[str, QuantizedLayer]]:
     """Replace linear layers of a model, and return the checkpoint with their tensors, and the replacements by path.
 
@@ -100,28 +101,31 @@ def pack_layers(
             ``BITS``, stay packed, and so does a table of embeddings that is the output projection; others are
             dequantized.
         limits: those of a backend. Types with other groups than it takes are dequantized, too.
+        computing: the dtype of computation, for a warning that says their size.
     """
     if weights not in (KEPT, "w8a16", "w8a8_dynamic"):
         return checkpoint, {}
     tensors, found, types = dict(checkpoint.tensors), dict[str, QuantizedLayer](), set[str]()
-    seen = set[str]()
+    widened = list[tuple[str, int, int]]()
     layers = list(linear_layers(model))
     output = getattr(model, model.output_projection, None)
     if weights == KEPT and isinstance(output, Linear):
         layers.append((model.output_projection, output))
-    packable = [kind for kind in BITS if SIZES[kind] % limits.group_multiple == 0]
     tables = _tied_tables(model) if weights == KEPT else {}
     layers += [(path, each.linear()) for path, each in tables.items()]
     for path, linear in layers:
         names = part_names(path, linear)
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
-        kind, seen = next(iter(kinds)), seen | kinds
+        kind = next(iter(kinds))
         if weights != KEPT:
             scheme: Scheme = Floating()
             layer = quantized_layer(linear, names, scheme, Dequantizing(None), Conversion(scheme, weights))
-        elif len(kinds) == 1 and kind in packable and (linear.bias is None or isinstance(linear, Linear)):
+        elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
             scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
             layer = quantized_layer(linear, names, scheme, Blocks(kind), None)
+            if SIZES[kind] % limits.group_multiple:
+                widened.append((kind, weights_bytes(linear, computing), weights_bytes(layer.module, computing)))
+                continue
             types.add(kind)
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
@@ -138,8 +142,18 @@ def pack_layers(
     if weights == KEPT:
         kept = ", ".join(sorted(types)) or "none has a type that can"
         log.info("the weights of %d of %d linear layers stay packed (%s)", len(found), len(layers), kept)
-        if widened := sorted(seen & BITS.keys() - set(packable)):
-            log.info("weights of the types %s are dequantized: no kernel takes their groups", ", ".join(widened))
+    if widened:
+        kinds_of, after, before = zip(*widened, strict=True)
+        log.warning(
+            "quantized_weights is kept, but the backend takes only groups of multiples of %d, so that %d layers (%s) "
+            "are dequantized: %d MiB in place of %d MiB; set quantized_weights to w8a16 or w8a8_dynamic, or use a file "
+            "without these types",
+            limits.group_multiple,
+            len(widened),
+            ", ".join(sorted(set(kinds_of))),
+            sum(after) >> 20,
+            sum(before) >> 20,
+        )
     return attrs.evolve(checkpoint, tensors=tensors), found
 
 
