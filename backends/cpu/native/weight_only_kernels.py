@@ -94,8 +94,8 @@ class WeightOnlyKernels(Bindings):
         y = torch.empty((*token_ids.shape, width), dtype=dtype) if out is None else out
         fits = token_ids.dim() == 1 and token_ids.dtype in (torch.int64, torch.int32) and weight.dim() == 2
         fits = fits and weight.dtype is not torch.uint8 and _fits(y, weight, weight_scale, zero, None, group_size)
-        factors = weight_scale if zero is None else zero
-        require(fits, "weight_only_embedding", y, indices=(token_ids, weight, weight_scale, factors))
+        factors = (weight_scale,) if zero is None else (weight_scale, zero)
+        require(fits, "weight_only_embedding", y, weight, *factors, indices=(token_ids,))
         token_ids, weight, scale = token_ids.contiguous(), weight.contiguous(), weight_scale.contiguous()
         zero = None if zero is None else zero.contiguous()
         outside = self._embedding(
