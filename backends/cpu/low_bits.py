@@ -47,7 +47,7 @@ def weight_only_linear(
 
 def weight_only_embedding(*arguments: Any, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.weight_only_embedding`."""
-    rows = torch_kernels.weight_only_embedding(*arguments)
+    rows = torch_kernels.KERNELS["weight_only_embedding"](*arguments)
     return rows if out is None else out.copy_(rows)
 
 

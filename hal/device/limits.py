@@ -93,4 +93,4 @@ class Limits:
 
 
 UNLIMITED = Limits()
-"""Limits of no backend."""
+"""Limits that restrict nothing."""

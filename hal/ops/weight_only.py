@@ -54,22 +54,6 @@ def dequantize(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor |
     return wide * _spread(weight_scale, group_size, wide.shape[-1])
 
 
-def dequantize_rows(
-    rows: Tensor, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, group_size: int
-) -> Tensor:
-    """Return some rows of :func:`dequantize`, and widen no other.
-
-    Args:
-        rows: their numbers, int32 or int64 ``[rows]``.
-        weight: see :func:`dequantize`, as the others.
-        weight_scale: see there.
-        weight_zero_point: see there.
-        group_size: see there.
-    """
-    zero = None if weight_zero_point is None else weight_zero_point.index_select(0, rows)
-    return dequantize(weight.index_select(0, rows), weight_scale.index_select(0, rows), zero, group_size)
-
-
 def _spread(factors: Tensor, group_size: int, width: int) -> Tensor:
     """Return the factor of each element of a row from those of its groups, float32."""
     if factors.shape[-1] == 1:
@@ -225,4 +209,6 @@ def weight_only_embedding(
     Returns:
         ``[tokens, width]``, of dtype.
     """
-    return dequantize_rows(token_ids, weight, weight_scale, weight_zero_point, group_size).to(dtype)
+    zero = None if weight_zero_point is None else weight_zero_point.index_select(0, token_ids)
+    rows, scale = weight.index_select(0, token_ids), weight_scale.index_select(0, token_ids)
+    return dequantize(rows, scale, zero, group_size).to(dtype)

@@ -16,7 +16,7 @@ from hal.ops.declaration.operation import operation
 from hal.ops.float8 import widen
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
-from hal.ops.weight_only import dequantize, dequantize_rows
+from hal.ops.weight_only import dequantize
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,19 +91,6 @@ def weight_only_linear(
     return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
 
 
-def weight_only_embedding(
-    token_ids: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    width: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gather rows, and widen them."""
-    return dequantize_rows(token_ids, weight, weight_scale, weight_zero_point, group_size).to(dtype)
-
-
 def fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
 ) -> Tensor:
@@ -170,7 +157,7 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
-    "weight_only_embedding": weight_only_embedding,
+    "weight_only_embedding": operation("weight_only_embedding").reference,
     "weight_only_linear": weight_only_linear,
 }
 """Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""
