@@ -19,6 +19,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .int8_kernels import INT8_KERNELS, Int8Kernels
 from .linear_kernels import LINEAR_KERNELS, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
@@ -39,6 +40,7 @@ NATIVE = (
     *BASIC,
     *ATTENTION_KERNELS,
     *EXPERT_KERNELS,
+    *INT8_KERNELS,
     *LINEAR_KERNELS,
     *LOGITS_KERNELS,
     *RECURRENT_KERNELS,
@@ -53,6 +55,7 @@ def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
         (_Library, BASIC),
         (AttentionKernels, ATTENTION_KERNELS),
         (ExpertKernels, EXPERT_KERNELS),
+        (Int8Kernels, INT8_KERNELS),
         (LinearKernels, LINEAR_KERNELS),
         (LogitsKernels, LOGITS_KERNELS),
         (RecurrentKernels, RECURRENT_KERNELS),

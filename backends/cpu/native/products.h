@@ -98,24 +98,25 @@ using Operand = typename Product<T>::Operand;
 constexpr int kRows = 4;  // of the matrix, and of the others, per tile
 
 // Returns the sum of each of 16 vectors, the sum of vector i in lane i.
-inline Lanes sums_of(const Lanes* v) {
-    Lanes pairs[8], fours[4], eights[2];
+template <class V>
+inline V sums_of(const V* v) {
+    V pairs[8], fours[4], eights[2];
     for (int i = 0; i < 8; i++) {
-        const Lanes &a = v[2 * i], &b = v[2 * i + 1];
+        const V &a = v[2 * i], &b = v[2 * i + 1];
         pairs[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
                    __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     }
     for (int i = 0; i < 4; i++) {
-        const Lanes &a = pairs[2 * i], &b = pairs[2 * i + 1];
+        const V &a = pairs[2 * i], &b = pairs[2 * i + 1];
         fours[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
                    __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     }
     for (int i = 0; i < 2; i++) {
-        const Lanes &a = fours[2 * i], &b = fours[2 * i + 1];
+        const V &a = fours[2 * i], &b = fours[2 * i + 1];
         eights[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
                     __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
     }
-    const Lanes &a = eights[0], &b = eights[1];
+    const V &a = eights[0], &b = eights[1];
     return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
