@@ -33,7 +33,7 @@ class Int8Kernels(Bindings):
         """See :func:`hal.ops.quantize`."""
         fits = scale.dtype is torch.float32 and scale.numel() > 0
         fits = fits and (offset is None or (offset.dtype is torch.int32 and offset.shape == scale.shape))
-        require(fits, "quantize", x, scale)
+        require(fits, "quantize", x, scale, *([] if offset is None else [offset]))
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=torch.int8) if out is None else out
         at = None if offset is None else offset.data_ptr()

@@ -37,7 +37,7 @@ from hal.ops import AttentionOptions, Draw, GatedActivation
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCHS = {"linear", *WEIGHT_ONLY_KERNELS}
+TORCHS = {"linear", "quant_linear_dynamic", "quant_linear_static", *WEIGHT_ONLY_KERNELS}
 """Operations whose C++ kernels leave to torch what they do not take."""
 Kernel = Callable[..., Any]
 needs_pairs = pytest.mark.skipif(
@@ -315,6 +315,14 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
         "rms_norm": [(ones(2, 8).double(), ones(8).double(), 1e-6), (ones(2, 8, device="meta"), ones(8), 1e-6)],
         "gelu_and_mul": [(ones(2, 7), "tanh"), (ones(2, 8, device="meta"), "none"), (ones(2, 8), "erf")],
         "silu_and_mul": [(ones(2, 7),), (ones(2, 8, device="meta"),)],
+        "dynamic_quantize": [(ones(2, 8).double(),), (ones(2, 8, device="meta"),)],
+        "quantize": [
+            (ones(2, 8).double(), ones(1), None),
+            (ones(2, 8), ones(1).double(), None),
+            (ones(2, 8), ones(1, device="meta"), None),
+            (ones(2, 8), ones(1), ones(2).int()),
+            (ones(2, 8), ones(1), ones(1, device="meta").int()),
+        ],
         "mask_logits": [
             (ones(2, 40), ones(2, 1).int()),
             (ones(2, 32), ones(2, 2).int()),
