@@ -40,7 +40,7 @@ from hal.quantize.calibration import input_ranges
 
 CALIBRATION_TOKENS = 8192
 HEAD = "w8a16_group"
-"""The scheme of a quantized output projection, with a scale for each row. vLLM reads it in compressed-tensors."""
+"""The scheme of a quantized output projection, with a scale for each row, which compressed-tensors stores."""
 TIED = "tie_word_embeddings"
 """The key of config.json that says whether the table of embeddings is the output projection."""
 GROUP_SIZE = 128
