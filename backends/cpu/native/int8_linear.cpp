@@ -102,6 +102,9 @@ void multiply_rows(int64_t rows, const int8_t* weight, const int8_t* x, int64_t 
     multiply<R>(weight, x, width, held);
 }
 
+// Keeps the compiler from merging what is computed before with what is computed after, which would round otherwise.
+inline void in_order(float* values) { asm volatile("" : : "r"(values) : "memory"); }
+
 template <class T>
 void run(const Int8Product& given, T* y) {
     // What the shift of the weight adds to the sums of each row.
@@ -124,16 +127,19 @@ void run(const Int8Product& given, T* y) {
                               held + i);
             for (int64_t r = 0; r < count; r++) {
                 const Sums sums = sums_of(held + r * kUnit);
+                float values[kUnit];
                 for (int64_t i = 0; i < taken; i++) {
-                    const int64_t column = begin + i;
-                    const int32_t sum = sums[i] - shifts[first + r] + (given.add ? given.add[column] : 0);
-                    float value = float(sum) * given.scales[column];
-                    if (given.x_scales) value *= given.x_scales[first + r];
-                    if (given.bias)
-                        value += given.wide_bias ? static_cast<const float*>(given.bias)[column]
-                                                 : float(static_cast<const T*>(given.bias)[column]);
-                    y[(first + r) * given.out + column] = T(value);
+                    const int32_t sum = sums[i] - shifts[first + r] + (given.add ? given.add[begin + i] : 0);
+                    values[i] = float(sum) * given.scales[begin + i];
                 }
+                in_order(values);
+                if (given.x_scales)
+                    for (int64_t i = 0; i < taken; i++) values[i] *= given.x_scales[first + r];
+                in_order(values);
+                for (int64_t i = 0; i < taken && given.bias; i++)
+                    values[i] += given.wide_bias ? static_cast<const float*>(given.bias)[begin + i]
+                                                 : float(static_cast<const T*>(given.bias)[begin + i]);
+                for (int64_t i = 0; i < taken; i++) y[(first + r) * given.out + begin + i] = T(values[i]);
             }
         }
     });
@@ -161,8 +167,8 @@ extern "C" void dynamic_quantize(const void* x, int8_t* y, float* scales, int dt
     });
 }
 
-// Multiplies rows of int8 with a weight of int8: (sums + add) * scales * x_scales + bias. All contiguous; `add`, the scales
-// of x and the bias may be null.
+// Multiplies rows of int8 with a weight of int8: (sums + add) * scales * x_scales + bias, in this order. All contiguous;
+// `add`, the scales of x and the bias may be null.
 extern "C" void int8_linear(const int8_t* x, const float* x_scales, const int8_t* weight, const float* scales,
                             const int32_t* add, const void* bias, void* y, int dtype, int wide_bias, int64_t rows,
                             int64_t width, int64_t out) {
