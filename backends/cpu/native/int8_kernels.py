@@ -33,11 +33,13 @@ class Int8Kernels(Bindings):
         """See :func:`hal.ops.quantize`."""
         fits = scale.dtype is torch.float32 and scale.numel() > 0
         fits = fits and (offset is None or (offset.dtype is torch.int32 and offset.shape == scale.shape))
-        require(fits, "quantize", x, scale, *([] if offset is None else [offset]))
+        require(fits and x.dim() > 0, "quantize", x, scale, *([] if offset is None else [offset]))
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=torch.int8) if out is None else out
         at = None if offset is None else offset.data_ptr()
-        self._quantize(x.data_ptr(), scale.data_ptr(), at, y.data_ptr(), DTYPES[x.dtype], 1, x.numel())
+        width = x.shape[-1]
+        rows = x.numel() // max(width, 1)
+        self._quantize(x.data_ptr(), scale.data_ptr(), at, y.data_ptr(), DTYPES[x.dtype], rows, width)
         return y
 
     def dynamic_quantize(self, x: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,10 @@ extern "C" void quantize(const void* x, const float* scale, const int32_t* offse
                          int64_t width) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        round_row(static_cast<const T*>(x), rows * width, *scale, offset ? float(*offset) : 0.0f, y);
+        const T* from = static_cast<const T*>(x);
+#pragma omp parallel for if (rows * width > kSerialNumbers)
+        for (int64_t row = 0; row < rows; row++)
+            round_row(from + row * width, width, *scale, offset ? float(*offset) : 0.0f, y + row * width);
     });
 }
 
