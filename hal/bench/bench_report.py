@@ -163,10 +163,25 @@ def _agreeing(result: Result, found: list[Agreement]) -> str:
     return f"all contenders but {', '.join(apart)}, which were not compared," if apart else "all contenders"
 
 
+def _floor_json(floor: Floor) -> dict[str, Any]:
+    products = None if floor.products is None else _floor_json(floor.products)
+    return {**attrs.asdict(floor), "rate": floor.rate, "seconds": floor.seconds, "products": products}
+
+
 def _floor_note(floor: Floor) -> str:
+    note = f"batch {floor.batch_size}: floor: {_at_rate(floor)}"
+    if floor.products is None:
+        return note
+    took = f"{_ms(floor.products.seconds)} ms"
+    if not floor.excess:
+        return f"{note}; products take less time than their weights, {took}: {_at_rate(floor.products)}"
+    return f"{note}; products take longer than their weights, and count instead, {took}: {_at_rate(floor.products)}"
+
+
+def _at_rate(floor: Floor) -> str:
     unit = "B" if floor.work.unit == "bytes" else "FLOP"
     parts = " + ".join(f"{name} {_scaled(amount, unit)}" for name, amount in floor.work.parts.items() if amount)
-    return f"batch {floor.batch_size}: floor: {parts}, at {_scaled(floor.rate, unit)}/s ({floor.probe})"
+    return f"{parts}, at {_scaled(floor.rate, unit)}/s ({floor.probe})"
 
 
 def _scaled(amount: float, unit: str) -> str:
@@ -206,7 +221,6 @@ def as_json(result: Result) -> dict[str, Any]:
         }
         for each in result.measurements
     ]
-    floors = [{**attrs.asdict(each), "rate": each.rate, "seconds": each.seconds} for each in result.floors]
     agreements = [
         {"batch_size": size, **attrs.asdict(each)} for size, found in result.agreements.items() for each in found
     ]
@@ -218,7 +232,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "environment": result.environment,
         "agreements": agreements,
         "measurements": measurements,
-        "floors": floors,
+        "floors": [_floor_json(each) for each in result.floors],
         "launches": [{**attrs.asdict(each), "per_layer": each.per_layer} for each in result.launches],
         "launches_per_layer_of_peers": dict(PEERS) if result.launches and result.plan.workload == "decode" else {},
         "notes": list(notes(result)),

@@ -63,6 +63,7 @@ class Floor:
         probe: description of the probe that measured the rate.
         probe_amount: bytes or operations per turn of the probe.
         probe_seconds: duration of each turn.
+        products: the floor of a decode step's products; None if the driver does not know the device's highest rate.
     """
 
     batch_size: int
@@ -70,6 +71,7 @@ class Floor:
     probe: str
     probe_amount: int
     probe_seconds: list[float]
+    products: Floor | None = None
 
     @property
     def rate(self) -> float:
@@ -78,8 +80,16 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """Return the duration of a step at that rate."""
-        return self.work.total / self.rate
+        """Return the duration of a step at that rate.
+
+        A decode step reads its weights while it multiplies. Its cache is read by attention, which waits for products.
+        """
+        return self.work.total / self.rate + self.excess
+
+    @property
+    def excess(self) -> float:
+        """Return by how much the products take longer than reading their weights; 0 if they do not."""
+        return 0.0 if self.products is None else max(0.0, self.products.seconds - self.work.weights / self.rate)
 
 
 @attrs.frozen
@@ -123,18 +133,25 @@ def run(plan: Plan, say: Say = silent) -> Result:
         device = setting.backend.device
         decode = plan.workload == "decode"
         probe = floor.read_probe(device) if decode else floor.matmul_probe(device, setting.dtype)
+        peak = floor.peak_probe(device, setting.dtype) if decode else None
         dtype = str(setting.dtype).removeprefix("torch.")
         result = Result(plan, dtype, setting.weight_bytes, where, {}, [], [], counted)
         sizes = list(dict.fromkeys(plan.batch_sizes))
         for number, size in enumerate(sizes, 1):
             if len(sizes) > 1:
                 say(f"batch {size}: batch size {number} of {len(sizes)}")
-            _measure(setting, sides, probe, size, result, say)
+            _measure(setting, sides, probe, peak, size, result, say)
     return result
 
 
 def _measure(
-    setting: Setting, sides: Mapping[str, Side], probe: floor.Probe, size: int, result: Result, say: Say
+    setting: Setting,
+    sides: Mapping[str, Side],
+    probe: floor.Probe,
+    peak: floor.Probe | None,
+    size: int,
+    result: Result,
+    say: Say,
 ) -> None:
     ours = sides["hal"]
     inputs = Inputs(setting, size, ours.prefilled(size) if isinstance(ours, HalSide) else ())
@@ -150,14 +167,16 @@ def _measure(
                 contenders.append(side.contender(mode, inputs))
             stack.callback(contenders[-1].close)
         loaded = ours.model if isinstance(ours, HalSide) else None
-        _compare(setting, contenders, probe, floor.work(setting, size, chosen, loaded), size, result, say)
+        probes = [(probe, floor.work(setting, size, chosen, loaded))]
+        if peak is not None and (products := floor.decode_products(setting.meta, size, chosen)).total:
+            probes.append((peak, products))
+        _compare(setting, contenders, probes, size, result, say)
 
 
 def _compare(
     setting: Setting,
     contenders: Sequence[Contender],
-    probe: floor.Probe,
-    work: floor.Work,
+    probes: Sequence[tuple[floor.Probe, floor.Work]],
     size: int,
     result: Result,
     say: Say,
@@ -172,14 +191,17 @@ def _compare(
                 peaks[each.name] = peak_memory.peak(plan, size, each.name)
     say(f"batch {size}: timing, {plan.repeats} rounds")
     seconds = interleave(
-        [*contenders, probe.contender],
+        [*contenders, *(probe.contender for probe, _ in probes)],
         plan.repeats,
         warm=plan.workload == "decode",
         synchronize=setting.backend.device.synchronize,
         meet=lambda: _meet(setting.backend),
         ended=Rounds(say, f"batch {size}: timing", plan.repeats).ended,
     )
-    result.floors.append(Floor(size, work, probe.description, probe.amount, seconds[probe.contender.name]))
+    found, *products = (
+        Floor(size, work, probe.description, probe.amount, seconds[probe.contender.name]) for probe, work in probes
+    )
+    result.floors.append(attrs.evolve(found, products=products[0] if products else None))
     for each in contenders:
         result.measurements.append(
             Measurement(each.name, size, seconds[each.name], each.setup_seconds, peaks.get(each.name))

@@ -84,6 +84,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor, "READ_BYTES", 1 << 20)
         patch.setattr(floor, "MOST_READ_BYTES", 1 << 20)
+        patch.setattr(floor, "MATMUL_SIZES", (32,))
         options = ("--context", 20, "--batch-size", 3, "--against", "transformers")
         modes = ("--compiler", "eager", "--compiler", "graph")
         result = succeeds("decode", "--shapes", "tiny", *options, *modes, "--figures", file)
@@ -194,8 +195,12 @@ class TestDecode:
                 assert ratio == pytest.approx(medians[each["batch_size"], name] / median)
             assert each["tokens_per_second"] == pytest.approx(each["batch_size"] / median)
             floor_ = floors[each["batch_size"]]
-            rate = floor_["probe_amount"] / statistics.median(floor_["probe_seconds"])
-            assert each["times_floor"] == pytest.approx(median * rate / sum(floor_["work"]["parts"].values()))
+            weights, cache = floor_["work"]["parts"].values()
+            parts = [(floor_, weights)]
+            if (products := floor_["products"]) is not None:
+                parts.append((products, products["work"]["parts"]["projections"]))
+            took = [amount * statistics.median(part["probe_seconds"]) / part["probe_amount"] for part, amount in parts]
+            assert each["times_floor"] == pytest.approx(median / (max(took) + cache * took[0] / weights))
 
 
 class TestCheckpoints:
@@ -469,6 +474,11 @@ class TestFloor:
         assert found.parts["cache"] == 2 * (3 * 20 * 2 * 2 * 16)
         assert floor.prefill_operations(model, 4, 3, 20).parts["recurrence"] == 3 * 20 * 6 * 4 * 8 * 8
 
+    def test_decode_multiplies(self) -> None:
+        """By the layers and the output projection, tied or not."""
+        for model in (self.model(), self.model(tie_word_embeddings=False)):
+            assert floor.decode_products(model, 3).parts == {"projections": 2 * (2 * self.LAYER + 96 * 32) * 3}
+
     def test_only_the_chosen_experts_count(self) -> None:
         """Two sparse layers, of 6 experts with 3 matrices of 32 x 12, and a router each. Their MLPs are not dense."""
         model = self.model(**SPARSE)
@@ -480,10 +490,12 @@ class TestFloor:
             "experts": 2 * (2 + 5) * 3 * 32 * 12,
             "cache": 2 * (3 * 20 * 2 * 2 * 2 * 16),
         }
+        products = floor.decode_products(model, 3, chosen).parts
+        assert products == {"projections": 2 * (dense - self.NORMS) * 3, "experts": 2 * (6 + 6) * 3 * 32 * 12}
         prefill = floor.prefill_operations(model, 4, 3, 20, chosen)
         assert prefill.parts["experts"] == 2 * (6 + 6) * 3 * 32 * 12
         assert prefill.parts["projections"] == 2 * (dense - self.NORMS - 96 * 32) * 20 * 3
-        with pytest.raises(BenchmarkError, match="4 weights with the axis num_experts, but a step chose experts 3"):
+        with pytest.raises(BenchmarkError, match="4 projections with the axis num_experts, but a step chose experts 3"):
             floor.decode_bytes(model, torch.bfloat16, 3, 20, [*chosen, chosen[0]])
         with pytest.raises(BenchmarkError, match="chose experts 0 times"):
             floor.decode_bytes(model, torch.bfloat16, 3, 20)
@@ -525,20 +537,50 @@ class TestFloor:
         prefills = [floor.prefill_operations(each, 4, 1, 20).parts for each in models]
         assert prefills[0] == prefills[1]
 
+        products = [floor.decode_products(each, 3).parts for each in models]
+        table = models[0].model.embed_tokens.weight.numel()
+        assert products == [{"projections": 2 * (numbers + table) * 3}, {"unquantized projections": 2 * table * 3}]
+
+    def test_quantized_experts_have_their_own_size(self, tmp_path: Path) -> None:
+        plain = hal.Checkpoint.open(
+            toys.write(tmp_path / "plain", {**SPARSE, "moe_intermediate_size": 64, "dtype": "bfloat16"})
+        )
+        quantize_checkpoint(plain, tmp_path / "int4", "w4a16", group_size=32)
+        quantized = hal.Checkpoint.open(tmp_path / "int4")
+        models = build_model(plain), build_model(quantized)
+        with hal.open({"backend": "cpu", "dtype": "bfloat16"}) as backend:
+            loaded = None, hal.load_model(quantized, backend)
+        chosen = [routing.Routing(2, 6), routing.Routing(5, 6)]
+        sizes = [
+            floor.decode_bytes(each, torch.bfloat16, 3, 4, chosen, held).parts["experts"]
+            for each, held in zip(models, loaded, strict=True)
+        ]
+        numbers = (2 + 5) * 3 * 32 * 64
+        assert sizes == [2 * numbers, numbers * (0.5 + 2 / 32)]
+        prefills = [floor.prefill_operations(each, 4, 3, 20, chosen).parts for each in models]
+        assert prefills[0] == prefills[1]
+        assert "experts" not in floor.decode_products(models[1], 3, chosen).parts
+
     def test_seconds(self) -> None:
-        each = measurement.Floor(1, floor.Work({"weights": 600, "cache": 200}, "bytes"), "sum", 1000, [4.0, 2.0, 1.0])
-        assert each.rate == 500
-        assert each.seconds == 1.6
+        work = floor.Work({"weights": 500, "experts": 100, "cache": 200}, "bytes")
+        read = measurement.Floor(1, work, "sum", 1000, [4.0, 2.0, 1.0])
+        assert read.rate == 500
+        assert read.seconds == 1.6
+        for operations, seconds in ((1100, 1.6), (1300, 1.7)):  # the weights take 1.2 to read, and the cache 0.4
+            products = measurement.Floor(1, floor.Work({"projections": operations}, "operations"), "", 1000, [1.0, 1.0])
+            assert attrs.evolve(read, products=products).seconds == pytest.approx(seconds)
 
     def test_probes_do_what_they_say(self, cpu: hal.Backend) -> None:
         read, matmul = floor.read_probe(cpu.device), floor.matmul_probe(cpu.device, torch.bfloat16)
         assert read.amount == 1 << 20
         assert "of 1 MiB" in read.description
+        assert floor.peak_probe(cpu.device, torch.bfloat16).amount == matmul.amount
         product = "matmul 32 x 32 x 32 in bfloat16"
         assert re.fullmatch(rf"products in registers, of which {product} reaches \d+%", matmul.description)
         assert matmul.contender.step() == matmul.amount
 
     def test_probes_of_a_device_without_its_own(self) -> None:
+        assert floor.peak_probe(hal.vendor.HostDevice(), torch.bfloat16) is None
         matmul = floor.matmul_probe(hal.vendor.HostDevice(), torch.bfloat16)
         assert matmul.amount == 2 * 32**3
         assert matmul.description == "matmul 32 x 32 x 32 in bfloat16"
@@ -799,6 +841,17 @@ class TestReport:
         assert not any(
             "faster than the floor" in note for note in bench_report.notes(self.result(eager=[1.5, 1.5, 1.5]))
         )
+
+    def test_a_note_names_what_took_longer(self) -> None:
+        result = self.result(eager=[2.0, 2.0, 2.0])
+        for operations, part in ((50, "take less time than their weights"), (150, "take longer than their weights")):
+            products = measurement.Floor(
+                1, floor.Work({"projections": operations}, "operations"), "mul", 100, [1.0] * 3
+            )
+            found = attrs.evolve(result, floors=[attrs.evolve(result.floors[0], products=products)])
+            (note,) = [each for each in bench_report.notes(found) if each.startswith("batch 1: floor: weights 100 B")]
+            assert part in note
+            assert f"{operations * 10:.1f} ms: projections {operations} FLOP, at 100 FLOP/s (mul)" in note
 
 
 class TestPlot:

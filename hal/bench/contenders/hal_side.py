@@ -14,7 +14,7 @@ import hal
 from hal import ops
 from hal.bench.contenders.prefilled_cache import prefill
 from hal.bench.contenders.workload import Contender, Inputs, Side
-from hal.bench.figures.routing import Routing, expert_weights, recorded
+from hal.bench.figures.routing import Routing, expert_projections, recorded
 from hal.bench.plan import Setting
 from hal.config import read
 from hal.drivers.compiler_registry import EAGER
@@ -118,7 +118,7 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]], in_slots:
 
 def routings(hal_side: Side, inputs: Inputs) -> list[Routing]:
     """Return the experts that the inputs choose in each sparse layer, from an eager step; empty for a dense model."""
-    if not expert_weights(inputs.setting.meta):
+    if not expert_projections(inputs.setting.meta):
         return []
     contender = hal_side.contender(EAGER, inputs)
     try:

@@ -1,9 +1,10 @@
 """The floor: the duration of a step if the hardware did only the unavoidable work.
 
 A decode step reads every weight and every cached key and value once, at the memory read bandwidth, and reads and writes
-the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses. A prefill
-multiplies, at the device's highest rate, or that of a large matmul where the driver does not offer it.
-Both rates are measured in the same rounds as the contenders.
+the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses. If their
+products take longer than reading the weights, at the device's highest rate, this time counts in place of the reading. A
+prefill multiplies, at the device's highest rate, or that of a large matmul where the driver does not offer it.
+All rates are measured in the same rounds as the contenders.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hal.bench.contenders.workload import Contender
-from hal.bench.figures.routing import Routing, active_elements, assigned_elements, expert_weights, packed_weights
+from hal.bench.figures.routing import (
+    Routing,
+    active_bytes,
+    assigned_numbers,
+    expert_projections,
+    expert_weights,
+    packed_weights,
+)
 from hal.bench.plan import Setting
 from hal.device.device import Device
 from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding, QuantizedLinear
-from hal.ops.weight_only import INT4S
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
@@ -67,6 +74,11 @@ class Work:
         """Return the sum of the parts."""
         return sum(self.parts.values())
 
+    @property
+    def weights(self) -> int:
+        """Return the sum of the parts that are weights."""
+        return sum(self.parts.get(name, 0) for name in ("weights", "experts"))
+
 
 def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = (), loaded: nn.Module | None = None) -> Work:
     """Return the unavoidable work of the plan's step at a batch size.
@@ -98,7 +110,7 @@ def decode_bytes(
     written.
 
     Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
-    those of the chosen experts count; quantized weights of experts do not.
+    those of the chosen experts count.
 
     Args:
         model: without values.
@@ -123,10 +135,36 @@ def decode_bytes(
             states += 2 * entry
         else:
             cache += entry * (context if state.window is None else min(context, state.window - 1))
-    active = active_elements(model, routings) * dtype.itemsize
-    chosen = {"experts": active} if experts else {}
+    active = active_bytes(model, dtype, routings, loaded)
+    chosen = {"experts": active} if active else {}
     moved = {"states": states} if states else {}
     return Work({"weights": weights * dtype.itemsize + packed, **chosen, "cache": cache, **moved}, "bytes")
+
+
+def decode_products(model: CausalLM, batch_size: int, routings: Sequence[Routing] = ()) -> Work:
+    """Return the operations of a decode step's products: two per weight and sequence.
+
+    Each sequence is multiplied by the weights of the experts that were chosen for it. Quantized weights are omitted,
+    because integers may be multiplied at a higher rate than the dtype of computation.
+
+    Args:
+        model: without values.
+        batch_size: number of sequences.
+        routings: the choice of experts in each sparse layer.
+
+    Raises:
+        BenchmarkError: the sparse layers do not correspond to the routings.
+    """
+    projections = _projections(model)
+    plain = [each for each in projections if _weight(each).is_floating_point()]
+    numbers = sum(map(_numbers, plain))
+    if model.tied:
+        tables = (each for each in model.modules() if isinstance(each, Embedding))
+        numbers += sum(each.rows * each.width for each in tables if not isinstance(each, QuantizedEmbedding))
+    assigned = assigned_numbers(model, routings, quantized=False)
+    chosen = {"experts": 2 * assigned} if assigned else {}
+    name = "projections" if len(plain) == len(projections) else "unquantized projections"
+    return Work({name: 2 * numbers * batch_size, **chosen}, "operations")
 
 
 def prefill_operations(
@@ -146,13 +184,13 @@ def prefill_operations(
     tables = [each for each in model.modules() if isinstance(each, Embedding)]
     packed = [each for each in tables if isinstance(each, QuantizedEmbedding)]
     table = sum(each.rows * each.width for each in tables)
-    projections = sum(_numbers(each) for each in model.modules() if isinstance(each, Linear | QuantizedLinear))
+    projections = sum(map(_numbers, _projections(model)))
     # The output projection has the table's size. A quantized table is among the projections.
     inner = projections if model.tied and not packed else projections - table
     attentions = [each for each in model.modules() if isinstance(each, Attention)]
     pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
-    assigned = assigned_elements(model, routings)
-    chosen = {"experts": 2 * assigned} if expert_weights(model) else {}
+    assigned = assigned_numbers(model, routings)
+    chosen = {"experts": 2 * assigned} if expert_projections(model) else {}
     matrices = sum(
         math.prod(each.states["matrix"].shape) for each in model.modules() if isinstance(each, GatedDeltaNet)
     )
@@ -169,13 +207,21 @@ def prefill_operations(
     )
 
 
+def _projections(model: CausalLM) -> list[Linear | QuantizedLinear]:
+    """Return the projections, except those of experts, which are counted by their rows."""
+    found = (each for each in model.modules() if isinstance(each, Linear | QuantizedLinear))
+    return [each for each in found if each.num_experts is None]
+
+
 def _numbers(layer: Linear | QuantizedLinear) -> int:
-    """Return the numbers of a projection's weight. Those of experts are counted by their rows."""
-    if isinstance(layer, QuantizedLinear) and layer.num_experts is not None:
-        return 0
+    """Return the numbers of a projection's weight."""
+    return _weight(layer).numel() * math.prod(layer.weights["weight"].packing.values())
+
+
+def _weight(layer: Linear | QuantizedLinear) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return weight.numel() * (INT4S if weight.dtype is torch.int32 else 1)
+    return weight
 
 
 def _pairs(cached: int, tokens: int, window: int | None) -> int:
@@ -209,8 +255,26 @@ def _reductions(buffer: Tensor) -> dict[str, Callable[[], object]]:
     return {"sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)}
 
 
+def peak_probe(device: Device, dtype: torch.dtype) -> Probe | None:
+    """Return a probe that multiplies at the device's highest rate, or None if the driver does not know that rate."""
+    if (peak := device.multiplying(dtype)) is None:
+        return None
+    multiply, operations = peak
+    matmul, rate = _fastest_matmul(device, dtype)
+    reached = rate * _seconds(multiply, device) / operations
+    if reached > 1:  # torch has instructions that the driver does not
+        return None
+    description = f"products in registers, of which {matmul.description} reaches {reached:.0%}"
+    return Probe(Contender("multiply", multiply, lambda: None), operations, description)
+
+
 def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
     """Return a probe that multiplies at the device's highest rate, or else square matrices of the fastest size."""
+    return peak_probe(device, dtype) or _fastest_matmul(device, dtype)[0]
+
+
+def _fastest_matmul(device: Device, dtype: torch.dtype) -> tuple[Probe, float]:
+    """Return a probe that multiplies square matrices of the fastest size, and its operations per second."""
     best: Probe | None = None
     fastest = 0.0
     for size in MATMUL_SIZES:
@@ -224,14 +288,7 @@ def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
         if took > LONGEST_TRIAL:
             break
     assert best is not None
-    if (peak := device.multiplying(dtype)) is None:
-        return best
-    multiply, operations = peak
-    reached = fastest * _seconds(multiply, device) / operations
-    if reached > 1:  # torch has instructions that the driver does not
-        return best
-    description = f"products in registers, of which {best.description} reaches {reached:.0%}"
-    return Probe(Contender("multiply", multiply, lambda: None), operations, description)
+    return best, fastest
 
 
 def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:

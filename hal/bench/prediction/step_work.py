@@ -18,7 +18,7 @@ import torch
 
 from hal.bench.figures.floor import Work, decode_bytes, prefill_operations
 from hal.bench.figures.launches import config_of_layers
-from hal.bench.figures.routing import Routing, expert_weights
+from hal.bench.figures.routing import Routing, expert_projections
 from hal.bench.prediction.traced_counts import TracedCounts, traced_counts
 from hal.checkpoint.loading import distribute_experts, shrink
 from hal.checkpoint.random_weights import meta_model
@@ -122,7 +122,7 @@ class SplitModel:
     @property
     def sparse(self) -> bool:
         """Whether the model has experts."""
-        return bool(expert_weights(self._model))
+        return bool(expert_projections(self._model))
 
     def held(self, kind: StepKind) -> int:
         """Return the bytes of weights and states that a rank holds."""
@@ -172,7 +172,7 @@ class SplitModel:
     def _routings(self, kind: StepKind, imbalance: float) -> list[Routing]:
         if not self.sparse:
             return []
-        held = expert_weights(self._model)[0].shape[0]
+        held = len(next(iter(expert_projections(self._model).values()))[0].tensor)
         number, tokens = held, kind.tokens
         if self._whole:
             number, tokens = held * self._parallel.size, tokens * self._parallel.data
