@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds
 from hal.checkpoint.weight_filling import LayerFilling
@@ -48,10 +49,13 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        problem = f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}"
+        if isinstance(checkpoint.files, GgufFiles):
+            raise CheckpointError(problem, "give the file of a whole model")
         narrow = {str(dtype) for info in tensors.values() if (dtype := DTYPES[info.dtype]).itemsize == 1}
         undescribed = sorted(narrow)[0].removeprefix("torch.") if narrow and checkpoint.quantization is None else ""
         raise CheckpointError(
-            f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}",
+            problem,
             "check that config.json and the weights belong together"
             + (f"; no file describes how the {undescribed} weights are quantized" if undescribed else ""),
         )

@@ -159,6 +159,26 @@ def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["kept", "auto", "w8a16"])
+@pytest.mark.parametrize(
+    ("overrides", "missing", "named"),
+    [
+        (WITHOUT_BIAS, "blk.1.ffn_up.weight", r"layers\.1\.mlp\.up_proj\.weight"),
+        (SPARSE, "blk.1.ffn_up_exps.weight", r"layers\.1\.mlp\.experts\.0\.up_proj\.weight"),
+        (WITHOUT_BIAS, "output_norm.weight", r"model\.norm\.weight"),
+        (WITHOUT_BIAS, "token_embd.weight", r"has no token_embd\.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing(
+    overrides: dict[str, Any], missing: str, named: str, weights: str, tmp_path: Path
+) -> None:
+    folder = random_checkpoint(tmp_path / "plain", **overrides)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0", without=[missing])
+    with pytest.raises(CheckpointError, match=named) as raised:
+        load(file, weights=weights)
+    assert raised.value.remedy == "give the file of a whole model"
+
+
+@pytest.mark.parametrize("weights", ["kept", "auto", "w8a16"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_a_scale_that_is_not_finite_is_refused(kind: str, weights: str, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def write_gguf(
     kind: str = "F32",
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    without: Collection[str] = (),
     split: int = 0,
 ) -> Path:
     """Write a checkpoint as a GGUF file; return its path.
@@ -98,6 +99,7 @@ def write_gguf(
             are random.
         metadata: further metadata, or others, by key; None leaves a key out.
         tensors: further tensors, by the names in the file.
+        without: the names of tensors to leave out.
         split: the most tensors in one file; 0 for a single one.
     """
     checkpoint = Checkpoint.open(folder)
@@ -119,6 +121,8 @@ def write_gguf(
     )
     quantization = gguf.GGMLQuantizationType[kind]
     for name, values in stored.items():
+        if name in without:
+            continue
         fits = len(values.shape) > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[quantization][0] == 0
         chosen = quantization if fits else gguf.GGMLQuantizationType.F32
         blocks = random_blocks(values.shape, chosen) if kind.endswith("_K") else None

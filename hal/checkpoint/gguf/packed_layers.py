@@ -115,6 +115,8 @@ def pack_layers(
     layers += [(path, each.linear()) for path, each in tables.items()]
     for path, linear in layers:
         names = part_names(path, linear)
+        if any(f"{name}.weight" not in tensors for name in names):
+            continue  # check_fit names what is missing
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
         kind = next(iter(kinds))
         if weights != KEPT:
