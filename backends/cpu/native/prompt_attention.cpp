@@ -3,7 +3,8 @@
 // A tile of a key head's keys and values is packed once for all queries of a task. For a few rows at a time, two matrix
 // products with a softmax between them then run in the CPU cache. The largest score and the sum of a row are carried
 // from tile to tile, so that scores take no memory that grows with the prompt. Scores are float32. Weights are rounded
-// to bfloat16 where the CPU multiplies pairs of them.
+// to bfloat16 where the CPU multiplies pairs of them. A weight is 0 where a row does not see a value, so a tile whose
+// values are not all finite is weighed row by row.
 #include <omp.h>
 
 #include <cmath>
@@ -44,6 +45,9 @@ float softmax(const Shape& shape, float* scores, int64_t first, int64_t last, Sp
         for (int64_t i = first; i < last; i += kLanes) Product<T>::round(load<Lanes>(scores + i), weights + i);
     return total;
 }
+
+using Halves = int16_t __attribute__((vector_size(64)));
+using Words = int32_t __attribute__((vector_size(64)));
 
 // Some queries of a sequence, for one key head.
 struct Task {
@@ -108,6 +112,37 @@ class Prompt {
         }
         pack_transposed(keys, count, dim, copies_, tile_keys_.get());
         pack_rows(values, count, dim, kKeys * kPanel, tile_values_.get());
+        const bool window = spans_.back().begin > first;
+        together_ = finite(window ? 0 : std::clamp<int64_t>(spans_[0].end - first, 0, count), count);
+    }
+
+    // Returns whether the values of the tile's positions from `first` to `last` are finite.
+    bool finite(int64_t first, int64_t last) const {
+        using Bits = std::conditional_t<sizeof(Operand<T>) == 2, int16_t, int32_t>;
+        using Vector = std::conditional_t<sizeof(Operand<T>) == 2, Halves, Words>;
+        constexpr Bits kSize = std::numeric_limits<Bits>::max(), kInfinity = sizeof(Bits) == 2 ? 0x7f80 : 0x7f800000;
+        constexpr int64_t kAtOnce = 64 / sizeof(Bits);
+        Vector most = {};  // sizes are in the order of their bits, and what is not finite comes last
+        Bits largest = 0;
+        for (int64_t column = 0; column < shape_.head_dim; column += kPanel)
+            for (int64_t position = first / kPair<T> * kPair<T>; position < last; position += kPair<T>) {
+                const Operand<T>* from = value_at(position, column);
+                const int64_t taken = std::min(kPanel, shape_.head_dim - column) * kPair<T>;
+                int64_t i = 0;
+                for (; i + kAtOnce <= taken; i += kAtOnce) {
+                    const Vector size = load<Vector>(from + i) & kSize;
+                    most = size > most ? size : most;
+                }
+                for (; i < taken; i++) largest = std::max<Bits>(largest, load<Bits>(from + i) & kSize);
+            }
+        for (int64_t lane = 0; lane < kAtOnce; lane++) largest = std::max<Bits>(largest, most[lane]);
+        return largest < kInfinity;
+    }
+
+    // Returns the place of a value's element in the tile; others of the panel follow kPair<T> apart.
+    const Operand<T>* value_at(int64_t position, int64_t column) const {
+        const int64_t within = position % kPair<T>, step = position - within;
+        return tile_values_.get() + (column / kPanel * kKeys + step) * kPanel + column % kPanel * kPair<T> + within;
     }
 
     // Returns row `i` of a tile, widened if it is quantized.
@@ -135,10 +170,20 @@ class Prompt {
                                            weights() + r * kKeys);
             if (largest_[row + r] != before) rescale(row + r, exponential(before - largest_[row + r]));
             totals_[row + r] += total;
+            if (!together_) weigh(row + r, span, weights() + r * kKeys);
         }
+        if (!together_) return;
         const int64_t seen = Band == kBand ? up(end, kPair<T>) : last;
         multiply<true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>, seen / kPair<T>, 0,
                        up(shape_.head_dim, kWhole), sums_.data() + row * columns_, columns_);
+    }
+
+    // Adds the values that a row sees.
+    void weigh(int64_t row, Span span, const Operand<T>* weights) {
+        float* sums = sums_.data() + row * columns_;
+        for (int64_t position = span.begin; position < span.end; position++)
+            for (int64_t column = 0; column < shape_.head_dim; column++)
+                sums[column] += float(weights[position]) * float(*value_at(position, column));
     }
 
     template <bool Add, class... Arguments>
@@ -176,6 +221,7 @@ class Prompt {
     T* output_;
     const int64_t width_ = up(shape_.head_dim, Product<T>::kStep), columns_ = up(shape_.head_dim, kPanel);
     int64_t group_, rows_;
+    bool together_;  // whether the rows of a band are weighed together
     std::vector<Span> spans_;
     std::vector<Operand<T>> queries_;
     const std::unique_ptr<Operand<T>[]> tile_keys_{new Operand<T>[kKeys * width_]};

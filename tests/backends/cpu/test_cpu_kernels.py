@@ -146,6 +146,7 @@ def test_attention_by_tiles(emulated_tiles: ctypes.CDLL) -> None:
     for heads, head_dim in (((2, 2), 40), ((6, 2), 80)):
         check_mixed_steps(kernel, heads, head_dim, torch.bfloat16)
         check_long_prompts(kernel, heads, head_dim, torch.bfloat16)
+    check_what_is_not_finite_in_prompts(kernel, torch.bfloat16)
 
 
 def check_long_prompts(kernel: Kernel, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
@@ -169,6 +170,28 @@ def check_long_prompts(kernel: Kernel, heads: tuple[int, int], head_dim: int, dt
         arguments = (query, *caches, table, starts, lens, starts, lens, sinks, options)
         expected = ops.operation("paged_attention").reference(*arguments)
         assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_prompt_does_not_see_what_is_not_finite_later(dtype: torch.dtype, native: hal.Backend) -> None:
+    check_what_is_not_finite_in_prompts(native.kernels["paged_attention"], dtype)
+
+
+def check_what_is_not_finite_in_prompts(kernel: Kernel, dtype: torch.dtype) -> None:
+    """One key or value is not finite; tokens before it, and those whose window is after it, stay as they are."""
+    draw, length = Draw(dtype, seed=11), 140
+    query, caches = draw.normal(length, 2, 40), [draw.normal(10, 16, 1, 40) for _ in range(2)]
+    table, starts = torch.arange(10, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32)
+    lens, positions = torch.tensor([length], dtype=torch.int32), torch.arange(length)
+    for window, place, broken, part in itertools.product((None, 20), (45, 100), (torch.nan, torch.inf), range(2)):
+        arguments = table, starts, lens, starts, lens, None, AttentionOptions(0.2, window=window)
+        expected = ops.operation("paged_attention").reference(query, *caches, *arguments)
+        given = [each.clone() for each in caches]
+        given[part].view(-1, 40)[place, 39] = broken
+        found = kernel(query, *given, *arguments)
+        sees = (positions >= place) & (positions < place + (window or length))
+        assert_agree(ops.operation("paged_attention"), dtype, found[~sees], expected[~sees])
+        assert not part or not found[sees].isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
