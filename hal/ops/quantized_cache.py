@@ -124,7 +124,8 @@ def store_quantized_kv_cache(
 
     A head's scale is its largest absolute element divided by 127 in int8, and by 448 in float8, unless one is given. An
     element is divided by it in float32 and rounded half to even; in int8 it is bounded to -128 and 127, in float8 to
-    -448 and 448. A head of zeros has the scale 0. A head with NaN or infinity has a scale that is not finite.
+    -448 and 448. A head of zeros has the scale 0. A head with NaN or infinity has a scale that is not finite, unless
+    one is given; the int8 of a NaN is then unspecified.
 
     Args:
         key: ``[tokens, num_kv_heads, head_dim]``, floating.
