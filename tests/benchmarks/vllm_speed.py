@@ -2,19 +2,20 @@
 
 Run it where vLLM is installed: ``hal emulate -- python tests/benchmarks/vllm_speed.py [checkpoint]``, without
 ``hal emulate --`` if torch_npu is not installed. Both sides use the CPU backend and the compiler ``graph``, with the
-same captured sizes, in one process, on one thread, in turns. ``random`` in place of a checkpoint writes one of 8 layers
-with hidden size 512 and a vocabulary of 32,000, whose steps are longer.
+same captured sizes, in one process, in turns, on one thread unless ``OMP_NUM_THREADS`` is set. ``random`` in place of a
+checkpoint writes one of 8 layers with hidden size 512 and a vocabulary of 32,000, whose steps are longer.
 
 ``vllm_s`` and ``hal_s`` are medians of seconds, ``ratio`` that of the turns' ratios, and ``cpu_ratio`` the same of CPU
-seconds, which other processes disturb less. The others are medians of CPU microseconds per step: ``hal_step_us`` in
-``Runner.step`` under vLLM and ``hal_alone_step_us`` under hal.generate, ``generate_us`` the rest of hal.generate,
-``adapter_us`` in the worker without ``Runner.step`` and vLLM's sampler, ``sampler_us`` in that, and ``vllm_us`` the
-rest: vLLM's scheduler, engine and output. With ``--profile``, it prints where vLLM's time goes instead. ``--async``
-turns vLLM's asynchronous scheduling on, which a CPU does not need.
+seconds, which other processes disturb less. ``vllm_tokens_s`` is new tokens per second, and ``hal_step_ms`` the mean
+milliseconds in ``Runner.step`` under vLLM. The others are medians of CPU microseconds per step, of all threads:
+``hal_step_us`` in ``Runner.step`` under vLLM and ``hal_alone_step_us`` under hal.generate, ``generate_us`` the rest of
+hal.generate, ``adapter_us`` in the worker without ``Runner.step`` and vLLM's sampler, ``sampler_us`` in that, and
+``vllm_us`` the rest: vLLM's scheduler, engine and output. A CPU does not need ``--async``.
 """
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import json
 import os
@@ -35,8 +36,8 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "OMP_NUM_THREADS": "1",
 }
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parents[1]))
 
 from helpers.checkpoints import LARGE, random_checkpoint
@@ -66,7 +67,11 @@ class TimedRunner(hal.Runner):
     def step(self, *arguments: Any) -> Any:
         """Run the step."""
         SPENT["steps"] += 1
-        return timed("runner", super().step, *arguments)
+        began = time.perf_counter()
+        try:
+            return timed("runner", super().step, *arguments)
+        finally:
+            SPENT["step"] += time.perf_counter() - began
 
 
 class TimedWorker(HalWorker):
@@ -110,22 +115,30 @@ def measured(side: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, or profile."""
-    arguments = [each for each in sys.argv[1:] if each not in ("--profile", "--async")]
-    checkpoint = arguments[0] if arguments else str(Path(__file__).parents[2] / "checkpoints" / "tiny-python")
-    if checkpoint != "random":
-        run(checkpoint, turns=15)
+    parser = argparse.ArgumentParser()
+    tiny = Path(__file__).parents[2] / "checkpoints" / "tiny-python"
+    parser.add_argument("checkpoint", nargs="?", default=str(tiny))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--profile", action="store_true", help="print where vLLM's time goes instead")
+    parser.add_argument("--async", dest="asynchronous", action="store_true", help="vLLM's asynchronous scheduling")
+    options = parser.parse_args()
+    if options.checkpoint != "random":
+        run(options.checkpoint, options.turns or 15, options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        run(str(random_checkpoint(Path(folder), **LARGE)), turns=5)
+        checkpoint = random_checkpoint(Path(folder) / "random", **LARGE, dtype=options.dtype)
+        run(str(checkpoint), options.turns or 5, options)
 
 
-def run(checkpoint: str, turns: int) -> None:
+def run(checkpoint: str, turns: int, options: argparse.Namespace) -> None:
     """Measure or profile a checkpoint."""
     draw = random.Random(1)
-    prompts = [[draw.randrange(5, 4000) for _ in range(draw.randint(8, 64))] for _ in range(PROMPTS)]
+    prompts = [[draw.randrange(5, 4000) for _ in range(draw.randint(8, 64))] for _ in range(options.prompts)]
     engine = LLM(
         model=checkpoint,
-        dtype="float32",
+        dtype=options.dtype,
         max_model_len=LONGEST,
         max_num_seqs=PROMPTS,
         max_num_batched_tokens=2048,
@@ -135,9 +148,10 @@ def run(checkpoint: str, turns: int) -> None:
         disable_log_stats=True,
         worker_cls=f"{__name__}.TimedWorker",
         additional_config={"hal": HAL},
-        async_scheduling="--async" in sys.argv,
+        async_scheduling=options.asynchronous,
+        skip_tokenizer_init=True,
     )
-    backend = hal.open({**HAL, "dtype": "float32", "cache": {"num_tokens": PROMPTS * LONGEST, "block_size": 16}})
+    backend = hal.open({**HAL, "dtype": options.dtype, "cache": {"num_tokens": PROMPTS * LONGEST, "block_size": 16}})
     runner = TimedRunner(hal.load_model(checkpoint, backend), backend, max_sequences=PROMPTS, max_length=LONGEST)
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": each} for each in prompts]
@@ -152,7 +166,7 @@ def run(checkpoint: str, turns: int) -> None:
         return found
 
     assert through_vllm() == by_hal(), "the tokens differ"  # also warms both up
-    if "--profile" in sys.argv:
+    if options.profile:
         with cProfile.Profile(time.process_time) as profile:
             through_vllm()
         pstats.Stats(profile).sort_stats("cumtime").print_stats(120)
@@ -166,6 +180,10 @@ def run(checkpoint: str, turns: int) -> None:
         return round(statistics.median(of(each[through_vllm], each[by_hal]) for each in taken), digits)
 
     figures = {
+        "vllm_tokens_s": round(
+            options.prompts * NEW / statistics.median(each[through_vllm]["seconds"] for each in taken), 1
+        ),
+        "hal_step_ms": median(lambda vllm, _: vllm["step"] / 1e3, 2),
         "vllm_s": median(lambda vllm, _: vllm["seconds"], 4),
         "hal_s": median(lambda _, alone: alone["seconds"], 4),
         "ratio": median(lambda vllm, alone: vllm["seconds"] / alone["seconds"], 3),
