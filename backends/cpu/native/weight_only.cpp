@@ -1,9 +1,9 @@
 // Projections of up to 64 rows, or of those of experts, with weights of 8 or 4 bits in groups, which are read in place.
 //
-// Where the processor multiplies pairs of 16-bit integers, few rows of x are rounded to such, with a scale for each
-// block of x. This is exact to 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight
-// is then never widened further. With tiles of AMX, more rows are (weight_only_tiles.cpp). Otherwise some rows of a
-// weight at a time are widened to x's type, in a core's cache.
+// Where the processor multiplies integers, x is rounded to 16-bit ones, with a scale for each block of x. This is exact to
+// 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight is then never widened further:
+// one or two rows of x are multiplied here, more in weight_only_columns.cpp, or in weight_only_tiles.cpp with AMX.
+// Otherwise some rows of a weight at a time are widened to x's type, in a core's cache.
 #include <omp.h>
 
 #include <algorithm>
@@ -51,8 +51,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 }
 
 #ifdef __AVX512VNNI__
-constexpr int64_t kAtOnce = 4;      // rows of x
-constexpr int64_t kFew = 12;        // rows of x, up to which this is faster than to widen the weight
+constexpr int64_t kFew = 2;         // rows of x, up to which this is faster than columns
 constexpr int64_t kAhead = 4096;    // bytes of the weight to prefetch ahead
 
 // Rows of x as integers. Those of a register's 16-bit lanes are together: elements 0, 2, 4... and 1, 3, 5... for weights
@@ -161,15 +160,15 @@ inline void unpack(__m512i packed, __m512i* to) {
     }
 }
 
-// Writes the sums of each lane of a row of the weight times `Rows` rows of x from `first` on, to held[m * kLanes]. Whole:
-// whether the weights of a block of x have one scale in a lane.
+// Writes the sums of each lane of a row of the weight times `Rows` rows of x to held[m * kLanes]. Whole: whether the
+// weights of a block of x have one scale in a lane.
 template <int Kind, bool Whole, int Rows>
 inline void multiply(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
-                     const float* scales, int64_t first, Lanes* held) {
+                     const float* scales, Lanes* held) {
     constexpr int64_t kParts = Whole ? 1 : 2, kVectors = 4 / kParts, kBytes = kBlockOfX / kParts * bits_of(Kind) / 8;
     const int64_t bytes = given.row_bytes(), blocks = x.blocks, stride = blocks * kBlockOfX;
-    const int16_t* values = x.values.data() + first * stride;
-    const float* of_x = x.scales.data() + first * blocks;
+    const int16_t* values = x.values.data();
+    const float* of_x = x.scales.data();
     Lanes sums[Rows][kParts] = {};
     auto add = [&](int64_t block, auto read) __attribute__((always_inline)) {
 #pragma GCC unroll 2
@@ -200,25 +199,6 @@ inline void multiply(const WeightOnly& given, const Integers& x, const Spread& s
     for (int m = 0; m < Rows; m++) held[m * kLanes] = Whole ? sums[m][0] : sums[m][0] + sums[m][kParts - 1];
 }
 
-// Multiplies with all rows of x; the weight's row stays in a core's cache.
-template <int Kind, bool Whole>
-void multiply_rows(const WeightOnly& given, const Integers& x, const Spread& spread, const uint8_t* line,
-                   const float* scales, Lanes* held) {
-    for (int64_t first = 0; first < given.rows; first += kAtOnce, held += kAtOnce * kLanes) switch (given.rows - first) {
-            case 1:
-                multiply<Kind, Whole, 1>(given, x, spread, line, scales, first, held);
-                break;
-            case 2:
-                multiply<Kind, Whole, 2>(given, x, spread, line, scales, first, held);
-                break;
-            case 3:
-                multiply<Kind, Whole, 3>(given, x, spread, line, scales, first, held);
-                break;
-            default:
-                multiply<Kind, Whole, kAtOnce>(given, x, spread, line, scales, first, held);
-        }
-}
-
 template <int Kind, bool Whole, class T>
 void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
     thread_local Integers x;
@@ -240,8 +220,9 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
             Lanes held[kFew * kLanes] = {};
             for (int64_t r = 0; r < taken; r++) {
                 given.scales.read(begin + r, scales.data());
-                multiply_rows<Kind, Whole>(given, integers, spread, given.weight + (begin + r) * given.row_bytes(),
-                                    scales.data(), held + r);
+                const auto multiply_rows = given.rows == 1 ? multiply<Kind, Whole, 1> : multiply<Kind, Whole, kFew>;
+                multiply_rows(given, integers, spread, given.weight + (begin + r) * given.row_bytes(), scales.data(),
+                              held + r);
                 if (!corrected) continue;
                 if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
                 for (int64_t group = 0; group < groups; group += kLanes) {
@@ -262,19 +243,18 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
 
 template <class T>
 void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
-    if constexpr (sizeof(T) == 2)
-        if (given.rows >= kFewestForTiles && spreads(given.width, given.group, given.numbers) &&
-            multiply_tiles(given, x, x_stride, y))
-            return;
+    if constexpr (sizeof(T) == 2) {
+        if (!spreads(given.width, given.group, given.numbers)) return run_widened(given, x, x_stride, y);
+        if (given.rows >= kFewestForTiles && multiply_tiles(given, x, x_stride, y)) return;
 #ifdef __AVX512VNNI__
-    if (sizeof(T) == 2 && given.rows <= kFew && spreads(given.width, given.group, given.numbers)) {
+        if (given.rows > kFew) return multiply_columns(given, x, x_stride, y);
         if (given.numbers == kNibbles) return run_integers<kNibbles, true>(given, x, x_stride, y);
         if (given.numbers == kFloat4) return run_integers<kFloat4, true>(given, x, x_stride, y);
         if (given.group >= given.width || given.group % kBlockOfX == 0)
             return run_integers<kBytes, true>(given, x, x_stride, y);
         return run_integers<kBytes, false>(given, x, x_stride, y);
-    }
 #endif
+    }
     run_widened(given, x, x_stride, y);
 }
 

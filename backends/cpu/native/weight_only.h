@@ -111,7 +111,7 @@ void widen(const WeightOnly& given, int64_t row, const float* scales, const floa
     }
 }
 
-// Whether a register's lanes belong to at most four groups, each of whole lanes. Tiles take these groups, too.
+// Whether a block of x and a group are multiples of one another, and whole words of the weight.
 inline bool spreads(int64_t width, int64_t group, int numbers) {
     return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
 }
@@ -166,3 +166,9 @@ inline void add_to_groups(const int32_t* q, int64_t first, int64_t count, float 
 // Multiplies with AMX and returns true, or returns false where the processor or the system does not have it.
 template <class T>
 bool multiply_tiles(const WeightOnly& given, const T* x, int64_t stride, T* y);
+
+#ifdef __AVX512VNNI__
+// Multiplies more than a few rows of x.
+template <class T>
+void multiply_columns(const WeightOnly& given, const T* x, int64_t stride, T* y);
+#endif

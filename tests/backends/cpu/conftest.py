@@ -19,6 +19,7 @@ SOURCES = (
     "quantized_cache",
     "replay",
     "weight_only",
+    "weight_only_columns",
     "weight_only_tiles",
 )
 

@@ -32,10 +32,8 @@ SIZES = (
     (24, 608, 32),
 )
 ROWS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 64)
-
-
-FEW = 12
-"""Rows of x up to which x is rounded to integers; tiles take them for more, too."""
+INTEGERS = 64 if "avx512_vnni" in processor_flags() else 0
+"""Rows of x up to which x is rounded to integers."""
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +82,13 @@ def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, as_integ
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_any_size_group_and_zero_point(dtype: torch.dtype, bits: int, kernels: WeightOnlyKernels) -> None:
-    check(kernels, dtype, bits, as_integers=FEW if "avx512_vnni" in processor_flags() else 0)
+    check(kernels, dtype, bits, as_integers=INTEGERS)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tiles(bits: int, tiles: WeightOnlyKernels) -> None:
     """They take from 8 rows on."""
-    check(tiles, torch.bfloat16, bits, as_integers=64 if "avx512_vnni" in processor_flags() else 0)
+    check(tiles, torch.bfloat16, bits, as_integers=INTEGERS)
     check_experts(tiles, torch.float16)
 
 
