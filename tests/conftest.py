@@ -146,7 +146,7 @@ def toys_installed() -> Iterator[None]:
     """Install the package of toy models for a module's tests only: it registers plugins that would change others."""
     from helpers import toys
 
-    with toys.installed(), forgetting_operations():
+    with toys.installed(), forgetting_operations(toys.OPERATIONS):
         yield
 
 

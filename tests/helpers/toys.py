@@ -18,6 +18,7 @@ from torch import Tensor
 import hal
 from hal.checkpoint.model_registry import find_model
 from hal.checkpoint.weight_bindings import bindings_of
+from hal.ops import Operation
 from hal.step import ALL, SEQUENCE
 from helpers import TESTS
 
@@ -33,6 +34,8 @@ SPLIT_AT: Mapping[str, Sequence[str]] = {
 }
 """Splitting operations, by model."""
 SLOTS = 3
+OPERATIONS: dict[str, Operation] = {}
+"""Those that the package has declared, while it is not installed."""
 
 
 @contextmanager

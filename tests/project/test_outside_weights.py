@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from helpers import toys
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
@@ -23,16 +22,12 @@ from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, QuantizedLinear
 from hal.parallel import Mesh
 
+pytestmark = pytest.mark.usefixtures("toys_installed")
+
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS = ("compressed-tensors", "toy_awq")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 TOKENS = [1, 7, 30, 4, 200, 19]
-
-
-@pytest.fixture(autouse=True)
-def toys_installed() -> Iterator[None]:
-    with toys.installed():
-        yield
 
 
 def packed(numbers: Tensor) -> Tensor:
