@@ -1,0 +1,156 @@
+"""Tests for the CPU's C++ kernels of int8 activations, against exact sums of integers, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hal.backends.cpu.native import build
+from hal.backends.cpu.native.arguments import noting
+from hal.backends.cpu.native.instruction_sets import compiler_flags
+from hal.backends.cpu.native.int8_kernels import MOST_ROWS, Int8Kernels
+from helpers.thorough import MODE, thorough
+from torch import Tensor
+
+from hal.errors import DriverUnavailable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 7, 64, 65)
+SIZES = ((96, 64), (50, 33), (17, 1), (1, 130), (300, 576), (16, 2050))
+"""Outputs and width. The fifth weight is multiplied by all threads."""
+
+
+@pytest.fixture(params=["best", pytest.param("avx2", marks=thorough(MODE))])
+def kernels(request: pytest.FixtureRequest) -> Int8Kernels:
+    """Return the kernels, with instructions for integers, if the processor has them, and without."""
+    highest = None if request.param == "best" else request.param
+    try:
+        compiler_flags(highest)
+    except DriverUnavailable as missing:
+        pytest.skip(str(missing))
+    return Int8Kernels(build.load(highest))
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format, autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors have the same bits."""
+    alike = found.dtype is expected.dtype and found.shape == expected.shape
+    return alike and torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def in_cpp(kernels: Int8Kernels, call: Callable[[], Tensor]) -> bool:
+    """Return whether a call is one of the C++ product."""
+    with noting() as calls:
+        call()
+    return [function for function, _ in calls] == [kernels._linear]
+
+
+def drawn(rows: int, out: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield x and a weight: random, of the largest sums, and parts of others, whose rows are not contiguous."""
+    x = torch.randint(-128, 128, (rows, 2 * width + 1)).to(torch.int8)
+    weight = torch.randint(-128, 128, (out, 2 * width + 1)).to(torch.int8)
+    yield x[:, :width].contiguous(), weight[:, :width].contiguous()
+    yield x[:, width:-1], weight[:, width:-1]
+    for sign in (-128, 127):
+        yield torch.full((rows, width), sign, dtype=torch.int8), torch.full((out, width), -128, dtype=torch.int8)
+
+
+def sums(x: Tensor, weight: Tensor) -> Tensor:
+    return x.long() @ weight.long().t()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_scales_of_rows(rows: int, kernels: Int8Kernels) -> None:
+    torch.manual_seed(0)
+    for out, width in SIZES:
+        scale = torch.rand(2 * out)[::2] * 1e-2  # not contiguous either
+        for x, weight in drawn(rows, out, width):
+            row_scale = torch.rand(rows) * 1e-1
+            for dtype in DTYPES:
+                for bias in (None, torch.randn(out), torch.randn(out).to(dtype)):
+                    expected = sums(x, weight).float() * scale * row_scale.unsqueeze(-1)
+                    expected = (expected if bias is None else expected + bias).to(dtype)
+
+                    def call(x=x, weight=weight, bias=bias, dtype=dtype, row_scale=row_scale, scale=scale) -> Tensor:
+                        return kernels.quant_linear_dynamic(x, row_scale, weight, scale, bias, dtype)
+
+                    assert in_cpp(kernels, call) == (rows <= MOST_ROWS)
+                    assert same(call(), expected), f"{out} x {width}, {dtype}"
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_one_scale_of_all_rows(rows: int, kernels: Int8Kernels) -> None:
+    torch.manual_seed(0)
+    for out, width in SIZES:
+        scale = torch.rand(out) * 1e-3
+        for x, weight in drawn(rows, out, width):
+            for dtype in DTYPES:
+                for added in (None, torch.randint(-(1 << 30), 1 << 30, (out,)).to(torch.int32)):
+                    total = sums(x, weight) if added is None else sums(x, weight) + added
+                    expected = (total.float() * scale).to(dtype)
+
+                    def call(x=x, weight=weight, added=added, dtype=dtype, scale=scale) -> Tensor:
+                        return kernels.quant_linear_static(x, weight, scale, added, dtype)
+
+                    assert in_cpp(kernels, call) == (rows <= MOST_ROWS)
+                    assert same(call(), expected), f"{out} x {width}, {dtype}"
+
+
+def test_leading_dimensions_and_given_results(kernels: Int8Kernels) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randint(-128, 128, (2, 3, 70)).to(torch.int8), torch.randint(-128, 128, (40, 70)).to(torch.int8)
+    scale, row_scale, out = torch.rand(40), torch.rand(2, 3), torch.empty(2, 3, 40)
+    found = kernels.quant_linear_dynamic(x, row_scale, weight, scale, None, torch.float32, out=out)
+    assert found is out
+    assert same(out, sums(x, weight).float() * scale * row_scale.unsqueeze(-1))
+    assert kernels.quant_linear_static(x, weight, scale, None, torch.float32, out=out) is out
+    assert same(out, sums(x, weight).float() * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_quantized_rows(rows: int, dtype: torch.dtype, kernels: Int8Kernels) -> None:
+    torch.manual_seed(0)
+    for width in (1, 33, 64, 576):
+        wide = torch.randn(rows, 2 * width + 1).to(dtype)
+        wide[0, : 2 * width] = 0  # a row of zeros
+        for x in (wide[:, :width].contiguous(), wide[:, width:-1]):
+            largest = x.float().abs().amax(-1)
+            expected = largest / 127
+            numbers = (x.float() / torch.where(expected == 0, 1.0, expected).unsqueeze(-1)).round()
+            found, scales = kernels.dynamic_quantize(x)
+            assert same(scales, expected)
+            assert same(found, numbers.to(torch.int8))
+            for scale, offset in ((0.01, None), (0.03125, -7), (1e-6, 3)):  # the last is out of range
+                numbers = (x.float() / torch.tensor(scale) + (offset or 0)).round().clamp(-128, 127)
+                given = None if offset is None else torch.tensor([offset], dtype=torch.int32)
+                assert same(kernels.quantize(x, torch.tensor([scale]), given), numbers.to(torch.int8))
+
+
+def test_ties_round_to_even(kernels: Int8Kernels) -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, -128.5])
+    assert kernels.quantize(x, torch.ones(1), None).tolist() == [0, 2, 2, 0, -2, 126, 127, -128]
+    numbers, scale = kernels.dynamic_quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    assert (numbers.tolist(), scale.tolist()) == ([[127, 0, 2, -2]], [1.0])
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite(broken: float, kernels: Int8Kernels) -> None:
+    x = torch.randn(3, 70)
+    x[1, 69] = broken
+    numbers, scale = kernels.dynamic_quantize(x)
+    assert scale.isfinite().tolist() == [True, False, True]
+    expected, others = kernels.dynamic_quantize(x[::2])
+    assert same(numbers[::2], expected)
+    assert same(scale[::2], others)
+    ones = torch.ones(4, 70, dtype=torch.int8)
+    found = kernels.quant_linear_dynamic(numbers, scale, ones, torch.ones(4), None, torch.float32)
+    assert found.isfinite().all(-1).tolist() == [True, False, True]
