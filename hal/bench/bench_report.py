@@ -134,8 +134,8 @@ def notes(result: Result) -> Iterator[str]:
     ]
     if below:
         yield (
-            "faster than the floor: the weights stay in the processor's caches, or the machine was busier while the "
-            "floor was measured; ignore the floor"
+            "faster than the floor: the weights stay in the processor's caches, a prefill multiplies integers, or the "
+            "machine was busier while the floor was measured; ignore the floor"
         )
     if result.plan.workload == "prefill" and "transformers" in result.plan.against:
         yield "transformers compiles only decode steps, so its prefill is eager"
