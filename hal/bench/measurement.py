@@ -133,7 +133,9 @@ def run(plan: Plan, say: Say = silent) -> Result:
         device = setting.backend.device
         decode = plan.workload == "decode"
         probe = floor.read_probe(device) if decode else floor.matmul_probe(device, setting.dtype)
-        peak = floor.peak_probe(device, setting.dtype) if decode else None
+        # All ranks have the same probes, whatever they measure: before each, they wait for each other.
+        known = decode and device.multiplying(setting.dtype) is not None
+        peak = floor.matmul_probe(device, setting.dtype) if known else None
         dtype = str(setting.dtype).removeprefix("torch.")
         result = Result(plan, dtype, setting.weight_bytes, where, {}, [], [], counted)
         sizes = list(dict.fromkeys(plan.batch_sizes))

@@ -574,13 +574,11 @@ class TestFloor:
         read, matmul = floor.read_probe(cpu.device), floor.matmul_probe(cpu.device, torch.bfloat16)
         assert read.amount == 1 << 20
         assert "of 1 MiB" in read.description
-        assert floor.peak_probe(cpu.device, torch.bfloat16).amount == matmul.amount
         product = "matmul 32 x 32 x 32 in bfloat16"
         assert re.fullmatch(rf"products in registers, of which {product} reaches \d+%", matmul.description)
         assert matmul.contender.step() == matmul.amount
 
     def test_probes_of_a_device_without_its_own(self) -> None:
-        assert floor.peak_probe(hal.vendor.HostDevice(), torch.bfloat16) is None
         matmul = floor.matmul_probe(hal.vendor.HostDevice(), torch.bfloat16)
         assert matmul.amount == 2 * 32**3
         assert matmul.description == "matmul 32 x 32 x 32 in bfloat16"

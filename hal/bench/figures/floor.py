@@ -255,26 +255,8 @@ def _reductions(buffer: Tensor) -> dict[str, Callable[[], object]]:
     return {"sum": buffer.sum, "max": buffer.max, "norm": lambda: torch.linalg.vector_norm(buffer)}
 
 
-def peak_probe(device: Device, dtype: torch.dtype) -> Probe | None:
-    """Return a probe that multiplies at the device's highest rate, or None if the driver does not know that rate."""
-    if (peak := device.multiplying(dtype)) is None:
-        return None
-    multiply, operations = peak
-    matmul, rate = _fastest_matmul(device, dtype)
-    reached = rate * _seconds(multiply, device) / operations
-    if reached > 1:  # torch has instructions that the driver does not
-        return None
-    description = f"products in registers, of which {matmul.description} reaches {reached:.0%}"
-    return Probe(Contender("multiply", multiply, lambda: None), operations, description)
-
-
 def matmul_probe(device: Device, dtype: torch.dtype) -> Probe:
     """Return a probe that multiplies at the device's highest rate, or else square matrices of the fastest size."""
-    return peak_probe(device, dtype) or _fastest_matmul(device, dtype)[0]
-
-
-def _fastest_matmul(device: Device, dtype: torch.dtype) -> tuple[Probe, float]:
-    """Return a probe that multiplies square matrices of the fastest size, and its operations per second."""
     best: Probe | None = None
     fastest = 0.0
     for size in MATMUL_SIZES:
@@ -288,7 +270,14 @@ def _fastest_matmul(device: Device, dtype: torch.dtype) -> tuple[Probe, float]:
         if took > LONGEST_TRIAL:
             break
     assert best is not None
-    return best, fastest
+    if (peak := device.multiplying(dtype)) is None:
+        return best
+    multiply, operations = peak
+    reached = fastest * _seconds(multiply, device) / operations
+    if reached > 1:  # torch has instructions that the driver does not
+        return best
+    description = f"products in registers, of which {best.description} reaches {reached:.0%}"
+    return Probe(Contender("multiply", multiply, lambda: None), operations, description)
 
 
 def _multiplying(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
