@@ -83,7 +83,7 @@ class FewRowsKernel(Protocol):
         """Return the address of a weight's elements."""
 
     def collapse_pages(self, weight: Tensor) -> None:
-        """Keep a packed weight in huge pages if the system gives them."""
+        """Keep a weight in huge pages if the system gives them."""
 
 
 @attrs.frozen
@@ -169,8 +169,7 @@ class Packing:
         if self._kernel is None:
             return
         form = Form.of(weight)
-        if plain is not None:
-            self._kernel.collapse_pages(weight)
+        self._kernel.collapse_pages(weight)
         block = 0 if plain is None or not most else self._kernel.block_of(plain, weight)
         if most and (plain is None or block):
             self._kernel.few[form] = FewRows(most, block)

@@ -91,8 +91,10 @@ class LinearKernels(Bindings):
         return int(torch.ops.mkldnn.data_ptr(weight)) if weight.is_mkldnn else weight.data_ptr()
 
     def collapse_pages(self, weight: Tensor) -> None:
-        """Keep a packed weight in huge pages if the system gives them."""
-        self._collapse(self.address_of(weight), torch.ops.mkldnn._nbytes(weight))
+        """Keep a weight in huge pages if the system gives them."""
+        if weight.is_mkldnn or weight.is_contiguous():
+            nbytes = torch.ops.mkldnn._nbytes(weight) if weight.is_mkldnn else weight.nbytes
+            self._collapse(self.address_of(weight), nbytes)
 
     def _hold(self, weight: Tensor) -> _Held:
         """Note how a weight is multiplied, for as long as it lives."""
