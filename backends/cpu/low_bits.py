@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops import float8
 from hal.ops.experts import mxfp4
-from hal.ops.float8 import widen
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.weight_only import dequantize
@@ -24,8 +24,34 @@ from .grouped import spans
 WIDENED = 1 << 20
 """Elements of a weight that are widened at once."""
 
-Widen = Callable[[int, int], Tensor]
-"""Returns rows of a weight from a first one to an end, in float32."""
+Rows = Callable[[int, int], Tensor]
+"""Returns rows of a weight from a first one to an end, in float32 or in the dtype of x."""
+
+
+class Widen(Protocol):
+    """A function that widens rows of a weight, as :func:`widened` does."""
+
+    def __call__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        group_size: int,
+        dtype: torch.dtype,
+        start: int,
+        end: int,
+    ) -> Tensor:
+        """Return the rows from ``start`` to ``end``, ``[end - start, in_features]``."""
+
+
+def widened(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, dtype: torch.dtype, start: int, end: int
+) -> Tensor:
+    """Return scaled rows of a weight of 8 or 4 bits in a dtype."""
+    if weight.dtype is torch.uint8:
+        return mxfp4.widen(weight[start:end], scale[start:end]).to(dtype)
+    zero = None if zero is None else zero[start:end]
+    return dequantize(weight[start:end], scale[start:end], zero, group_size).to(dtype)
 
 
 def weight_only_linear(
@@ -37,9 +63,10 @@ def weight_only_linear(
     group_size: int,
     *,
     out: Tensor | None = None,
+    widen: Widen = widened,
 ) -> Tensor:
     """See :func:`hal.ops.weight_only_linear`. It rounds the scaled weights to x's dtype."""
-    rows = partial(_group_rows, weight, weight_scale, weight_zero_point, group_size)
+    rows = partial(widen, weight, weight_scale, weight_zero_point, group_size, x.dtype)
     output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
     _project(x, rows, bias, output)
     return output
@@ -61,12 +88,14 @@ def weight_only_grouped_linear(
     group_size: int,
     *,
     out: Tensor | None = None,
+    widen: Widen = widened,
+    operation: str = "weight_only_grouped_linear",
 ) -> Tensor:
     """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights to x's dtype."""
     output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
-    for expert, start, end in spans("weight_only_grouped_linear", counts, x.shape[0]):
+    for expert, start, end in spans(operation, counts, x.shape[0]):
         zero = None if weight_zero_point is None else weight_zero_point[expert]
-        rows = partial(_group_rows, weight[expert], weight_scale[expert], zero, group_size)
+        rows = partial(widen, weight[expert], weight_scale[expert], zero, group_size, x.dtype)
         _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
     return output
 
@@ -79,13 +108,11 @@ def mxfp4_grouped_linear(
     bias: Tensor | None,
     *,
     out: Tensor | None = None,
+    widen: Widen = widened,
 ) -> Tensor:
     """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
-    for expert, start, end in spans("mxfp4_grouped_linear", counts, x.shape[0]):
-        rows = partial(_float4_rows, weight[expert], weight_scale[expert])
-        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
-    return output
+    given = x, weight, weight_scale, None, counts, bias, mxfp4.GROUP
+    return weight_only_grouped_linear(*given, out=out, widen=widen, operation="mxfp4_grouped_linear")
 
 
 def fp8_linear(
@@ -161,20 +188,12 @@ def quant_grouped_linear_int4(
     return values.to(dtype) if out is None else out.copy_(values)
 
 
-def _group_rows(weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, start: int, end: int) -> Tensor:
-    return dequantize(weight[start:end], scale[start:end], None if zero is None else zero[start:end], group_size)
-
-
-def _float4_rows(weight: Tensor, scale: Tensor, start: int, end: int) -> Tensor:
-    return mxfp4.widen(weight[start:end], scale[start:end])
-
-
 def _block_rows(weight: Tensor, scale: Tensor, block_rows: int, block_columns: int, start: int, end: int) -> Tensor:
     scale = scale[start // block_rows : -(-end // block_rows)]
-    return widen(weight[start:end], scale, block_rows, block_columns)
+    return float8.widen(weight[start:end], scale, block_rows, block_columns)
 
 
-def _project(x: Tensor, rows: Widen, bias: Tensor | None, output: Tensor, unit: int = 1) -> None:
+def _project(x: Tensor, rows: Rows, bias: Tensor | None, output: Tensor, unit: int = 1) -> None:
     """Write ``x @ weight.T + bias``.
 
     Args:

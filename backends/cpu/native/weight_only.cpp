@@ -31,7 +31,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
         Multiplication<T> multiplication;
         multiplication.pack_others(others, given.rows, given.width);
         std::vector<T> rows(kBlock * given.width);
-        std::vector<float> wide(given.width), scales(groups), zeros(given.zeros.values ? groups : 0);
+        std::vector<float> scales(groups), zeros(given.zeros.values ? groups : 0);
         float sums[kOthers * kBlock];
 #pragma omp for schedule(dynamic)
         for (int64_t first = 0; first < given.out; first += kBlock) {
@@ -39,7 +39,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
             for (int64_t i = 0; i < count; i++) {
                 given.scales.read(first + i, scales.data());
                 if (given.zeros.values) given.zeros.read(first + i, zeros.data());
-                widen(given, first + i, scales.data(), given.zeros.values ? zeros.data() : nullptr, wide.data(),
+                widen(given, first + i, scales.data(), given.zeros.values ? zeros.data() : nullptr,
                       rows.data() + i * given.width);
             }
             multiplication.run(rows.data(), count, sums);

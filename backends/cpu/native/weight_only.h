@@ -90,24 +90,46 @@ struct WeightOnly {
     }
 };
 
+// Returns kLanes numbers from element `first` of a row on, which is even.
+inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
+#ifdef __AVX512BW__
+    const auto wide = [](__m128i bytes) { return Lanes(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))); };
+    if (kind == kBytes) return wide(load<__m128i>(row + first));
+    const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + first / 2)), nibble = _mm_set1_epi8(15);
+    const __m128i low = _mm_and_si128(packed, nibble), high = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+    const __m128i table = kind == kFloat4 ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+                                          : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return wide(_mm_shuffle_epi8(table, _mm_unpacklo_epi8(low, high)));
+#else
+    float numbers[kLanes];
+    for (int i = 0; i < kLanes; i++) {
+        const int bits = row[(first + i) / 2] >> i % 2 * 4 & 15;
+        numbers[i] = kind == kBytes ? int8_t(row[first + i]) : kind == kFloat4 ? kTwice[bits] : (bits ^ 8) - 8;
+    }
+    return load<Lanes>(numbers);
+#endif
+}
+
 // Writes a row of the weight in T. The scales and zero points are those of its groups.
 template <class T>
-void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, float* wide, T* to) {
+void widen(const WeightOnly& given, int64_t row, const float* scales, const float* zeros, T* to) {
     const uint8_t* from = given.weight + row * given.row_bytes();
-    if (given.numbers == kBytes)
-        for (int64_t i = 0; i < given.width; i++) wide[i] = float(int8_t(from[i]));
-    else if (given.numbers == kFloat4)
-        for (int64_t i = 0; i < given.width / 2; i++)
-            wide[2 * i] = kTwice[from[i] & 15], wide[2 * i + 1] = kTwice[from[i] >> 4];
-    else
-        for (int64_t i = 0; i < given.width / 2; i++) {
-            wide[2 * i] = float(int(from[i] & 15 ^ 8) - 8);
-            wide[2 * i + 1] = float(int(from[i] >> 4 ^ 8) - 8);
-        }
     for (int64_t group = 0, first = 0; first < given.width; group++, first += given.group) {
         const int64_t end = std::min(first + given.group, given.width);
         const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
-        for (int64_t i = first; i < end; i++) to[i] = T((wide[i] - zero) * scale);
+        int64_t i = first;
+        for (; i + kLanes <= end; i += kLanes) {
+            const Lanes values = (numbers_of(from, i, given.numbers) - zero) * scale;
+            if constexpr (Product<T>::kStep == 2 * kLanes)
+                Product<T>::round(values, to + i);
+            else
+                narrow(values, to + i);
+        }
+        if (i == end) continue;
+        uint8_t last[kLanes] = {};
+        std::memcpy(last, from + i * bits_of(given.numbers) / 8, up((end - i) * bits_of(given.numbers), 8) / 8);
+        const Lanes values = (numbers_of(last, 0, given.numbers) - zero) * scale;
+        for (int64_t place = 0; i < end; i++, place++) to[i] = T(values[place]);
     }
 }
 
@@ -120,6 +142,7 @@ constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which start
 constexpr int64_t kSmallestGroup = 16;
 constexpr int64_t kBlockOfX = 128;  // elements of x with one scale
 constexpr float kMost = 32512;      // the largest 16-bit integer that is used
+constexpr float kLeast = 0x1p-100;  // a block whose elements are no larger is taken as zeros, so that no factor is infinite
 
 // Rounds up to kBlockOfX elements of x to 16-bit integers, filled up with zeros, and returns their scale. Elements that
 // are not all finite give zeros and NaN, which makes all results of the row NaN.
@@ -141,7 +164,7 @@ inline float round_block(const T* x, int64_t count, int32_t* q) {
     }
     int32_t largest = 0;
     for (int lane = 0; lane < kLanes; lane++) largest = std::max(largest, most[lane]);
-    const float size = load<float>(&largest), factor = size > 0 ? kMost / size : 0.0f;
+    const float size = load<float>(&largest), factor = size > kLeast ? kMost / size : 0.0f;
     if (largest >= 0x7f800000) {
         std::fill_n(q, kBlockOfX, 0);
         return std::numeric_limits<float>::quiet_NaN();

@@ -14,6 +14,7 @@ from hal.ops.experts.mxfp4 import GROUP
 
 from .. import kernels, low_bits
 from ..grouped import wrong_counts
+from ..low_bits import Widen
 from .arguments import DTYPES, Bindings, empty, require
 
 WEIGHT_ONLY_KERNELS = (
@@ -51,6 +52,9 @@ class WeightOnlyKernels(Bindings):
         """See :func:`hal.ops.linear_int8`. Few rows read the weight once, and do not widen it."""
         if _few(x, weight, weight_scale.unsqueeze(-1), None, bias, x.shape[-1]):
             return self._few_rows(x, weight, weight_scale, None, bias, x.shape[-1], out)
+        scale = weight_scale.unsqueeze(-1)
+        if _fits(x, weight, scale, None, bias, x.shape[-1]):
+            return low_bits.weight_only_linear(x, weight, scale, None, bias, x.shape[-1], out=out, widen=self._widened)
         values = kernels.linear_int8(x, weight, weight_scale, bias)
         return values if out is None else out.copy_(values)
 
@@ -69,9 +73,10 @@ class WeightOnlyKernels(Bindings):
 
         A row of x with an element that is not finite gives NaN.
         """
-        if _few(x, weight, weight_scale, weight_zero_point, bias, group_size):
-            return self._few_rows(x, weight, weight_scale, weight_zero_point, bias, group_size, out)
-        return low_bits.weight_only_linear(x, weight, weight_scale, weight_zero_point, bias, group_size, out=out)
+        given = x, weight, weight_scale, weight_zero_point, bias, group_size
+        if _few(*given):
+            return self._few_rows(*given, out)
+        return low_bits.weight_only_linear(*given, out=out, widen=self._widen_for(*given))
 
     def weight_only_embedding(
         self,
@@ -142,7 +147,8 @@ class WeightOnlyKernels(Bindings):
         given = x, weight, weight_scale, weight_zero_point, counts, bias, group_size
         if weight.dtype is not torch.uint8 and _few_by_expert(*given):
             return self._by_expert("weight_only_grouped_linear", *given, out)
-        return low_bits.weight_only_grouped_linear(*given, out=out)
+        widen = self._widen_for(x, weight, weight_scale, weight_zero_point, bias, group_size)
+        return low_bits.weight_only_grouped_linear(*given, out=out, widen=widen)
 
     def mxfp4_grouped_linear(
         self,
@@ -158,7 +164,8 @@ class WeightOnlyKernels(Bindings):
         given = x, weight, weight_scale, None, counts, bias, GROUP
         if weight.dtype is weight_scale.dtype is torch.uint8 and _few_by_expert(*given):
             return self._by_expert("mxfp4_grouped_linear", *given, out)
-        return low_bits.mxfp4_grouped_linear(x, weight, weight_scale, counts, bias, out=out)
+        widen = self._widen_for(x, weight, weight_scale, None, bias, GROUP)
+        return low_bits.mxfp4_grouped_linear(x, weight, weight_scale, counts, bias, out=out, widen=widen)
 
     def quant_grouped_linear_int4(self, *arguments: Any, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.quant_grouped_linear_int4`. The product is that of weights only, in float32."""
@@ -204,6 +211,51 @@ class WeightOnlyKernels(Bindings):
         )
         if wrong:
             raise wrong_counts(operation, counts, rows)
+        return y
+
+    def _widen_for(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        bias: Tensor | None,
+        group_size: int,
+    ) -> Widen:
+        """Return what widens rows of the weight for many rows of x."""
+        return self._widened if _fits(x, weight, scale, zero, bias, group_size) else low_bits.widened
+
+    def _widened(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        group_size: int,
+        dtype: torch.dtype,
+        start: int,
+        end: int,
+    ) -> Tensor:
+        """See :func:`.low_bits.widened`."""
+        width = weight.shape[-1] * NUMBERS[weight.dtype][1]
+        weight, scale = weight[start:end].contiguous(), scale[start:end].contiguous()
+        zero = None if zero is None else zero[start:end].contiguous()
+        y = torch.empty(end - start, width, dtype=dtype)
+        self._embedding(
+            None,
+            weight.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            y.data_ptr(),
+            DTYPES[dtype],
+            FACTORS[scale.dtype],
+            0 if zero is None else ZEROS[zero.dtype],
+            NUMBERS[weight.dtype][0],
+            False,
+            end - start,
+            width,
+            end - start,
+            min(group_size, width),
+        )
         return y
 
     def _few_rows(
