@@ -83,13 +83,10 @@ def _noted(launch: Launch, call: Callable[[], Any]) -> list[tuple[int, Slots]]:
     """Return the calls of C++ kernels that a launch consists of, without running them; nothing if it does more."""
     if not isinstance(getattr(launch.function, "__self__", None), Bindings) or (launch.results and not launch.fills):
         return []
-    calls_of_torch = _CallsOfTorch()
     try:
-        with noting() as calls, calls_of_torch:
+        with noting() as calls, _WithoutTorch():  # type: ignore[no-untyped-call]
             call()
-    except OperationError:  # It reads values, which are not those of a step.
-        return []
-    if calls_of_torch.found:
+    except (OperationError, _ComputesInTorch):  # An operation's error: it reads values, which are not those of a step.
         return []
     found = []
     for function, arguments in calls:
@@ -109,20 +106,23 @@ def _slots(function: NativeFunction, arguments: Sequence[Any]) -> Slots:
     return (ctypes.c_int64 * len(slots))(*slots)
 
 
-class _CallsOfTorch(TorchDispatchMode):
-    """Notices whether torch computes or allocates anything."""
+class _ComputesInTorch(Exception):
+    pass
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+
+class _WithoutTorch(TorchDispatchMode):
+    """Raises before torch writes anything, which would be what unfilled memory gives, or once it has allocated."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._schema.is_mutable:
+            raise _ComputesInTorch
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.mkldnn.data_ptr.default:
             return result  # the address of a weight, which stays
         known = {storage_of(tensor) for tensor in tensors_of((args, kwargs))}
         made = tensors_of(result)
-        self.found |= func._schema.is_mutable or not made or any(storage_of(tensor) not in known for tensor in made)
+        if not made or any(storage_of(tensor) not in known for tensor in made):
+            raise _ComputesInTorch
         return result

@@ -1,5 +1,4 @@
-// Weights of 8 or 4 bits in groups, as the kernels of weight_only.cpp, weight_only_tiles.cpp and
-// embedding.cpp read them.
+// Weights of 8 or 4 bits in groups, as the kernels of weight_only*.cpp and embedding.cpp read them.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +36,7 @@ struct Factors {
 
     // Returns 2 to the power of an exponent of e8m0 - 128: half of its meaning, since kTwice has twice the numbers.
     static float half_power(uint8_t exponent) {
+        if (exponent == 255) return std::numeric_limits<float>::quiet_NaN();
         const uint32_t bits = exponent > 1 ? uint32_t(exponent - 1) << 23 : 0x200000u << exponent;
         return load<float>(&bits);
     }
@@ -90,7 +90,14 @@ struct WeightOnly {
     }
 };
 
-// Returns kLanes numbers from element `first` of a row on, which is even.
+// Returns an element of a row.
+inline float number_of(const uint8_t* row, int64_t i, int kind) {
+    if (kind == kBytes) return int8_t(row[i]);
+    const int bits = row[i / 2] >> i % 2 * 4 & 15;
+    return kind == kFloat4 ? kTwice[bits] : (bits ^ 8) - 8;
+}
+
+// Returns kLanes elements of a row from `first` on, which is even.
 inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
 #ifdef __AVX512BW__
     const auto wide = [](__m128i bytes) { return Lanes(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))); };
@@ -102,10 +109,7 @@ inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
     return wide(_mm_shuffle_epi8(table, _mm_unpacklo_epi8(low, high)));
 #else
     float numbers[kLanes];
-    for (int i = 0; i < kLanes; i++) {
-        const int bits = row[(first + i) / 2] >> i % 2 * 4 & 15;
-        numbers[i] = kind == kBytes ? int8_t(row[first + i]) : kind == kFloat4 ? kTwice[bits] : (bits ^ 8) - 8;
-    }
+    for (int i = 0; i < kLanes; i++) numbers[i] = number_of(row, first + i, kind);
     return load<Lanes>(numbers);
 #endif
 }
@@ -118,22 +122,18 @@ void widen(const WeightOnly& given, int64_t row, const float* scales, const floa
         const int64_t end = std::min(first + given.group, given.width);
         const float scale = scales[group], zero = zeros ? zeros[group] : 0.0f;
         int64_t i = first;
-        for (; i + kLanes <= end; i += kLanes) {
+        for (; i % 2 == 0 && i + kLanes <= end; i += kLanes) {
             const Lanes values = (numbers_of(from, i, given.numbers) - zero) * scale;
             if constexpr (Product<T>::kStep == 2 * kLanes)
                 Product<T>::round(values, to + i);
             else
                 narrow(values, to + i);
         }
-        if (i == end) continue;
-        uint8_t last[kLanes] = {};
-        std::memcpy(last, from + i * bits_of(given.numbers) / 8, up((end - i) * bits_of(given.numbers), 8) / 8);
-        const Lanes values = (numbers_of(last, 0, given.numbers) - zero) * scale;
-        for (int64_t place = 0; i < end; i++, place++) to[i] = T(values[place]);
+        for (; i < end; i++) to[i] = T((number_of(from, i, given.numbers) - zero) * scale);
     }
 }
 
-// Whether a block of x and a group are multiples of one another, and whole words of the weight.
+// Whether a register's lanes belong to at most four groups, each of whole lanes. Columns and tiles take these groups, too.
 inline bool spreads(int64_t width, int64_t group, int numbers) {
     return group >= width || group == 32 || group == 64 || group % 128 == 0 || (group == 16 && numbers == kBytes);
 }
@@ -142,7 +142,7 @@ constexpr int64_t kSerial = 1 << 17;  // elements of a weight, up to which start
 constexpr int64_t kSmallestGroup = 16;
 constexpr int64_t kBlockOfX = 128;  // elements of x with one scale
 constexpr float kMost = 32512;      // the largest 16-bit integer that is used
-constexpr float kLeast = 0x1p-100;  // a block whose elements are no larger is taken as zeros, so that no factor is infinite
+constexpr float kLeast = 0x1p-112;  // a block whose elements are no larger is taken as zeros, so that no factor is infinite
 
 // Rounds up to kBlockOfX elements of x to 16-bit integers, filled up with zeros, and returns their scale. Elements that
 // are not all finite give zeros and NaN, which makes all results of the row NaN.

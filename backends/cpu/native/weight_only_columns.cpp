@@ -4,7 +4,7 @@
 // A block of these rows is transposed in a core's first cache, so that a register has a column: four elements, or eight of
 // 4 bits, of each row. It is multiplied with four elements of x, repeated, which takes less memory traffic than whole
 // registers of x. An element of x is an integer of 16 bits, as there, in two halves: q = 256 high + low. The weight is
-// taken as w + kOffset, which is not negative; sums start with what that adds.
+// taken as w + kOffset, which is not negative; sums start with minus what this adds.
 #include <omp.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Columns {
 // Up to kMostRows rows of x, by turns. A span is what is summed as integers: a block, or a group if smaller.
 struct Rows {
     int64_t count;
-    std::vector<int32_t> words, starts;  // [columns][count][kWords]; [spans][count]: what sums start with
+    std::vector<int32_t> words, starts;  // [columns][count][kWords]; [spans][count]: -kOffset times the sum of a span
     std::vector<float> scales, sums;     // [blocks][count]; [groups][count], of the elements of x
 };
 

@@ -325,6 +325,7 @@ def _fits(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: T
         return False
     factors = (*of_out, -(-width // group_size))
     fits = scale.shape == factors and scale.dtype in FACTORS
+    fits = fits and (scale.dtype is torch.uint8) == (weight.dtype is torch.uint8)
     fits = fits and (zero is None or (zero.shape == factors and zero.dtype in ZEROS))
     fits = fits and (bias is None or (bias.shape == of_out and bias.dtype in (torch.float32, x.dtype)))
     return fits and all(each is None or each.is_cpu for each in (x, weight, scale, zero, bias))

@@ -143,3 +143,13 @@ def test_a_kernel_that_reads_values_runs_in_python(native: hal.Backend) -> None:
     x.normal_()
     graph.replay()
     torch.testing.assert_close(output, x @ weight[0].float().T)
+
+
+def test_what_torch_computes_is_right_before_a_replay(native: hal.Backend) -> None:
+    """Calls that are noted do not run, so torch must not write what it computes of their results."""
+    torch.manual_seed(0)
+    x, weight, scale = torch.randn(70, 64), torch.randint(-9, 9, (40, 64), dtype=torch.int8), torch.rand(40, 2)
+    torch.full((1 << 20,), float("nan"))  # leaves NaN in freed memory
+    output = native.graph().capture(lambda: ops.weight_only_linear(x, weight, scale, None, None, 32))
+    expected = x @ (weight * scale.repeat_interleave(32, 1)).T
+    torch.testing.assert_close(output, expected)
