@@ -101,24 +101,7 @@ class WeightOnlyKernels(Bindings):
         fits = fits and weight.dtype is not torch.uint8 and _fits(y, weight, weight_scale, zero, None, group_size)
         factors = (weight_scale,) if zero is None else (weight_scale, zero)
         require(fits, "weight_only_embedding", y, weight, *factors, indices=(token_ids,))
-        token_ids, weight, scale = token_ids.contiguous(), weight.contiguous(), weight_scale.contiguous()
-        zero = None if zero is None else zero.contiguous()
-        outside = self._embedding(
-            token_ids.data_ptr(),
-            weight.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            y.data_ptr(),
-            DTYPES[dtype],
-            FACTORS[scale.dtype],
-            0 if zero is None else ZEROS[zero.dtype],
-            NUMBERS[weight.dtype][0],
-            token_ids.dtype is torch.int64,
-            token_ids.shape[0],
-            width,
-            weight.shape[0],
-            min(group_size, width),
-        )
+        outside = self._write_rows(token_ids.contiguous(), weight, weight_scale, zero, group_size, y)
         if outside:
             raise OperationError(
                 f"weight_only_embedding: a token is outside the table of {weight.shape[0]} rows: "
@@ -236,27 +219,35 @@ class WeightOnlyKernels(Bindings):
         end: int,
     ) -> Tensor:
         """See :func:`.low_bits.widened`."""
-        width = weight.shape[-1] * NUMBERS[weight.dtype][1]
-        weight, scale = weight[start:end].contiguous(), scale[start:end].contiguous()
-        zero = None if zero is None else zero[start:end].contiguous()
-        y = torch.empty(end - start, width, dtype=dtype)
-        self._embedding(
-            None,
+        y = torch.empty(end - start, weight.shape[-1] * NUMBERS[weight.dtype][1], dtype=dtype)
+        zero = None if zero is None else zero[start:end]
+        self._write_rows(None, weight[start:end], scale[start:end], zero, group_size, y)
+        return y
+
+    def _write_rows(
+        self, ids: Tensor | None, weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, y: Tensor
+    ) -> bool:
+        """Write the scaled rows of the ids, or all, to y. Return whether a row is outside the weight."""
+        weight, scale = weight.contiguous(), scale.contiguous()
+        zero = None if zero is None else zero.contiguous()
+        rows, width = y.shape
+        outside = self._embedding(
+            None if ids is None else ids.data_ptr(),
             weight.data_ptr(),
             scale.data_ptr(),
             None if zero is None else zero.data_ptr(),
             y.data_ptr(),
-            DTYPES[dtype],
+            DTYPES[y.dtype],
             FACTORS[scale.dtype],
             0 if zero is None else ZEROS[zero.dtype],
             NUMBERS[weight.dtype][0],
-            False,
-            end - start,
+            ids is not None and ids.dtype is torch.int64,
+            rows,
             width,
-            end - start,
+            weight.shape[0],
             min(group_size, width),
         )
-        return y
+        return bool(outside)
 
     def _few_rows(
         self,
