@@ -28,7 +28,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 import hal
 from hal.errors import BatchError, CheckpointError, ConfigError, ModelError
 from hal.generation.llm.images import MOST_PIXELS, read_image
-from hal.generation.llm.videos import Video
+from hal.generation.llm.videos import Video, read_video
 from hal.nn import EncoderItem
 
 Image = pytest.importorskip("PIL.Image", reason="hal reads images with pillow, of the extra vision")
@@ -72,9 +72,9 @@ def picture(width: int = 23, height: int = 17, seed: int = 0) -> Any:
     return Image.fromarray(values.to(torch.uint8).numpy())
 
 
-def encoded(image: Any, kind: str = "PNG") -> bytes:
+def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -296,7 +296,6 @@ def test_a_file_of_a_video_is_read_as_by_transformers(
     from transformers.video_utils import load_video
 
     from hal.generation.llm.processor import open_processor
-    from hal.generation.llm.videos import read_video
 
     folder = with_video_processor(checkpoint[1], kind, film.parent / "checkpoint")
     processor = AutoVideoProcessor.from_pretrained(folder)
@@ -374,9 +373,72 @@ def test_parts_and_placeholders_that_do_not_fit(llm: hal.LLM) -> None:
 
 
 def test_transparent_pixels_are_white() -> None:
-    clear = Image.new("RGBA", (3, 2), (10, 20, 30, 0))
-    assert read_image(clear, "image").getpixel((0, 0)) == (255, 255, 255)
+    for mode, colour in (("RGBA", (10, 20, 30, 0)), ("RGBa", (0, 0, 0, 0)), ("LA", (9, 0)), ("La", (0, 0))):
+        assert read_image(Image.new(mode, (3, 2), colour), mode).getpixel((0, 0)) == (255, 255, 255)
     assert read_image(encoded(Image.new("L", (3, 2), 7)), "image").getpixel((0, 0)) == (7, 7, 7)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "BMP"])
+def test_images_are_turned_once_as_their_exif_says(kind: str, orientation: int) -> None:
+    """From bytes, a data URL, an image of PIL that is loaded or not, and as a frame. BMP has no EXIF."""
+    from PIL.ImageOps import exif_transpose
+
+    tag = Image.Exif()
+    tag[0x0112] = orientation
+    content = encoded(picture(), kind, exif=tag)
+    expected = numpy.asarray(exif_transpose(Image.open(io.BytesIO(content))))
+    assert expected.shape == ((23, 17, 3) if orientation > 4 and kind != "BMP" else (17, 23, 3))
+    url = f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"
+    loaded = Image.open(io.BytesIO(content))
+    loaded.load()
+    for given in (content, url, Image.open(io.BytesIO(content)), loaded, loaded):
+        found = read_image(given, "image")
+        assert numpy.array_equal(found, expected)
+        assert numpy.array_equal(read_image(found, "image"), expected), "not again"
+    assert numpy.array_equal(read_video([content], 1, "video").frames[0], expected)
+
+
+def test_damaged_exif_turns_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    image = picture()
+    image.info["exif"] = b"Exif\0\0no TIFF"
+    assert numpy.array_equal(read_image(image, "image 3"), image)
+    assert "the EXIF of image 3 cannot be read, so it is not turned" in caplog.text
+
+
+VALUES = numpy.array([[0, 128, 129, 255, 32768, 65406, 65407, 65535]], numpy.uint16)
+GREYS = [0, 0, 1, 1, 128, 254, 255, 255]
+
+
+def twelve_bits() -> bytes:
+    """Return a TIFF with the values 0, 2048 and 4095 of 12 bits, and a fourth."""
+    tags = {256: 4, 257: 1, 258: 12, 259: 1, 262: 1, 273: 128, 277: 1, 278: 1, 279: 6}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return head.ljust(128, b"\0") + bytes.fromhex("000800fff000")
+
+
+@pytest.mark.parametrize(
+    ("image", "greys"),
+    [
+        (encoded(Image.fromarray(VALUES)), GREYS),
+        (encoded(Image.fromarray(VALUES), "TIFF"), GREYS),
+        (Image.fromarray(VALUES.astype(">u2")), GREYS),
+        (encoded(Image.fromarray(VALUES), transparency=129), [0, 0, 255, 1, *GREYS[4:]]),
+        (twelve_bits(), [0, 128, 255, 0]),
+    ],
+    ids=["PNG", "TIFF", "big endian", "a transparent grey", "12 bits"],
+)
+def test_sixteen_bits_are_scaled_to_eight(image: Any, greys: list[int]) -> None:
+    assert numpy.asarray(read_image(image, "image"))[0].tolist() == [[each] * 3 for each in greys]
+
+
+@pytest.mark.parametrize("kind", [numpy.float32, numpy.int32])
+def test_values_without_a_range_are_refused(kind: Any) -> None:
+    image = Image.fromarray(VALUES.astype(kind))
+    for given in (image, encoded(image, "TIFF")):
+        with pytest.raises(BatchError, match="and does not say which is white"):
+            read_image(given, "image")
 
 
 def test_a_checkpoint_without_processor_and_a_model_of_text(

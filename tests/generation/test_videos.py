@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import math
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,23 @@ FRAMES = 10
 
 
 def film(
-    frames: int = FRAMES, width: int = 32, height: int = 24, kind: str = "mp4", codec: str = "mpeg4", rate: int = 5
+    frames: int = FRAMES,
+    width: int = 32,
+    height: int = 24,
+    kind: str = "mp4",
+    codec: str = "mpeg4",
+    rate: int = 5,
+    picture: Any = None,
 ) -> bytes:
-    """Return the file of a video whose frames become lighter."""
+    """Return the file of a video whose frames become lighter, or show a picture."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for index in range(frames):
             grey = numpy.full((height, width, 3), 255 * index // frames, numpy.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+            shown = grey if picture is None else picture
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shown, format="rgb24")))
         container.mux(stream.encode(None))
     return buffer.getvalue()
 
@@ -68,6 +77,20 @@ def test_frames_of_a_file(kind: str, codec: str) -> None:
     assert (found.places, found.total, found.rate, found.sampled) == ((0, 7, 3, 7), FRAMES, 5.0, True)
     expected = [255 * index // FRAMES for index in found.places]
     assert numpy.abs(found.frames.mean((1, 2, 3)) - expected).max() < 4
+
+
+@pytest.mark.parametrize("degrees", [-90, 90, 180])
+def test_frames_are_turned_as_the_file_says(degrees: int) -> None:
+    """As cameras write it: into the matrix of the track."""
+    grey = numpy.zeros((24, 32, 3), numpy.uint8)
+    grey[:8, :8] = 255
+    content = film(1, picture=grey)
+    sine, cosine = round(math.sin(math.radians(degrees))) << 16, round(math.cos(math.radians(degrees))) << 16
+    at = content.index(b"tkhd") + 44
+    turned = content[:at] + struct.pack(">9i", cosine, -sine, 0, sine, cosine, 0, 0, 0, 1 << 30) + content[at + 36 :]
+    found = VideoFile.open(turned, None, "the video").read([0]).frames[0].astype(int)
+    assert found.shape == ((24, 32, 3) if degrees == 180 else (32, 24, 3))
+    assert numpy.abs(found - numpy.rot90(grey, degrees // 90)).mean() < 8
 
 
 def test_a_path_bytes_and_a_data_url_are_one_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,26 @@ MOST_BYTES = 1 << 28
 """The most bytes of a file."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """The formats that are decoded. Others, such as SVG, are refused."""
+ORIENTATION = 0x0112
+"""The tag of EXIF that says how a camera was held."""
+BITS_PER_SAMPLE = 0x0102
+"""The tag of TIFF that says how many bits a channel has."""
 _REMEDY = f"give an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+
+log = logging.getLogger("hal.generation")
 
 
 def read_image(given: Any, where: str) -> Any:
-    """Return an image of PIL, in RGB.
+    """Return an image of PIL, in RGB, turned as its EXIF says.
+
+    Of an animation, it is the first frame, or the one that an image of PIL is at.
 
     Args:
         given: a path, the bytes of a file, a data URL, or an image of PIL. Addresses in a network are not fetched.
         where: the subject of an error, such as ``image 0``.
 
     Raises:
-        BatchError: it cannot be read, is in another format, or is too large.
+        BatchError: it cannot be read, is in another format, has values whose range is not known, or is too large.
         ConfigError: the package pillow is not installed.
     """
     library = need("PIL.Image", "vision", "an image")
@@ -58,13 +67,49 @@ def _decoded(image: Any, where: str, library: Any) -> Any:
         )
     try:
         image.load()
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image, orientation = _in_eight_bits(image, where), _orientation(image, where)
+        if image.mode == "La":
+            image = image.convert("LA")
+        if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
             image = image.convert("RGBA")
             white = library.new("RGBA", image.size, "white")
-            return library.alpha_composite(white, image).convert("RGB")
-        return image.convert("RGB")
+            image = library.alpha_composite(white, image)
+        image = image.convert("RGB")
+        image.info.clear()  # exif_transpose writes EXIF anew, which fails for some that can be read.
+        image.getexif()[ORIENTATION] = orientation
+        need("PIL.ImageOps", "vision", "an image").exif_transpose(image, in_place=True)
+        return image
     except (OSError, ValueError, SyntaxError, MemoryError) as error:
         raise BatchError(f"{where} cannot be decoded: {error!s:.200}", "check that the file is complete") from None
+
+
+def _orientation(image: Any, where: str) -> Any:
+    """Return the orientation that remains. Pillow turns TIFF as it loads it, and removes the tag."""
+    try:
+        return image.getexif().get(ORIENTATION, 1)
+    except Exception as error:  # Pillow raises anything for damaged EXIF.
+        log.warning("the EXIF of %s cannot be read, so it is not turned: %s", where, error)
+        return 1
+
+
+def _in_eight_bits(image: Any, where: str) -> Any:
+    """Return an image of at most 8 bits a channel. Pillow would cut larger values to white."""
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):  # that of a PNG in Pillow 10
+        kind = "floats" if image.mode == "F" else "integers of 32 bits"
+        raise BatchError(
+            f"{where} has {kind}, and does not say which is white",
+            "scale it to 8 bits, as by PIL.Image.fromarray((array / white * 255).astype('uint8'))",
+        )
+    if image.mode != "I" and not image.mode.startswith("I;16"):
+        return image
+    bits = getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))[0]
+    most = (1 << bits) - 1
+    table = [min(255, (255 * value + most // 2) // most) for value in range(1 << 16)]
+    if isinstance(transparent := image.info.get("transparency"), int):
+        table[transparent] = 255
+    image = image.convert("I").point(table, "L")
+    image.info.pop("transparency", None)
+    return image
 
 
 def read_content(given: Any, where: str, kind: str, others: str = ", bytes or a data URL") -> bytes:

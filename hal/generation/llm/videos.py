@@ -79,8 +79,8 @@ class VideoFile:
         where: the subject of an error, such as ``the video of message 0``.
         rate: its frames in a second.
         total: the number of its frames.
-        width: in pixels.
-        height: in pixels.
+        width: in pixels, of a frame as it is stored. A file may say that its frames are turned.
+        height: likewise.
         fps: how many frames of a second to take; if None, the processor decides.
     """
 
@@ -145,7 +145,7 @@ class VideoFile:
                             f"{frame.width} x {frame.height} pixels",
                             "give a video whose frames have one size",
                         )
-                    found[index] = frame.to_ndarray(format="rgb24")
+                    found[index] = _pixels(frame)
                 if len(found) == len(wanted):
                     break
         missing = wanted - found.keys()
@@ -163,8 +163,15 @@ class VideoFile:
                 self.total,
                 len(missing),
             )
-            found |= dict.fromkeys(missing, frame.to_ndarray(format="rgb24"))
+            found |= dict.fromkeys(missing, _pixels(frame))
         return Video(numpy.stack([found[each] for each in places]), self.rate, tuple(places), self.total)
+
+
+def _pixels(frame: Any) -> Any:
+    """Return the pixels of a frame, ``[height, width, 3]``, turned as its display matrix says."""
+    import numpy
+
+    return numpy.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
 @contextlib.contextmanager
