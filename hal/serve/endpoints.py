@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hal.errors import HalError
-from hal.generation.llm.message_media import media_kinds
+from hal.generation.llm.messages import media_of
 from hal.generation.streaming_text import Piece
 from hal.serve.admission import RETRY_AFTER, Admitted
 from hal.serve.answers import json_text, usage
@@ -184,7 +184,7 @@ class ChatCompletions(TextEndpoint[ChatRequest]):
 
     def media(self, asked: ChatRequest) -> set[str]:
         """Return the kinds of images and videos in the messages."""
-        return media_kinds(asked.messages)
+        return {kind for _, kind, _ in media_of(asked.messages)}
 
     def job(self, asked: ChatRequest) -> Job:
         """Return what a request asks for."""

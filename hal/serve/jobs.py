@@ -14,7 +14,7 @@ from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts
 from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from hal.serve.api_error import ApiError, refused
-from hal.serve.messages import template_messages
+from hal.serve.messages import request_messages
 from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
 from hal.serve.token_text import TokenText
 
@@ -88,7 +88,7 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
         raise ApiError(400, f"chat_template_kwargs has {own[0]!r}", "leave it out", param="chat_template_kwargs")
     tools = list(asked.tools) if asked.tool_choice == "auto" else []
     try:
-        messages = template_messages(asked.messages)
+        messages = request_messages(asked.messages)
         prompt = llm.chat_prompt(messages, tools=tools or None, **{**switches, **asked.chat_template_kwargs})
     except HalError as error:
         raise refused(error) from error

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from hal.generation.llm.language_model import LLM
-from hal.generation.llm.message_media import KINDS
+from hal.generation.llm.messages import KINDS
 from hal.serve.admission import Admission
 from hal.serve.api_error import ApiError
 from hal.serve.request_fields import T, parse

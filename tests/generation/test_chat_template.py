@@ -5,6 +5,7 @@ The templates are written here, in the style of families that are in use: what e
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from helpers.checkpoints import write_json
 from transformers import AutoTokenizer
 
 import hal
-from hal.errors import CheckpointError, ConfigError, HalError
-from hal.generation.llm import chat_template
+from hal.errors import BatchError, CheckpointError, ConfigError, HalError
+from hal.generation.llm import template_sandbox
 from hal.generation.llm.chat_template import ChatTemplate
+from hal.generation.llm.messages import normalized
 
 CHATML = """
 {%- if messages[0]['role'] != 'system' %}
@@ -328,7 +330,7 @@ def test_the_template_for_tools_is_chosen_by_name(trained: Path, tmp_path: Path)
 def test_hostile_and_broken_templates_are_errors(
     template: str, message: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    monkeypatch.setattr(template_sandbox, "SECONDS", 0.3)
     read = template_of(folder_with(trained, tmp_path / "model", template))
     with pytest.raises(HalError, match=message):
         read.render(CONVERSATIONS[0])
@@ -346,3 +348,91 @@ def test_what_is_missing_is_named(trained: Path, tmp_path: Path) -> None:
             template.render(wrong)
     with pytest.raises(ConfigError, match="tools is"):
         template.render(CONVERSATIONS[0], tools=[len])  # type: ignore[list-item]
+
+
+LOOP = "{% for m in messages %}{{ m.role }}:"
+CALL_NAMES = "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %};"
+IN_PARTS = "{% for p in m.content %}{{ p.text|trim if p.type == 'text' else '<' + p.type + '>' }}{% endfor %}"
+READERS = {
+    "trimmed text": LOOP + "{{ m.content | trim }}" + CALL_NAMES + "{% endfor %}",
+    "added text": LOOP + "{{ '' + m.content }}" + CALL_NAMES + "{% endfor %}",
+    "parts": LOOP + IN_PARTS + CALL_NAMES + "{% endfor %}",
+    "parts in a macro": "{% macro w(c) %}{% for p in c %}{{ p['text'] }}{% endfor %}{% endmacro %}"
+    + LOOP
+    + "{{ w(m['content']) }}"
+    + CALL_NAMES
+    + "{% endfor %}",
+    "both": LOOP
+    + "{% if m.content is string %}{{ m.content }}{% elif m.content %}"
+    + IN_PARTS
+    + "{% endif %}"
+    + CALL_NAMES
+    + "{% endfor %}",
+    "parts of users alone": LOOP
+    + "{% if m.role == 'user' %}"
+    + IN_PARTS
+    + "{% else %}{{ m.content }}{% endif %}"
+    + CALL_NAMES
+    + "{% endfor %}",
+    "the first part of a system": LOOP
+    + "{% if m.role != 'system' or m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+    + CALL_NAMES
+    + "{% endfor %}",
+    "calls beside null": LOOP
+    + "{% if m.content is none %}"
+    + CALL_NAMES
+    + "{% else %}{{ m.content }};{% endif %}"
+    + "{% endfor %}",
+    "arguments as text": LOOP
+    + "{{ m.content or '' }}"
+    + CALL_NAMES.replace("{{ c.function.arguments|tojson }}", "{{ '' + c.function.arguments }}")
+    + "{% endfor %}",
+    "arguments as they are": LOOP + "{{ m.content or '' }}" + CALL_NAMES.replace("|tojson", "") + "{% endfor %}",
+}
+
+
+def parts_of(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_template_gets_the_content_that_it_reads(reader: str, trained: Path, tmp_path: Path) -> None:
+    """Each way to write a conversation gives what the template writes of the form that it reads."""
+    template = template_of(folder_with(trained, tmp_path / "model", READERS[reader]))
+    arguments: Any
+    for text in (str, parts_of):
+        for empty in (None, "", [], ...):
+            for arguments in ({"zone": 1}, '{"zone": 1}'):
+                call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+                called = {"role": "assistant", "tool_calls": [call]} | ({} if empty is ... else {"content": empty})
+                messages = [{"role": "system", "content": text("s")}, {"role": "user", "content": text("a")}, called]
+                messages += [{"role": "tool", "content": text("r")}, {"role": "developer", "content": text("d")}]
+                written = template.render(normalized(messages))
+                assert written == 'system:s;user:a;assistant:!now{"zone": 1};tool:r;developer:d;'
+    joint = "" if reader in ("parts", "parts in a macro", "both", "parts of users alone") else "\n"
+    assert template.render(normalized([{"role": "user", "content": parts_of("a", "b")}])) == f"user:a{joint}b;"
+    single: Any = parts_of("a")[0]
+    for content, expected in ((single, "a"), ([], ""), (None, ""), ("", "")):
+        assert template.render(normalized([{"role": "user", "content": content}])) == f"user:{expected};"
+    image = [{"role": "user", "content": [{"type": "image"}, single]}]
+    if reader in ("parts", "both", "parts of users alone"):
+        assert template.render(image) == "user:<image>a;"
+    elif "macro" not in reader:
+        with pytest.raises(ConfigError, match=r"message 0 has a part of type image, .* the role 'user' as text alone"):
+            template.render(image)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": [{"type": "audio"}]}, "message 0 has a part {'type': 'audio'}"),
+        ({"content": ["a"]}, "message 0 has a part 'a'"),
+        ({"content": [{"type": "text", "text": 3}]}, "message 0 has a part"),
+        ({"content": 3}, "message 0 has a part 3"),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, "message 0 has a part"),
+        ({"tool_calls": [{"function": {"arguments": "{"}}]}, "the arguments of a call in message 0 are '{'"),
+    ],
+)
+def test_what_is_no_content_is_refused(message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BatchError, match=re.escape(problem)):
+        normalized([{"role": "user", **message}])

@@ -149,11 +149,13 @@ def test_an_answer_may_fill_the_context(llm: hal.LLM, client: OpenAI) -> None:
 
 
 def test_messages_in_parts_and_calls_of_tools(llm: hal.LLM, client: OpenAI) -> None:
+    """The texts of parts are joined by line breaks, here and in hal.LLM."""
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]}]
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
     history: Any = [*parts, {"role": "assistant", "content": None, "tool_calls": [call]}]
     found = client.chat.completions.create(model="tiny", messages=history, max_tokens=5)
-    plain = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ""}]
+    plain = [{"role": "user", "content": "on\ne"}, {"role": "assistant", "content": ""}]
+    assert llm.chat_prompt(history) == llm.chat_prompt(plain)
     assert found.choices[0].message.content == llm.chat(plain, max_new_tokens=5)[0].text
 
 

@@ -67,7 +67,7 @@ def said(part: dict[str, Any]) -> dict[str, Any]:
         (COMPLETE, {"model": "gpt-4"}, "model", "there is no model 'gpt-4'"),
         (CHAT, {"messages": "hi"}, "messages", "expected a list"),
         (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, None, "has no chat template"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "as data URLs"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "has a part"),
         (CHAT, said({"type": "image", "image": "/etc/hosts"}), "messages", "as data URLs"),
         (CHAT, said({"type": "image_url", "image_url": {"url": "/etc/hosts"}}), "messages", "as data URLs"),
         (CHAT, said({"type": "video_url", "video_url": {"url": "http://a/b.mp4"}}), "messages", "as data URLs"),

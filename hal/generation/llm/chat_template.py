@@ -1,145 +1,30 @@
 """Chat templates: the prompt of a conversation, as the checkpoint's Jinja template writes it.
 
-A template is code from a checkpoint. It runs in Jinja's sandbox, without access to Python's attributes, and for a
-limited time.
+A template is code from a checkpoint: see :mod:`hal.generation.llm.template_sandbox`.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import re
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import attrs
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.config.untrusted_files import is_there, regular_file
 from hal.errors import CheckpointError, ConfigError, listed
+from hal.generation.llm.messages import Message, check_messages
+from hal.generation.llm.template_forms import TOKENS, in_form
+from hal.generation.llm.template_sandbox import FAILURES, Refused, TooLong, compiled, in_time
 
-SECONDS = 5.0
-"""The longest time that a template may take, of a processor."""
-MOST = 1 << 24
-"""The most characters or elements that one multiplication may make."""
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens, which templates read as variables."""
 CONFIG, FILE, OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _OTHER_FILES = ("chat_template.json", "special_tokens_map.json")
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 ARGUMENTS = frozenset({"self", "messages", "tools"})
 """Names that no switch has: they are arguments."""
-
-Message = Mapping[str, Any]
-"""A message: ``role`` and ``content``, and what else the template reads, such as ``tool_calls``."""
-
-
-class _Raised(Exception):
-    """The template refuses the conversation."""
-
-
-class _TooLong(Exception):
-    """The template takes too long."""
-
-
-class _Generation(Extension):
-    """The tag ``generation``, which marks the assistant's text for training. It changes nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what the tag holds."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also refuses what takes much memory in one call."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a product, a power or a formatted text."""
-        if operator == "%":
-            _check_format(left)
-        elif operator == "**":
-            if abs(left) > 1 << 32 or abs(right) > 64:
-                raise SecurityError(f"{left} ** {right} is too large")
-        else:
-            for sequence, count in ((left, right), (right, left)):
-                if isinstance(sequence, str | list | tuple) and len(sequence) * count > MOST:
-                    raise SecurityError(f"a sequence of {len(sequence) * count} elements is too long")
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method, such as ``ljust``."""
-        _check_sizes(args, kwargs)
-        _check_format(getattr(getattr(function, "__wrapped__", function), "__self__", None))  # Jinja wraps str.format.
-        return super().call(context, function, *args, **kwargs)
-
-
-def _check_sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, int) and abs(each) > MOST:
-            raise SecurityError(f"{each} is too large")
-
-
-def _check_format(text: Any) -> None:
-    if isinstance(text, str) and ("{" in text or "%" in text) and re.search(r"\d{7,}", text):
-        raise SecurityError(f"{text[:40]!r} formats too wide a text")
-
-
-def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(filter_)
-    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_sizes(args, kwargs)
-        _check_format(value)
-        return filter_(value, *args, **kwargs)
-
-    return bounded
-
-
-def _refuse(message: str) -> None:
-    raise _Raised(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON. Unlike Jinja's filter, it leaves <, > and & as they are."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> tuple[Template, frozenset[str]]:
-    """Return a template, and the names that it reads."""
-    environment = _environment()
-    names = meta.find_undeclared_variables(environment.parse(source))
-    return environment.from_string(source), frozenset(names)
-
-
-def _environment() -> Environment:
-    made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    made.globals["strftime_now"] = lambda text: datetime.now().astimezone().strftime(text)
-    made.filters |= {name: _bounded(made.filters[name]) for name in ("center", "format", "indent")}
-    del made.globals["lipsum"]
-    return made
 
 
 @attrs.frozen
@@ -200,7 +85,7 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            messages: the messages.
+            messages: the messages. The part of an image is ``{"type": "image"}``; see :func:`in_form`.
             tools: the JSON schemas of functions that the model may call.
             add_generation_prompt: end with the beginning of the assistant's answer.
             switches: further variables of the template, such as ``enable_thinking``.
@@ -210,29 +95,34 @@ class ChatTemplate:
                 switch.
             CheckpointError: the template is damaged, takes too long, or reads attributes of Python's objects.
         """
-        _check(messages, tools)
+        check_messages(messages)
+        _check_tools(tools)
         name, source = self._chosen(bool(tools))
         try:
-            template, known = _compiled(source)
+            template, known = compiled(source)
             if unknown := sorted(switches.keys() - known):
                 raise ConfigError(
                     f"the chat template of {self.folder} has no switch {unknown[0]!r}",
                     f"leave it out; {listed(known - _OWN - set(TOKENS))}",
                 )
             variables = {**self.tokens, "documents": None, **switches}
-            variables |= {"messages": messages, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
-            return _in_time(lambda: template.render(variables))
-        except _Raised as error:
+            variables |= {
+                "messages": in_form(messages, source),
+                "tools": tools or None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return in_time(lambda: template.render(variables))
+        except Refused as error:
             raise ConfigError(
                 f"the chat template of {self.folder} refuses the conversation: {error}", "change the messages"
             ) from None
-        except _TooLong:
-            problem = f"takes longer than {SECONDS:g} seconds"
+        except TooLong as error:
+            problem = str(error)
         except TemplateSyntaxError as error:
             problem = f"is no Jinja template: line {error.lineno}: {error.message}"
         except SecurityError as error:
             problem = f"does what the sandbox forbids: {error}"
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except FAILURES as error:
             problem = f"failed: {error}"
         except (RecursionError, MemoryError) as error:
             problem = f"failed: {type(error).__name__}"
@@ -250,29 +140,7 @@ class ChatTemplate:
         return name, self.sources[name]
 
 
-def _in_time(render: Callable[[], str]) -> str:
-    """Run a template's code, and interrupt it after :data:`SECONDS`."""
-    end = time.thread_time() + SECONDS
-    before = sys.gettrace()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise _TooLong
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return render()
-    finally:
-        sys.settrace(before)
-
-
-def _check(messages: Any, tools: Any) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConfigError(f"messages is {messages!r:.70}", 'give a list such as [{"role": "user", "content": "Hi"}]')
-    for index, each in enumerate(messages):
-        if not (isinstance(each, Mapping) and isinstance(each.get("role"), str)):
-            raise ConfigError(f"message {index} is {each!r:.70}", 'give {"role": ..., "content": ...}')
+def _check_tools(tools: Any) -> None:
     if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(each, Mapping) for each in tools)):
         raise ConfigError(f"tools is {tools!r:.70}", "give a list of JSON schemas, one for each function")
 

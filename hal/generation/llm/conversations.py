@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.generation.llm.chat_template import ChatTemplate, Message
-from hal.generation.llm.message_media import media_kinds, without_media
+from hal.generation.llm.chat_template import ChatTemplate
+from hal.generation.llm.messages import Message, media_of, normalized, without_media
 from hal.generation.llm.processor import Preparation, open_processor, prompt_with
 from hal.generation.llm.prompts import MultimodalPrompt
 from hal.nn import CausalLM
@@ -37,8 +37,8 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
-        self._model().check_kinds(media_kinds(messages))
-        written, media = without_media(messages)
+        self._model().check_kinds(kind for _, kind, _ in media_of(messages))
+        written, media = without_media(normalized(messages))
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
         text = self._template.render(written, tools=tools, **switches)

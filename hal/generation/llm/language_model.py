@@ -19,11 +19,11 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
 from hal.errors import BatchError, ConfigError, HalError
 from hal.generation.generated_text import GeneratedText
-from hal.generation.llm.chat_template import Message
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.engine import open_engine
+from hal.generation.llm.messages import Message
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.pooling import Pooling
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
@@ -174,7 +174,7 @@ class LLM:
 
         Args:
             messages: the messages of a conversation, each with ``role`` and ``content``, or a list of conversations.
-                For a model that reads images, a content may be a list of parts: ``{"type": "text", "text": ...}`` and
+                A content may be a list of parts: ``{"type": "text", "text": ...}``, and for a model that reads images
                 ``{"type": "image", "image": ...}``, where the image is a path, bytes, a data URL or an image of PIL; or
                 ``{"type": "video", "video": ..., "fps": ...}``, a file or a list of frames.
             tools: the JSON schemas of functions that the model may call.
