@@ -290,9 +290,12 @@ def test_defaults_are_those_of_the_checkpoint(trained: Path, tmp_path: Path, cap
         by_name = llm.generate(TEXTS[0], seed=4, max_new_tokens=9)[0]
         assert by_name.text == llm.generate(TEXTS[0], explicit)[0].text
         assert by_name.text != llm.generate(TEXTS[0], seed=4, max_new_tokens=9, temperature=0)[0].text
-    write_json(folder / "generation_config.json", {"do_sample": False, "temperature": 0.7})
+    assert "does not follow" not in caplog.text
+    others = {"num_beams": 1, "suppress_tokens": [], "no_repeat_ngram_size": 3, "stop_strings": None}
+    write_json(folder / "generation_config.json", {"do_sample": False, "temperature": 0.7, **others})
     with opened(folder, "eager") as llm:
         assert llm.defaults == {"temperature": 0.0}
+    assert "says no_repeat_ngram_size 3, which hal does not follow" in caplog.text
     write_json(folder / "generation_config.json", {"temperature": -1})
     with pytest.raises(CheckpointError, match=r"generation_config.json: temperature is -1, out of its range"):
         opened(folder, "eager")

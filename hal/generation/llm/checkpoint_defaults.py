@@ -15,6 +15,24 @@ from hal.generation.sampling_params import SamplingParams
 FILE = "generation_config.json"
 READ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The keys that hal reads, beside ``do_sample`` and ``eos_token_id``."""
+NOT_READ: Mapping[str, Any] = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "forced_bos_token_id": None,
+    "stop_strings": [],
+}
+"""Other keys that change texts in transformers, and the values that ask for nothing. Others log a warning."""
 
 log = logging.getLogger("hal.generation")
 
@@ -41,6 +59,13 @@ def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
         SamplingParams(**found)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error.problem}", f"correct the file: {error.remedy}") from None
+    ignored = [name for name, neutral in NOT_READ.items() if given.get(name) not in (None, neutral)]
+    if ignored:
+        log.warning(
+            "%s says %s, which hal does not follow: give sampling parameters in its place",
+            file,
+            ", ".join(f"{name} {given[name]!r:.60}" for name in ignored),
+        )
     if found:
         log.info("%s recommends %s", file, ", ".join(f"{name} {value}" for name, value in sorted(found.items())))
     return found
