@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from hal.checkpoint.hub import FOLDERS
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice, read_rows, read_slices, read_tensors
 from hal.checkpoint.tokenizer_files import TOKENIZER, read_tokenizer
 from hal.config.untrusted_files import is_there, read_json
@@ -24,7 +25,11 @@ COPIED = (
     "chat_template*",
     "*processor_config.json",
     "generation_config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
     "LICENSE*",
+    *FOLDERS,
 )
 """Patterns of the files to copy beside new weights."""
 
@@ -110,4 +115,6 @@ class FolderFiles(CheckpointFiles):
         for pattern in COPIED:
             for file in sorted(self._folder.glob(pattern)):
                 if file.is_file():
-                    shutil.copyfile(file, folder / file.name)
+                    copy = folder / file.relative_to(self._folder)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copy)

@@ -41,10 +41,12 @@ FILES = (
     "quant*.json",
     "hf_quant_config.json",
     "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 )
 """The files of a checkpoint, in its folder. The others of a repository are not downloaded."""
-MODULES = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors")
-"""Those of the modules after the model that modules.json lists, such as a pooling."""
+FOLDERS = ("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors", "additional_chat_templates/*.jinja")
+"""Those in folders of it: the modules after the model that modules.json lists, such as a pooling, and templates."""
 DUPLICATES = "consolidated*.safetensors"
 """The same weights under other names, beside those that transformers reads."""
 
@@ -165,7 +167,7 @@ def _chosen(name: str, files: Iterable[str]) -> list[str]:
         raise no_safetensors_among(paths, name)
     if any(not fnmatch(path, DUPLICATES) for path in weights):
         top = [path for path in top if not fnmatch(path, DUPLICATES)]
-    return top + [path for path in paths if path.count("/") == 1 and any(fnmatch(path, each) for each in MODULES)]
+    return top + [path for path in paths if path.count("/") == 1 and any(fnmatch(path, each) for each in FOLDERS)]
 
 
 def _check(name: str, file: Path, listed: RepoFile) -> None:

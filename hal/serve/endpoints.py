@@ -207,7 +207,7 @@ class Embeddings(Endpoint):
                 "give float or base64",
                 param="encoding_format",
             )
-        prompts = await asyncio.to_thread(encoded, self.state.llm, asked.input, "input")
+        prompts = await asyncio.to_thread(encoded, self.state.llm.embedder.tokens, asked.input, "input")
         found = (await self.state.llm.aembed(prompts)).numpy()
         total = sum(map(len, prompts))
         self.state.metrics.prompted(total)

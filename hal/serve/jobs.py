@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -58,7 +58,7 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     Raises:
         ApiError: the request is invalid.
     """
-    prompts = encoded(llm, asked.prompt, "prompt")
+    prompts = encoded(lambda given: encoded_prompts(given, lambda: llm.tokenizer), asked.prompt, "prompt")
     tokens = None if asked.logprobs is None else TokenText(llm.tokenizer)
     answer = CompletionAnswer(asked.model, asked.n, tokens)
     sampling = {**_sampling(asked), "max_new_tokens": asked.max_tokens, "logprobs": asked.logprobs}
@@ -103,14 +103,14 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
     return _job(llm, asked, [prompt], sampling, ChatAnswer(asked.model, asked.n, tokens), most)
 
 
-def encoded(llm: LLM, given: Any, param: str) -> list[list[int]]:
-    """Return the token ids of the prompts in a field.
+def encoded(encode: Callable[[Any], list[list[int]]], given: Any, param: str) -> list[list[int]]:
+    """Return the token ids of the prompts in a field, as ``encode`` makes them.
 
     Raises:
         ApiError: they are no prompts, or there are none.
     """
     try:
-        if prompts := encoded_prompts(given, lambda: llm.tokenizer):
+        if prompts := encode(given):
             return prompts
     except (BatchError, TypeError):
         pass

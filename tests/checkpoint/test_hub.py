@@ -34,7 +34,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "pytorch_model.bin": b"pickle" * 300,
         "original/model.safetensors": b"other" * 300,
     }
-    pooling = {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
+    pooling = {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "sentence_bert_config.json": b"{ }"}
+    pooling |= {"config_sentence_transformers.json": b"{  }", "additional_chat_templates/tool_use.jinja": b"tools"}
     return {**made, **others, **pooling}
 
 

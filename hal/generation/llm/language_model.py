@@ -22,12 +22,12 @@ from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.conversations import Conversations
+from hal.generation.llm.embedder import Embedder
 from hal.generation.llm.engine import open_engine
 from hal.generation.llm.messages import Message
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
-from hal.generation.llm.pooling import Pooling
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
-from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, joined, listed_prompts, read_prompts
+from hal.generation.llm.prompts import MultimodalPrompt, Prompt, joined, listed_prompts, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
@@ -71,6 +71,7 @@ class LLM:
     Attributes:
         checkpoint: the checkpoint.
         defaults: the sampling parameters that it recommends.
+        embedder: encodes the texts to embed.
         max_length: the most tokens of a prompt and its text.
 
     Raises:
@@ -100,6 +101,7 @@ class LLM:
         self._stop_token_ids = self.checkpoint.stop_token_ids
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
+        self.embedder = Embedder(self.checkpoint, lambda: self.tokenizer)
         self._conversations = Conversations(self.checkpoint, lambda: self.tokenizer, lambda: self._runner.model)
         with ExitStack() as stack:
             self._runner, self.max_length = open_engine(
@@ -189,8 +191,7 @@ class LLM:
             ModelError: there are images or videos, and the model does not read them.
             HalError: as :meth:`generate`.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if several else [messages]
+        conversations: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         switches = {name: given.pop(name) for name in given.keys() - _SAMPLING}
         prompts = [self.chat_prompt(each, tools=tools, **switches) for each in conversations]
         return self._complete(self._encoded(prompts), params, given)
@@ -262,31 +263,35 @@ class LLM:
         scores = self._scored(whole, [len(prompt) for prompt, _ in pairs])
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
-    def embed(self, texts: Prompt | Sequence[Prompt]) -> Tensor:
+    def embed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.
 
-        Pooling and further layers are those that the checkpoint declares in modules.json, as sentence-transformers
-        writes it. Without it, an embedding is the last token's hidden state.
+        Prompts, the length at which texts are cut, pooling and layers are those of the files of sentence-transformers.
+        Without its modules.json, an embedding is the last token's hidden state.
+
+        Args:
+            texts: a text or its token ids, or a list of these. Token ids are embedded as they are.
+            prompt_name: the checkpoint's prompt that precedes each text, such as ``query``; None for its default.
 
         Raises:
             BatchError: a text is empty or too long.
-            CheckpointError: the checkpoint has no tokenizer, or declares a module that hal does not have.
+            ConfigError: the checkpoint has no such prompt.
+            CheckpointError: it has no tokenizer, or declares something that hal does not do.
             ClosedError: the LLM is closed.
         """
-        embedding = self._embedding_of(texts)
+        embedding = self._embedding_of(texts, prompt_name)
         self._loop.start(embedding).result()
         return embedding.embeddings()
 
-    async def aembed(self, texts: Prompt | Sequence[Prompt]) -> Tensor:
+    async def aembed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts as :meth:`embed` does, without blocking the event loop."""
-        embedding = await asyncio.to_thread(self._embedding_of, texts)
+        embedding = await asyncio.to_thread(self._embedding_of, texts, prompt_name)
         await asyncio.wrap_future(self._loop.start(embedding))
         return embedding.embeddings()
 
-    def _embedding_of(self, texts: Prompt | Sequence[Prompt]) -> PoolingPass:
-        prompts = encoded_prompts(texts, lambda: self.tokenizer)
-        self._check(prompts)
-        return PoolingPass(self._runner, prompts, Pooling.read(self.checkpoint.path))
+    def _embedding_of(self, texts: Prompt | Sequence[Prompt], prompt_name: str | None) -> PoolingPass:
+        self._check(prompts := self.embedder.tokens(texts, prompt_name))
+        return PoolingPass(self._runner, prompts, self.embedder.pooling)
 
     def _scored(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> list[list[Logprob]]:
         scoring = ScorePass(self._runner, prompts, starts, top)
