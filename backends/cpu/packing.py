@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -145,7 +146,7 @@ class Packing:
             self._release()
         found = _measured[key]
         speedups = found.speedups
-        gains = _can_pack(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
+        gains = can_pack(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
         log.debug(
             "%s %s, measured at %s rows with %d threads: packing is %s times as fast; the C++ kernel serves up to %s "
             "rows packed, %d plain",
@@ -177,9 +178,21 @@ class Packing:
             self._kernel.few.pop(form, None)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs the dtype. Few processors support float16, which is left out."""
-    return dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
+@functools.cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN packs and multiplies the dtype on this processor, by trying it.
+
+    oneDNN is there on every processor, and refuses bfloat16 on those without AVX-512. Few processors support float16,
+    which is left out.
+    """
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    try:
+        linear(torch.zeros(1, 64, dtype=dtype), packed(torch.zeros(64, 64, dtype=dtype)))
+    except (AttributeError, RuntimeError) as error:  # AttributeError: a build of torch without oneDNN
+        log.debug("oneDNN packs no weights of %s: %s", dtype, error)
+        return False
+    return True
 
 
 def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None = None) -> Measured:
@@ -192,7 +205,7 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
     """
     copies = min(SAMPLE_BYTES // weight.nbytes, MAX_COPIES)
     plain = [weight, *(weight.clone() for _ in range(copies - 1))]
-    in_layout = [packed(each) for each in plain] if _can_pack(weight.dtype) else []
+    in_layout = [packed(each) for each in plain] if can_pack(weight.dtype) else []
     by_torch: dict[bool, Run] = {False: partial(_run, plain, linear)}
     if in_layout:
         by_torch[True] = partial(_run, in_layout, linear)

@@ -9,6 +9,7 @@ import torch
 
 from hal import ops
 from hal.drivers.backend import Backend
+from hal.nn import WeightUse
 from hal.ops import Draw
 from hal.testing.case import NotApplicable
 from hal.testing.graphs.graph_cases import inputs_in_place
@@ -21,6 +22,8 @@ OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_m
 """The operations of a decoder step except attention; the conformance suite checks all operations."""
 SAMPLES = 2
 SIZE = 64
+PROJECTION = 512, 640
+"""Sizes of a weight that drivers bring into their own layout: the CPU's leaves small ones as they are."""
 HEAD_DIM = 128
 
 
@@ -31,6 +34,7 @@ def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
     active.
     """
     yield "matmul", partial(_matmul, backend)
+    yield "projection", partial(_projection, backend)
     for name in OPERATIONS:
         yield name, partial(_operation, backend, name)
     yield "attention", partial(_attention, backend)
@@ -45,6 +49,16 @@ def _matmul(backend: Backend) -> str:
         found = left.to(backend.device.torch) @ right.to(backend.device.torch)
         torch.testing.assert_close(found.cpu(), (left.float() @ right.float()).to(dtype), rtol=0, atol=0)
     return f"{SIZE} x {SIZE}, {_names(backend.limits.dtypes)}"
+
+
+def _projection(backend: Backend) -> str:
+    for dtype in backend.limits.dtypes:
+        draw = Draw(dtype)
+        x, weight = (draw.integers(-1, 2, rows, PROJECTION[1]).to(dtype) for rows in (2, PROJECTION[0]))
+        held = backend.prepare_weight(weight.to(backend.device.torch), WeightUse("linear", "weight", dtype))
+        found = backend.ops.linear(x.to(backend.device.torch), held, None)
+        torch.testing.assert_close(found.cpu(), (x.float() @ weight.float().t()).to(dtype), rtol=0, atol=0)
+    return f"prepared weights of {PROJECTION[0]} x {PROJECTION[1]}, {_names(backend.limits.dtypes)}"
 
 
 def _operation(backend: Backend, name: str) -> str:

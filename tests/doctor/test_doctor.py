@@ -285,7 +285,7 @@ class TestTogether:
         first, cpu = of(document, "a_first"), of(document, "cpu")
         assert (first["status"], first["reason"]) == ("works", f"not measured: {over}")
         assert {each["name"]: each["outcome"] for each in first["devices"][0]["checks"]} == {
-            **dict.fromkeys(["matmul", *checks.OPERATIONS, "attention"], "passed"),
+            **dict.fromkeys(["matmul", "projection", *checks.OPERATIONS, "attention"], "passed"),
             "graph": "skipped",
         }
         assert first["devices"][0]["measures"] is None
@@ -328,7 +328,8 @@ def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
     for name, graph in (("cpu", "passed"), ("acme", "skipped")):
         for device in of(everything, name)["devices"]:
             outcomes = {each["name"]: each["outcome"] for each in device["checks"]}
-            assert outcomes == dict.fromkeys(["matmul", *checks.OPERATIONS, "attention"], "passed") | {"graph": graph}
+            passed = ["matmul", "projection", *checks.OPERATIONS, "attention"]
+            assert outcomes == {**dict.fromkeys(passed, "passed"), "graph": graph}
             measures = device["measures"]
             assert measures["copy_bytes"] == 64 << 20
             assert 0.05 < measures["host_to_device_gb_per_s"] < 1000

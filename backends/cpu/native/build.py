@@ -11,8 +11,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -125,21 +125,26 @@ def _compile(folder: Path, flags: Sequence[str]) -> None:
     compiler = _compiler()
     log.info("compiling the C++ kernels of the cpu driver with %s; the cache keeps them", " ".join(compiler))
     with tempfile.TemporaryDirectory() as parts:
+        objects, running = [], deque[subprocess.Popen[str]]()
+        # Started by this thread: a child of another thread may hang under an emulated processor.
+        for source in _sources("*.cpp"):
+            objects.append(str(Path(parts) / f"{source.stem}.o"))
+            if len(running) == usable_cores():
+                _finish(running.popleft())
+            running.append(_start([*compiler, *flags, "-c", str(source), "-o", objects[-1]]))
+        while running:
+            _finish(running.popleft())
+        _finish(_start([*compiler, *flags, "-shared", *objects, "-o", str(folder / LIBRARY)]))
 
-        def compiled(source: str) -> str:
-            part = str(Path(parts) / f"{Path(source).stem}.o")
-            _run([*compiler, *flags, "-c", source, "-o", part])
-            return part
 
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            objects = list(pool.map(compiled, map(str, _sources("*.cpp"))))
-        _run([*compiler, *flags, "-shared", *objects, "-o", str(folder / LIBRARY)])
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+def _finish(process: subprocess.Popen[str]) -> None:
+    printed = process.communicate()[1]
+    if process.returncode:
         raise DriverUnavailable(
-            f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}",
+            f"{shlex.join(process.args)} failed:\n{printed.strip()[-2000:]}",  # type: ignore[arg-type]
             "repair the compiler, set CXX to another compiler, or set the driver's option native to false",
         )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hal.errors import DriverUnavailable
 
-from .processor import processor_flags
+from .processor import processor_flags, unusable_flags
 
 InstructionSet = Literal["amx", "avx512_bf16", "avx512", "avx2", "sse4"]
 
@@ -31,11 +31,15 @@ _NEEDED: dict[InstructionSet, tuple[str, ...]] = {
 def compiler_flags(highest: InstructionSet | None) -> tuple[str, ...]:
     """Return the compiler's flags that limit instructions to a set and those below it; None allows all.
 
+    The compiler asks the processor itself, so that it also needs to know what an emulated processor lacks.
+
     Raises:
         DriverUnavailable: the processor does not have the set.
     """
+    unusable = sorted(each for each in unusable_flags() if each.startswith(("avx", "amx")))
+    without = tuple("-mno-" + each.replace("amx_", "amx-").replace("_", "") for each in unusable)
     if highest is None:
-        return ()
+        return without
     flags = processor_flags()
     missing = [name for name in _NEEDED[highest] if name not in flags]
     if platform.machine() not in ("x86_64", "AMD64") or missing:
@@ -44,4 +48,4 @@ def compiler_flags(highest: InstructionSet | None) -> tuple[str, ...]:
             f"{' or '.join(missing or _NEEDED[highest])}",
             "omit the option, or choose a lower instruction set",
         )
-    return _FLAGS[highest]
+    return (*without, *_FLAGS[highest])

@@ -107,12 +107,9 @@ def test_arguments_that_a_kernel_must_copy_stay_in_python(native: hal.Backend) -
     torch.testing.assert_close(found, (function(), caches), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
-)
 def test_the_layers_of_a_model_run_as_one(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step calls Python for what is computed once."""
-    monkeypatch.setattr(packing, "measure", lambda weight, sizes, kernel: Measured([2.0], few_packed=64))
+    monkeypatch.setattr(packing, "measure", lambda weight, sizes, kernel: Measured([2.0], few_packed=64, few_plain=64))
     monkeypatch.setattr(packing, "_measured", {})
     compilation = {"compiler": "graph", "capture_sizes": [2]}
     config = {"backend": "cpu", "dtype": "bfloat16", "options": {"native": True}, "compilation": compilation}
