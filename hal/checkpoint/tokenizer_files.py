@@ -21,6 +21,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _OTHER_CLASS = frozenset({"mistral", "mixtral"})
 """Values of model_type whose LlamaTokenizer transformers 5 reads from tokenizer.json alone."""
+ENDINGS = (
+    *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<turn|>"),
+    *("<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>"),
+)
+"""Tokens that end a text or a turn, by their published names, whether or not a checkpoint names them."""
 _FLAGS = frozenset({"single_word", "lstrip", "rstrip", "normalized", "special"})
 
 

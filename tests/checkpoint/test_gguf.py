@@ -204,6 +204,10 @@ def test_split_files(folders: Callable[[str], Path], tmp_path: Path) -> None:
             },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
         ),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 128},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
     ],
 )
 def test_rope_scaling(
@@ -285,6 +289,71 @@ SENTENCEPIECE = [
 ]
 
 
+PLAIN = {
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.token_type": [1, 1, 1],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "expected"),
+    [
+        ("pre", "text is cut by llama.cpp's default", ["123", "4", "...", " ", " b"]),
+        ("token_type", "no token is special", ["1234", "...", " ", " b"]),
+        ("eos_token_id", "names no token that ends a text", ["1234", "...", " ", " b"]),
+    ],
+)
+def test_metadata_that_older_files_lack_are_warned_about_once(
+    key: str,
+    message: str,
+    expected: list[str],
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    more = {**PLAIN, f"tokenizer.ggml.{key}": None}
+    checkpoint = hal.Checkpoint.open(write_gguf(folders("Qwen3"), tmp_path / "model.gguf", metadata=more))
+    pieces = checkpoint.tokenizer().pre_tokenizer.pre_tokenize_str("1234...  b")
+    _ = checkpoint.stop_token_ids, checkpoint.tokenizer(), checkpoint.files.json("tokenizer_config.json")
+    assert [piece.replace("Ġ", " ") for piece, _ in pieces] == expected
+    assert caplog.text.count(message) == caplog.text.count("hal.checkpoint") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "token", "kept"),
+    [
+        ("Qwen3", "gpt2", "<|im_end|>", True),
+        ("Qwen3", "gpt2", "</s>", False),
+        ("Qwen3", "llama", "</s>", True),
+        ("Gemma3", "llama", "<end_of_turn>", True),
+        ("Gemma3", "llama", "</s>", False),
+    ],
+)
+@pytest.mark.parametrize("stated", [1, 4])
+def test_known_endings_end_whatever_type_the_file_says(
+    family: str,
+    kind: str,
+    token: str,
+    kept: bool,
+    stated: int,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    more = {
+        **PLAIN,
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": [*PLAIN["tokenizer.ggml.tokens"], token],
+        "tokenizer.ggml.token_type": [1, 1, 1, stated],
+    }
+    checkpoint = hal.Checkpoint.open(write_gguf(folders(family), tmp_path / "model.gguf", metadata=more))
+    assert (3 in checkpoint.stop_token_ids) == kept
+    whole = 3 in checkpoint.tokenizer().encode(f"a{token}b", add_special_tokens=False).ids
+    assert whole == (kept or stated == 4)
+    assert (f"{token!r} is no control token" in caplog.text) == kept
+
+
 @pytest.mark.parametrize(("family", "prefix"), [("Qwen3", True), ("Gemma3", False)])
 def test_a_sentencepiece_tokenizer_is_that_of_transformers(
     family: str, prefix: bool, folders: Callable[[str], Path], tmp_path: Path
@@ -297,11 +366,10 @@ def test_a_sentencepiece_tokenizer_is_that_of_transformers(
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_space_prefix": prefix,
     }
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # as without the keys
+    more |= {f"tokenizer.ggml.{key}": value if prefix else None for key, value in ids.items()}
     ours = hal.Checkpoint.open(write_gguf(folders(family), tmp_path / "model.gguf", metadata=more)).tokenizer()
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert ours.encode("").ids == [1]
@@ -456,6 +524,7 @@ def test_damaged_and_hostile_files_are_errors(name: str, tmp_path: Path) -> None
         ({"qwen3.context_length": None}, r"has no qwen3\.context_length"),
         ({"qwen3.rope.freq_base": 0.0}, "rope_theta"),
         ({"qwen3.rope.scaling.type": "magic"}, "rope.scaling.type is 'magic'"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "yarn, and there is no rope.scaling.factor"),
         ({"qwen3.attention.logit_scale": 2.0}, "which hal does not read, and which may change"),
         ({"split.count": 3}, "is one of 3 files"),
         ({"split.tensors.count": 3}, "declares 3 tensors"),
@@ -479,6 +548,7 @@ def test_metadata_that_make_no_model_are_errors(
         ({"tokenizer.ggml.tokens": ["a"] * 5000}, "has 5000 tokens"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "expected a list of str"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
+        ({"tokenizer.ggml.add_bos_token": True}, "has add_bos_token true, and no bos_token_id"),
     ],
 )
 def test_tokenizers_that_make_no_sense_are_errors(

@@ -18,7 +18,9 @@ import hal
 from hal.errors import BatchError, CheckpointError, ConfigError, HalError
 from hal.generation.llm import template_sandbox
 from hal.generation.llm.chat_template import ChatTemplate
+from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.messages import normalized
+from hal.nn import CausalLM
 
 CHATML = """
 {%- if messages[0]['role'] != 'system' %}
@@ -263,6 +265,32 @@ def folder_with(trained: Path, folder: Path, template: Any, *, file: bool = Fals
 
 def template_of(folder: Path) -> ChatTemplate:
     return ChatTemplate.read(hal.Checkpoint(folder, {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "warns"),
+    [
+        (CHATML, {0}, "ends turns with <|im_end|>"),
+        (CHATML, {0, "<|im_end|>"}, None),
+        (CHATML + "{{ eos_token }}", {0}, None),
+        (SENTENCES, {0}, None),
+    ],
+)
+def test_a_turn_whose_end_does_not_stop_is_warned_about(
+    template: str,
+    stops: set[Any],
+    warns: str | None,
+    trained: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = folder_with(trained, tmp_path / "model", template)
+    tokenizer = hal.Checkpoint(folder, {}, {}).tokenizer()
+    ids = [each if isinstance(each, int) else tokenizer.token_to_id(each) for each in stops]
+    checkpoint = hal.Checkpoint(folder, {"eos_token_id": ids}, {})
+    Conversations(checkpoint, lambda: tokenizer, CausalLM).prompt(CONVERSATIONS[0], None, {})
+    assert [warns in each for each in caplog.messages if warns] == [True] * bool(warns)
+    assert bool(caplog.messages) == bool(warns)
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["config", "file"])

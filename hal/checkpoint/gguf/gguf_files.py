@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,13 +70,13 @@ class GgufFiles(CheckpointFiles):
         """Return the tokenizer that the metadata describe."""
         if not self.has_tokenizer:
             raise CheckpointError(f"{self.path} has no tokenizer", "use a GGUF file with one, or give token ids")
-        return self._vocabulary().build()
+        return self._vocabulary.build()
 
     def json(self, name: str) -> Mapping[str, Any]:
         """Return what a JSON file beside config.json would have."""
         if name not in (GENERATION, TOKENIZER) or not self.has_tokenizer:
             return {}
-        vocabulary, metadata = self._vocabulary(), self._metadata
+        vocabulary, metadata = self._vocabulary, self._metadata
         if name == TOKENIZER:
             return vocabulary.config()
         sampling: dict[str, Any] = {each: metadata.number(key) for each, key in SAMPLING.items() if key in metadata}
@@ -127,6 +127,7 @@ class GgufFiles(CheckpointFiles):
         """Return the type of a tensor, such as ``Q4_0``."""
         return self._sources[name].tensor.type.name
 
+    @cached_property
     def _vocabulary(self) -> GgufTokenizer:
         return GgufTokenizer(self._metadata, self.path, self.config["vocab_size"])
 

@@ -6,6 +6,7 @@ files of the models that each is named after.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,19 @@ import attrs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hal.checkpoint.gguf.metadata import Metadata
+from hal.checkpoint.tokenizer_files import ENDINGS
 from hal.errors import CheckpointError, listed
 
+log = logging.getLogger("hal.checkpoint")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """The types of tokens."""
 NAMED = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
 NAMED |= {"pad_token": "padding_token_id"}
-ENDING_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-ENDINGS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a text or a turn, which files do not always name."""
+ENDING_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+"""The tokens of SentencePiece where the file names none, as in llama.cpp."""
+ENDING_MARKUP = "</s>"
+"""The end of a text in SentencePiece, which is text like any other in Gemma's and in byte-level vocabularies."""
 SPACE = "\u2581"
 
 _ENGLISH = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -33,6 +38,7 @@ _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
 _SLASHED = _REST.replace("[\\r\\n]*", "[\\r\\n/]*")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _TEKKEN = rf"{_CASED.replace('{0}', '')}|\p{{N}}|{_SLASHED}"
 _GPT4O = rf"{_CASED.replace('{0}', f'(?i:{_ENGLISH})?')}|\p{{N}}{{1,3}}|{_SLASHED}"
 
@@ -53,6 +59,7 @@ class Splitting:
 
 
 SPLITTINGS: Mapping[str, Splitting] = {
+    "default": Splitting(_DEFAULT),
     **dict.fromkeys(("gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2"), Splitting((_GPT2,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Splitting((r"\p{N}", _GPT2))),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), Splitting((_LLAMA3,), whole=True, begins=True)),
@@ -82,16 +89,20 @@ class GgufTokenizer:
         kinds = metadata.array("tokenizer.ggml.token_type", int, [NORMAL] * len(self._tokens))
         if len(kinds) != len(self._tokens) or len(self._tokens) > size:
             raise self._error(f"has {len(self._tokens)} tokens, {len(kinds)} types of tokens and {size} embeddings")
-        self._kinds, self._is_gemma = kinds, metadata.architecture.startswith("gemma")
+        self._kinds, self._is_gemma = list(kinds), metadata.architecture.startswith("gemma")
+        self._model = metadata.text("tokenizer.ggml.model")
+        self._endings = self._find_endings()
+        self._warn_of_what_is_missing()
 
     def build(self) -> Tokenizer:
         """Return the tokenizer."""
-        kind = self._metadata.text("tokenizer.ggml.model")
         builders = {"gpt2": self._byte_level, "llama": self._sentencepiece}
-        if kind not in builders:
-            raise self._error(f"has a tokenizer of the kind {kind!r:.40}, which hal does not read; {listed(builders)}")
+        if self._model not in builders:
+            raise self._error(
+                f"has a tokenizer of the kind {self._model!r:.40}, which hal does not read; {listed(builders)}"
+            )
         try:
-            tokenizer, begins = builders[kind]()
+            tokenizer, begins = builders[self._model]()
             tokenizer.add_tokens(list(self._added()))
         except CheckpointError:
             raise
@@ -105,7 +116,7 @@ class GgufTokenizer:
         metadata = self._metadata
         found: dict[str, Any] = {}
         for name, key in NAMED.items():
-            if (index := self._token(f"tokenizer.ggml.{key}")) is not None:
+            if (index := self._token(key)) is not None:
                 found[name] = self._tokens[index]
         templates = {}
         if "tokenizer.chat_template" in metadata:
@@ -118,19 +129,47 @@ class GgufTokenizer:
         return found
 
     def endings(self) -> list[int]:
-        """Return the tokens that end a text or a turn."""
-        named = {index for key in ENDING_KEYS if (index := self._token(key)) is not None}
-        control = {index for index in range(len(self._tokens)) if self._kinds[index] == CONTROL}
-        return sorted(named | {index for index in control if self._tokens[index] in ENDINGS})
+        """Return the tokens that end a text or a turn: those that the file names, and those with a known name."""
+        return sorted(self._endings)
+
+    def _find_endings(self) -> set[int]:
+        """Return :meth:`endings`. A token with a known name becomes a control token, as in llama.cpp."""
+        ambiguous = self._is_gemma or self._model != "llama"
+        found = {index for key in ENDING_KEYS if (index := self._token(key)) is not None}
+        for index, token in enumerate(self._tokens):
+            if token not in ENDINGS or (self._kinds[index] != CONTROL and ambiguous and token == ENDING_MARKUP):
+                continue
+            found.add(index)
+            if self._kinds[index] != CONTROL:
+                log.warning("%s: %r is no control token, and hal reads it as one: it ends a text", self._path, token)
+                self._kinds[index] = CONTROL
+        return found
+
+    def _warn_of_what_is_missing(self) -> None:
+        """Log what follows from keys that older files lack."""
+        missing = {
+            "token_type": "no token is special, so that the words of a chat template may be cut",
+            "pre": "text is cut by llama.cpp's default before the merges, and a model that was trained with other cuts "
+            "answers worse; write the model's into a copy with: gguf-new-metadata --pre-tokenizer NAME",
+        }
+        if self._model != "gpt2":
+            del missing["pre"]
+        for key, consequence in missing.items():
+            if f"tokenizer.ggml.{key}" not in self._metadata:
+                log.warning("%s has no tokenizer.ggml.%s: %s", self._path, key, consequence)
+        if not self._endings:
+            log.warning("%s names no token that ends a text: give one in stop_token_ids, or a stop text", self._path)
 
     def _token(self, key: str) -> int | None:
-        index = self._metadata.token(key)
+        index = self._metadata.token(f"tokenizer.ggml.{key}")
+        if index is None and self._model == "llama" and SENTENCEPIECE.get(key, len(self._tokens)) < len(self._tokens):
+            return SENTENCEPIECE[key]
         if index is not None and not 0 <= index < len(self._tokens):
             raise self._error(f"has {key} {index}, and {len(self._tokens)} tokens")
         return index
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
-        name = self._metadata.text("tokenizer.ggml.pre", "gpt-2")
+        name = self._metadata.text("tokenizer.ggml.pre", "default")
         if name not in SPLITTINGS:
             raise self._error(f"has the pre-tokenizer {name!r:.40}, which hal does not read; {listed(SPLITTINGS)}")
         splitting = SPLITTINGS[name]
@@ -150,7 +189,7 @@ class GgufTokenizer:
             merges = [_pair(each) for each in self._metadata.array("tokenizer.ggml.merges", str)]
         else:
             merges = self._merges(vocabulary)
-        unknown = self._token("tokenizer.ggml.unknown_token_id")
+        unknown = self._token("unknown_token_id")
         model = models.BPE(
             vocab=vocabulary,
             merges=merges,
@@ -198,8 +237,9 @@ class GgufTokenizer:
         """Let texts begin and end with the tokens that the file asks for."""
         sides = []
         for flag, key, default in (("add_bos_token", "bos_token_id", begins), ("add_eos_token", "eos_token_id", False)):
-            index = self._token(f"tokenizer.ggml.{key}")
-            wanted = self._metadata.flag(f"tokenizer.ggml.{flag}", default) and index is not None
+            index, wanted = self._token(key), self._metadata.flag(f"tokenizer.ggml.{flag}", default)
+            if wanted and index is None and f"tokenizer.ggml.{flag}" in self._metadata:
+                raise self._error(f"has {flag} true, and no {key}")
             sides.append((self._tokens[index], index) if wanted and index is not None else None)
         if any(sides):
             template = [f"{each[0]}:0" if each else "" for each in sides]

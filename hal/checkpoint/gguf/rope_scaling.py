@@ -35,14 +35,16 @@ def rope_scaling(metadata: Metadata, divisors: GgufTensor | None, width: int, th
             raise CheckpointError(f"the file has divisors of frequencies beside the scaling {kind!r:.40}", _ELSE)
         return _llama3(divisors, width, theta)
     # Older files have a factor without a type.
-    factor = metadata.number(".rope.scaling.factor", metadata.number(".rope.scale_linear", 1.0))
-    original = metadata.integer(".rope.scaling.original_context_length", 0)
-    if kind == "linear" or (kind == "none" and ".rope.scaling.type" not in metadata and factor not in (0.0, 1.0)):
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "none":
+    factor = metadata.number(".rope.scaling.factor", metadata.number(".rope.scale_linear", 0.0))
+    original = metadata.integer(".rope.scaling.original_context_length", metadata.integer(".context_length"))
+    if kind == "none" and (".rope.scaling.type" in metadata or factor in (0.0, 1.0)):
         return None
-    if kind != "yarn":
+    if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"rope.scaling.type is {kind!r:.40}, which hal does not read", _ELSE)
+    if factor == 0.0:
+        raise CheckpointError(f"rope.scaling.type is {kind}, and there is no rope.scaling.factor", _ELSE)
+    if kind != "yarn":
+        return {"rope_type": "linear", "factor": factor}
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for key, name in ((".rope.scaling.yarn_beta_fast", "beta_fast"), (".rope.scaling.yarn_beta_slow", "beta_slow")):
         if key in metadata:

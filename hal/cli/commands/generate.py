@@ -153,7 +153,8 @@ def command(
         meta_model(opened.config, asked.model_source).check_kinds(kinds)
         preparation = open_processor(opened)
     tokenizer = opened.tokenizer()
-    template = ChatTemplate.read(opened) if chat else None
+    if template := ChatTemplate.read(opened) if chat else None:
+        template.warn_of_other_endings(tokenizer, opened.stop_token_ids)
     media = [*images, *(read_video(each, None, str(each)) for each in videos)]
     tokens = given.encode(tokenizer, template, variables, kinds)
     if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):

@@ -5,6 +5,7 @@ A template is code from a checkpoint: see :mod:`hal.generation.llm.template_sand
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 import attrs
 from jinja2 import TemplateSyntaxError
 from jinja2.exceptions import SecurityError
+from tokenizers import Tokenizer
 
 from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.tokenizer_files import ENDINGS
 from hal.config.untrusted_files import is_there, regular_file
 from hal.errors import CheckpointError, ConfigError, listed
 from hal.generation.llm.messages import Message, check_messages
 from hal.generation.llm.template_forms import TOKENS, in_form
 from hal.generation.llm.template_sandbox import FAILURES, Refused, TooLong, compiled, in_time
 
+log = logging.getLogger("hal.generation")
 CONFIG, FILE, OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _OTHER_FILES = ("chat_template.json", "special_tokens_map.json")
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -130,6 +134,20 @@ class ChatTemplate:
             f"the chat template {name!r} of {self.folder} {problem}",
             "check the messages, or write the prompt without a template",
         )
+
+    def warn_of_other_endings(self, tokenizer: Tokenizer, stop_token_ids: frozenset[int]) -> None:
+        """Log a warning if the templates end turns with tokens none of which ends a text."""
+        texts = "".join(self.sources.values())
+        written = {self.tokens.get("eos_token", "")} if "eos_token" in texts else set()
+        written |= {each for each in ENDINGS if each in texts}
+        ids = {text: index for text in sorted(written) if (index := tokenizer.token_to_id(text)) is not None}
+        if ids and not stop_token_ids & {*ids.values()}:
+            log.warning(
+                "the chat template of %s ends turns with %s, which eos_token_id does not name, so that answers may not "
+                "end: add the token to eos_token_id in generation_config.json, or give it in stop_token_ids",
+                self.folder,
+                " or ".join(f"{text} ({index})" for text, index in ids.items()),
+            )
 
     def _chosen(self, with_tools: bool) -> tuple[str, str]:
         name = "tool_use" if with_tools and "tool_use" in self.sources else "default"

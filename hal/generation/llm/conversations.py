@@ -41,6 +41,7 @@ class Conversations:
         written, media = without_media(normalized(messages))
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
+            self._template.warn_of_other_endings(self._tokenizer(), self._checkpoint.stop_token_ids)
         text = self._template.render(written, tools=tools, **switches)
         tokens = self._encoded(text)
         if not media:
