@@ -28,7 +28,7 @@ class ErnieConfig(DecoderConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 500,000."""
-        return super().from_config({**config, "rope_theta": config.get("rope_theta") or 5e5}, layer_type)
+        return super().from_config(cls.with_defaults(config, rope_theta=5e5), layer_type)
 
     def mlp(self, width: int) -> GatedMLP:
         """Return a dense MLP, or shared experts."""

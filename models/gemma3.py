@@ -34,8 +34,8 @@ class Gemma3Config(GemmaConfig):
         """Read a checkpoint's config.json. Older ones have the rope parameters of full layers beside a local base."""
         given = {key: value for key, value in config.items() if key != "_sliding_window_pattern"}  # as layer_types
         base, scaling = given.pop("rope_local_base_freq", None), given.pop("rope_scaling", None)
-        local = RopeParameters.from_config({**given, "rope_theta": base or 1e4}, SLIDING)
-        given |= {"rope_theta": given.get("rope_theta") or 1e6, "rope_scaling": scaling}
+        local = RopeParameters.from_config({**given, "rope_theta": 1e4 if base is None else base}, SLIDING)
+        given = cls.with_defaults({**given, "rope_scaling": scaling}, rope_theta=1e6)
         read = attrs.evolve(super().from_config(given, layer_type), local_rope=local)
         if read.use_bidirectional_attention and read.sliding_window:  # It counts the tokens on both sides together.
             return attrs.evolve(read, sliding_window=read.sliding_window // 2 + 1)

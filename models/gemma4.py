@@ -108,8 +108,8 @@ class Gemma4Config(AlternatingConfig):
         given = dict(config)
         if "hidden_activation" in given:
             given["hidden_act"] = given.pop("hidden_activation")
-        if not given.get("rope_parameters"):
-            theta = given.get("rope_theta") or 1e6
+        if given.get("rope_parameters") in (None, {}):
+            theta = cls.with_defaults(given, rope_theta=1e6)["rope_theta"]
             full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta}
             given["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
         local = RopeParameters.from_config(given, SLIDING)

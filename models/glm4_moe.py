@@ -49,7 +49,7 @@ class Glm4MoeConfig(DecoderConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``partial_rotary_factor``, half of each head is rotated."""
-        given = {**config, "partial_rotary_factor": config.get("partial_rotary_factor") or 0.5}
+        given = cls.with_defaults(config, partial_rotary_factor=0.5)
         if "num_mtp_layers" in given:  # in version 5 of transformers
             given.setdefault("num_nextn_predict_layers", given.pop("num_mtp_layers"))
         return super().from_config(given, layer_type)

@@ -50,9 +50,9 @@ class GptOssConfig(AlternatingConfig):
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 150,000."""
         twice = ("experts_per_token", "initial_context_length")  # other names of what a published file also has
         given = {key: value for key, value in config.items() if key not in twice}
-        if not given.get("rope_parameters") and not given.get("rope_scaling"):
+        if all(given.get(key) in (None, {}) for key in ("rope_parameters", "rope_scaling")):
             given["rope_parameters"] = YARN
-        return super().from_config({**given, "rope_theta": given.get("rope_theta") or 1.5e5}, layer_type)
+        return super().from_config(cls.with_defaults(given, rope_theta=1.5e5), layer_type)
 
 
 class GptOssForCausalLM(DecoderLM):

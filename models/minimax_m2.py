@@ -47,10 +47,10 @@ class MiniMaxM2Config(DecoderConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 5,000,000."""
-        given = {**config, "rope_theta": config.get("rope_theta") or 5e6}
-        rotated, width = config.get("rotary_dim"), config.get("head_dim") or 128
-        if type(rotated) is type(width) is int and 0 < rotated <= width and not config.get("partial_rotary_factor"):
-            given["partial_rotary_factor"] = rotated / width
+        given = cls.with_defaults(config, rope_theta=5e6, head_dim=128)
+        rotated, width = given.get("rotary_dim"), given["head_dim"]
+        if type(rotated) is type(width) is int and 0 < rotated <= width:
+            given = cls.with_defaults(given, partial_rotary_factor=rotated / width)
         return super().from_config(given, layer_type)
 
 

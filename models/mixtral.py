@@ -36,7 +36,7 @@ class MixtralConfig(DecoderConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 1,000,000."""
-        return super().from_config({**config, "rope_theta": config.get("rope_theta") or 1e6}, layer_type)
+        return super().from_config(cls.with_defaults(config, rope_theta=1e6), layer_type)
 
 
 class MixtralForCausalLM(DecoderLM):

@@ -47,7 +47,7 @@ class Olmo3Config(AlternatingConfig, Olmo2Config):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = FULL) -> Self:
         """Read a checkpoint's config.json. Without ``rope_theta``, it is 500,000."""
-        given = {**config, "rope_theta": config.get("rope_theta") or 5e5}
+        given = cls.with_defaults(config, rope_theta=5e5)
         local = RopeParameters.from_config({**given, "rope_scaling": None}, SLIDING)
         return attrs.evolve(super().from_config(given, layer_type), local_rope=local)
 

@@ -32,7 +32,7 @@ class Phi3Config(DecoderConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
         """Read a checkpoint's config.json. Without ``original_max_position_embeddings``, it is 4,096."""
-        given = {**config, "original_max_position_embeddings": config.get("original_max_position_embeddings") or 4096}
+        given = cls.with_defaults(config, original_max_position_embeddings=4096)
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(table := config.get(key), Mapping):
                 given[key] = {name: "longrope" if each in OLDER else each for name, each in table.items()}

@@ -234,9 +234,9 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     beside = {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
     beside |= {"architectures", "vision_token_id", "model_type"}
     found = dict(config)
-    if not isinstance(config.get("text_config"), Mapping):
+    if config.get("text_config") is None:
         found["text_config"] = {key: value for key, value in config.items() if key not in beside}
-    text = dict(found["text_config"])
+    text = text_config(found)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(table := text.get(key), Mapping):
             kind = {name: "default" for name in ("type", "rope_type") if table.get(name) == "mrope"}

@@ -257,6 +257,7 @@ class Runner(Closable):
 
         Raises:
             ConfigError: ``max_sequences`` is out of range.
+            BatchError: ``max_length`` is not a positive integer.
             ClosedError: the runner is closed.
         """
         self.uses.check_open()
@@ -264,7 +265,7 @@ class Runner(Closable):
         return InputBatch(
             self.model.batch_type,
             max_sequences=max_sequences,
-            max_length=max_length or self._max_length,
+            max_length=self._max_length if max_length is None else max_length,
             block_size=self.spec.block_size,
             device=self.backend.device,
             bounds=self.bounds,

@@ -165,7 +165,7 @@ def checked(
         prompt = list(map(operator.index, given))
     except TypeError:
         raise BatchError(f"prompt {index} is {tokens!r:.70}", "give each prompt as a list of token ids") from None
-    longest, capacity = max_length or runner.model.max_length, runner.spec.num_tokens
+    longest, capacity = runner.model.max_length if max_length is None else max_length, runner.spec.num_tokens
     vocab_size = runner.model.vocab_size
     if not prompt:
         raise BatchError(f"prompt {index} is empty", "give it at least one token")

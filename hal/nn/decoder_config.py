@@ -85,6 +85,11 @@ class DecoderConfig:
             )
         return attrs.evolve(read_model_config(cls, others), rope=rope)
 
+    @staticmethod
+    def with_defaults(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+        """Return a config.json in which keys that are missing or null have the defaults of a family."""
+        return {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+
 
 def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the vision tower, from the config.json of a model that reads images.

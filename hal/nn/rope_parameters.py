@@ -71,14 +71,16 @@ class RopeParameters:
             ConfigError: both spellings are present and differ, the ``rope_type`` is unknown, or a key is unknown,
                 missing or out of range.
         """
-        new, old = config.get("rope_parameters"), config.get("rope_scaling")
+        tables = {key: config.get(key) for key in ("rope_parameters", "rope_scaling")}
+        new = tables["rope_parameters"]
         if layer_type is not None and isinstance(new, Mapping) and layer_type in new:
-            new = new[layer_type]
-        if new and old and _read(new, config, "rope_parameters") != _read(old, config, "rope_scaling"):
+            tables["rope_parameters"] = new[layer_type]
+        given = [_read(table, config, key) for key, table in tables.items() if table not in (None, {})]
+        if given and given[0] != given[-1]:
             raise ConfigError(
                 "config.json has rope_parameters and a rope_scaling that differs", "remove one of them from config.json"
             )
-        return _read(new, config, "rope_parameters") if new else _read(old or {}, config, "rope_scaling")
+        return given[0] if given else _read({}, config, "rope_scaling")
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
         """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32.
@@ -308,7 +310,7 @@ def _read(given: Any, config: Mapping[str, Any], where: str) -> RopeParameters:
         return read(RopeParameters, given, where)  # raises the error
     parameters = {key: value for key, value in given.items() if value is not None}
     older = parameters.pop("type", None)
-    rope_type = parameters.pop("rope_type", older or "default")
+    rope_type = parameters.pop("rope_type", "default" if older is None else older)
     if older not in (None, rope_type):
         raise ConfigError(
             f"{where} has rope_type {rope_type!r} and type {older!r}, which differ",

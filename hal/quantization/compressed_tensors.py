@@ -166,7 +166,8 @@ class CompressedTensors(CheckpointFormat):
             (self._scheme(group, name, content.get("format")), LayerTargets.of(group.get("targets"), "targets"))
             for name, group in groups.items()
         ]
-        return CompressedTensorsQuantization(read, LayerTargets.of(content.get("ignore") or [], "ignore"), cache)
+        ignored = [] if content.get("ignore") is None else content["ignore"]
+        return CompressedTensorsQuantization(read, LayerTargets.of(ignored, "ignore"), cache)
 
     def describe(
         self,

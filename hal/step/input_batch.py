@@ -95,8 +95,10 @@ class InputBatch:
             slot: the slot of its states; required if and only if the model keeps states per sequence.
 
         Raises:
-            BatchError: all rows are taken, or as :meth:`extend`.
+            BatchError: there are no tokens, all rows are taken, or as :meth:`extend`.
         """
+        if not length_of("token_ids", token_ids):
+            raise BatchError("a sequence has no tokens", "add it with at least one token")
         row = self._size
         if row == self.max_sequences:
             raise BatchError(f"all {row} rows are taken", "remove a sequence first, or raise max_sequences")

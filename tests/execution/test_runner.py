@@ -408,6 +408,8 @@ def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
     """The cache has two blocks of 16 tokens, beside the dummy block."""
     with hal.open({"backend": "cpu", "cache": {"block_size": 16}}) as backend:
         runner = hal.Runner(model(), backend, max_length=max_length, num_blocks=3)
+        with pytest.raises(BatchError, match="max_length is 0, not an integer of 1 or more"):
+            runner.input_batch(2, 0)
         inputs = runner.input_batch(2)
         blocks = [0] * (longest // 16 - 1) + [1] if model is ToyWithWindow else [1, 2][: longest // 16]
         inputs.add([1] * longest, blocks, cached=longest - 1)

@@ -62,6 +62,9 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
     assert (logits.float().std(-1) > 1e-3).all(), "all tokens have the same logit"
 
 
+THETAS = [name for name, config in NATIVE.items() if "rope_theta" in config and not config.get("rope_parameters")]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -77,8 +80,13 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
         ("MiniMax-M2", {"scoring_func": "softmax"}, "unknown value 'softmax'"),
         ("MiniMax-M2", {"rotary_dim": 64}, "rotary_dim is 64; it must be from 2 to head_dim, 32"),
         ("MiniMax-M2", {"attn_type_list": [1, 0]}, "attn_type_list"),
+        ("MiniMax-M2", {"head_dim": 0}, "head_dim, 0"),
+        ("MiniMax-M2", {"rotary_dim": 16, "partial_rotary_factor": 0}, "'partial_rotary_factor' must be > 0"),
+        ("Phi-3.5-mini-instruct", {"original_max_position_embeddings": 0}, "must be >= "),
+        ("gpt-oss-20b-BF16", {"rope_parameters": [], "rope_scaling": None}, "rope_parameters must be a table"),
+        *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),
     ],
 )
 def test_what_hal_cannot_do_is_refused(name: str, changes: dict[str, Any], message: str, cpu: hal.Backend) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        hal.load_model(hal.RandomCheckpoint.of(name, {**CONFIGS[name], **changes}), cpu)
+        hal.load_model(hal.RandomCheckpoint.of(name, {**NATIVE[name], **changes}), cpu)

@@ -16,7 +16,8 @@ from helpers.seeing import HYBRIDS, IMAGE_ID, VIDEO_ID, Story, build, item, our_
 from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, LONG, MODE, thorough
 
 import hal
-from hal.errors import BatchError, ModelError
+from hal.checkpoint.model_registry import find_model
+from hal.errors import BatchError, ConfigError, ModelError
 
 FAMILIES = ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", *HYBRIDS)
 SEEDS = range(1, 21)
@@ -201,6 +202,11 @@ def test_items_that_do_not_fit_the_prompt_are_refused(seeing: tuple[Any, Path]) 
         refused(runner, [*[IMAGE_ID] * 4, 2], [attrs.evolve(one, grid=(1, 3, 4))], "multiples of 2")
         empty = attrs.evolve(one, kind="video", grid=(0, 4, 4), values=one.values[:0])
         refused(runner, [*[VIDEO_ID] * 4, 2], [empty], r"is a video of \(0, 4, 4\) patches")
+
+
+def test_a_table_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no table text_config"):
+        find_model("Qwen2_5_VLForConditionalGeneration").from_config({"text_config": []})
 
 
 def test_a_model_of_text_refuses_items(trained: Path) -> None:

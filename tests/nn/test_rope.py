@@ -138,11 +138,15 @@ def without(key: str, rope: dict[str, Any]) -> dict[str, Any]:
         (YARN | {"attention_factor": -1.0}, "'attention_factor' must be >= 0"),
         (YARN | {"original_max_position_embeddings": 0}, "must be >= 1"),
         (YARN | {"rope_theta": 1.0}, "'rope_theta' must be > 1"),
+        ({"type": ""}, "rope_type ''"),
+        ([], "must be a table of keys and values, not list"),
+        ("", "must be a table of keys and values, not str"),
+        (0, "must be a table of keys and values, not int 0"),
         (LLAMA_3_1 | {"high_freq_factor": 1.0}, "high_freq_factor is 1.0; it must be greater than .*, 1.0"),
     ],
 )
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_what_is_refused(rope: dict[str, Any], message: str, spelling: str) -> None:
+def test_what_is_refused(rope: Any, message: str, spelling: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}") as caught:
         RopeParameters.from_config({spelling: rope})
     assert caught.value.remedy

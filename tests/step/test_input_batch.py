@@ -229,6 +229,7 @@ def test_fields_of_a_model() -> None:
     ("act", "problem"),
     [
         (lambda it: it.add([1], [2]), "all 2 rows are taken"),
+        (lambda it: it.add([], [3]), "a sequence has no tokens"),
         (lambda it: it.extend(2, [1]), "there is no row 2 among 2"),
         (lambda it: it.extend(0, [1000]), "row 0 has token id 1000|sequence 0 has token id 1000"),
         (lambda it: it.extend(0, [1.5]), "not integers"),

@@ -84,7 +84,7 @@ def settings_of(options: Mapping[str, str | None], config: Mapping[str, Any] | N
         ConfigError: the configuration is invalid.
     """
     settings = read_config()
-    for key, value in (read_config(config) if config else {}).items():
+    for key, value in ({} if config is None else read_config(config)).items():
         both = isinstance(value, dict) and isinstance(settings.get(key), dict)
         settings[key] = {**settings[key], **value} if both else value
     for name in ("backend", "dtype", "model_source"):
