@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
-from hal.errors import ConfigError
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
 from hal.nn.gated_delta_net import GatedDeltaNet
@@ -197,6 +197,21 @@ class Decoder(nn.Module):
         __call__ = forward
 
 
+class HeadBias(nn.Module):
+    """The bias ``[vocab_size]`` of an output projection whose weight is the table of embeddings; each rank has it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(vocab_size), requires_grad=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Add it."""
+        return logits + self.bias
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
 class DecoderLM(CausalLM):
     """A :class:`Decoder` and its output projection, which may be tied to the embedding. Ranks may split it.
 
@@ -239,14 +254,11 @@ class DecoderLM(CausalLM):
         self.add_module(self.base_name, base)
         self.states = [layer.self_attn.states for layer in base.layers]
         self.causal = all(layer.self_attn.causal for layer in base.layers)
-        self.logits_multiplier, self.softcap = logits_multiplier, softcap
+        self.logits_multiplier, self.softcap, self.head_bias = logits_multiplier, softcap, head_bias
         if config.tie_word_embeddings:
-            if head_bias:
-                raise ConfigError(
-                    f"{type(self).__name__} has an output projection with a bias, tied to the embedding",
-                    "set tie_word_embeddings to false in config.json, or assemble the model without head_bias",
-                )
             self.tied = {"lm_head.weight": f"{self.base_name}.embed_tokens.weight"}
+            if head_bias:
+                self.lm_head: Linear | HeadBias = HeadBias(config.vocab_size)
         else:
             self.lm_head = Linear(
                 config.hidden_size, config.vocab_size, bias=head_bias, shard="out_features", share=PADDED, gather=True
@@ -266,7 +278,9 @@ class DecoderLM(CausalLM):
         return self.base(batch, states)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.base.embed_tokens.as_linear(hidden) if self.tied else self.lm_head(hidden)
+        logits = self.base.embed_tokens.as_linear(hidden) if self.tied else hidden
+        if self.head_bias or not self.tied:
+            logits = self.lm_head(logits)
         if self.logits_multiplier != 1.0:
             logits = logits * self.logits_multiplier
         if self.softcap is not None:

@@ -290,7 +290,8 @@ def test_a_part_of_heads_is_refused_where_transformers_rotates_whole_ones() -> N
         LlamaForCausalLM.from_config({**config, **sizes, "partial_rotary_factor": 0.5})
 
 
-def test_a_tied_head_has_no_bias() -> None:
+@pytest.mark.usefixtures("cpu")
+def test_a_tied_head_may_have_a_bias() -> None:
     config = DecoderConfig(
         vocab_size=8,
         hidden_size=8,
@@ -300,5 +301,9 @@ def test_a_tied_head_has_no_bias() -> None:
         max_position_embeddings=8,
         tie_word_embeddings=True,
     )
-    with pytest.raises(ConfigError, match="an output projection with a bias, tied to the embedding"):
-        DecoderLM(config, [], head_bias=True)
+    model, plain = (DecoderLM(config, [], head_bias=each) for each in (True, False))
+    table, bias, hidden = torch.randn(8, 8), torch.randn(8), torch.randn(3, 8)
+    assert [name for name, _ in model.named_parameters()][-1] == "lm_head.bias"
+    model.load_state_dict({"lm_head.bias": bias, "model.embed_tokens.weight": table}, strict=False)
+    plain.load_state_dict({"model.embed_tokens.weight": table}, strict=False)
+    torch.testing.assert_close(model.logits(hidden), plain.logits(hidden) + bias, rtol=0, atol=0)
