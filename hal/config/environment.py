@@ -11,7 +11,7 @@ import attrs
 
 from hal.config.compile_cache import CACHE_DIR
 from hal.config.settings import Config
-from hal.config.text import parse_json
+from hal.config.text import Digit, parse_json
 from hal.errors import ConfigError, nearest
 
 _KEYS = frozenset(field.name for field in attrs.fields(Config))
@@ -22,8 +22,9 @@ OTHERS = frozenset({CACHE_DIR, "HAL_VLLM", "HAL_API_KEY"})
 def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: Iterable[str] = ()) -> dict[str, Any]:
     """Read ``HAL_*`` variables into a mapping; ``HAL_CACHE__NUM_TOKENS`` sets ``num_tokens`` of the table ``cache``.
 
-    A value is parsed as JSON if possible (``HAL_STRICT=true``), else it is a string. :func:`environment_options` reads
-    ``HAL_<DRIVER>_*``, and :func:`cache_folder` reads ``HAL_CACHE_DIR``. :func:`read` rejects unknown keys of tables.
+    A value is parsed as JSON if possible (``HAL_STRICT=true``), else it is a string. Where true or false is expected, 1
+    and 0 are the same. :func:`environment_options` reads ``HAL_<DRIVER>_*``, and :func:`cache_folder` reads
+    ``HAL_CACHE_DIR``. :func:`read` rejects unknown keys of tables.
 
     Raises:
         ConfigError: a variable is unknown, or two set the same key.
@@ -87,6 +88,8 @@ def _environment_value(path: list[str], text: str, variable: str) -> Any:
         cls = get_type_hints(cls).get(key) if attrs.has(cls) else None
     if cls is str or get_origin(cls) is Literal:
         return text
+    if text in ("0", "1"):
+        return text == "1" if cls is bool else Digit(text)
     if text.lstrip().startswith("{"):
         return parse_json(text, variable)
     try:

@@ -14,7 +14,7 @@ import attrs
 import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
-from hal.config.text import kind_of
+from hal.config.text import Digit, kind_of
 from hal.errors import ConfigError, HalError, listed, most_similar, nearest
 
 T = TypeVar("T")
@@ -31,6 +31,8 @@ DTYPES = {
     "f32": "float32",
 }
 """Other words for dtypes, which errors translate."""
+REMEDIES = {bool: "give true or false", int: "give an integer", float: "give a number", str: "give a text"}
+"""What mends a value of another type."""
 log = logging.getLogger("hal.config")
 
 
@@ -54,21 +56,23 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
     """Do what :func:`read` does. ``values`` describes the known values of a literal, for an unknown one."""
 
     tables: list[type | None] = []  # of each problem: the class that lacks a key
+    remedies: dict[str, None] = {}
 
     def explained(error: BaseException, expected: type | None) -> str:
         tables.append(error.cl if isinstance(error, ForbiddenExtraKeysError) else None)
-        return f"{error} ({values(*error.args[1:])})" if isinstance(error, _UnknownValue) else _format(error, expected)
+        if remedy := _remedy(error):
+            remedies[remedy] = None
+        return f"{error} ({values(*error.args[2:])})" if isinstance(error, _UnknownValue) else _format(error, expected)
 
     try:
         return _CONVERTER.structure(dict(mapping), cls)
     except cattrs.BaseValidationError as error:
         problems = cattrs.transform_error(error, path=where, format_exception=explained)
     except RecursionError:
-        problems = [f"{where} is nested too deeply"]
+        problems, remedies = [f"{where} is nested too deeply"], {"nest fewer tables and lists": None}
     unknown = {text.rpartition(" @ ")[2]: table for text, table in zip(problems, tables, strict=False) if table}
     keys = [f"the keys of {path}: {', '.join(_keys(table)) or 'none'}" for path, table in unknown.items()]
-    problem = "; ".join(problems)
-    raise ConfigError(problem, "; ".join(["correct them" if "; " in problem else "correct it", *keys]))
+    raise ConfigError("; ".join(problems), "; ".join([*remedies, *keys]))
 
 
 # Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.
@@ -152,6 +156,15 @@ def _format(error: BaseException, expected: type | None) -> str:
     return error.problem if isinstance(error, HalError) else str(error)
 
 
+def _remedy(error: BaseException) -> str | None:
+    """Return what mends a problem; None for an unknown key, beside which the keys are listed."""
+    if isinstance(error, ForbiddenExtraKeysError):
+        return None
+    if isinstance(error, KeyError):
+        return f"add {error.args[0]!r}"
+    return error.remedy if isinstance(error, HalError | _InvalidValue) else "give a value that the rule allows"
+
+
 def _similar(name: str, known: Sequence[str]) -> str:
     close = most_similar(name, known)
     return f" (did you mean {close!r}?)" if close else ""
@@ -163,15 +176,17 @@ def _has_origin(origin: Any) -> Callable[[Any], bool]:
 
 def _strict(kind: type) -> Any:
     def structure(value: Any, _: Any) -> Any:
+        if type(value) is Digit:
+            value = bool(value) if kind is bool else int(value)
         # In Python, bool is a subclass of int. A config with `true` for a number is a mistake.
         if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         if type(value) is not kind:
-            raise ValueError(f"expected {kind.__name__}, found {kind_of(value)}")
+            raise _InvalidValue(f"expected {kind.__name__}, found {kind_of(value)}", REMEDIES[kind])
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"expected a finite number, found {value}")
+            raise _InvalidValue(f"expected a finite number, found {value}", REMEDIES[kind])
         if type(value) is int and not -INTEGERS <= value < INTEGERS:
-            raise ValueError(f"expected an integer of at most 64 bits, found {kind_of(value)}")
+            raise _InvalidValue(f"expected an integer of at most 64 bits, found {kind_of(value)}", "give a smaller one")
         return value
 
     return structure
@@ -179,7 +194,7 @@ def _strict(kind: type) -> Any:
 
 def _structure_tuple(value: Any, annotation: Any) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"expected a list, found {kind_of(value)}")
+        raise _InvalidValue(f"expected a list, found {kind_of(value)}", "give a list [...]")
     element = get_args(annotation)[0]
     return tuple(_CONVERTER.structure(item, element) for item in value)
 
@@ -197,19 +212,28 @@ def _is_optional(annotation: Any) -> bool:
 
 def _structure_literal(value: Any, annotation: Any) -> Any:
     known = get_args(annotation)
+    value = int(value) if type(value) is Digit else value
     if any(type(value) is type(each) and value == each for each in known):  # True equals 1
         return value
     problem = f"unknown value {value!r:.60}"
     if all(isinstance(each, str) for each in known):
-        raise _UnknownValue(problem, _meant(str(value)), known)
-    raise ValueError(f"{problem} (known: {', '.join(map(json.dumps, known))})")
+        raise _UnknownValue(problem, "give a known value", _meant(str(value)), known)
+    raise _InvalidValue(f"{problem} (known: {', '.join(map(json.dumps, known))})", "give a known value")
 
 
-class _UnknownValue(ValueError):
-    """The value of a literal is unknown. Its arguments are the problem, the value, and the known values."""
+class _InvalidValue(ValueError):
+    """A value is none that a key takes. Its arguments are the problem, and the remedy."""
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    @property
+    def remedy(self) -> str:
+        return str(self.args[1])
+
+
+class _UnknownValue(_InvalidValue):
+    """The value of a literal is unknown. Two more arguments are the value and the known values."""
 
 
 def _meant(value: str) -> str:
@@ -219,7 +243,7 @@ def _meant(value: str) -> str:
 
 def _structure_dict(value: Any, annotation: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"expected a table with string keys, found {kind_of(value)}")
+        raise _InvalidValue(f"expected a table with string keys, found {kind_of(value)}", "give a table {...}")
     element = get_args(annotation)[1]
     return {key: _CONVERTER.structure(item, element) for key, item in value.items()}
 
@@ -231,7 +255,7 @@ def _structure_table(cls: type) -> Any:
 
     def checked(value: Any, kind: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise ValueError(f"expected a table, found {kind_of(value)}")
+            raise _InvalidValue(f"expected a table, found {kind_of(value)}", "give a table {...}")
         return structure(value, kind)
 
     return checked

@@ -10,6 +10,10 @@ from typing import Any
 from hal.errors import ConfigError
 
 
+class Digit(int):
+    """0 or 1 in an environment variable, which a key that is true or false reads as such."""
+
+
 def read_file(path: Path) -> Mapping[str, Any]:
     """Parse a ``.json`` or ``.toml`` file into a mapping; any other file raises ConfigError."""
     suffix = path.suffix.lower()
@@ -56,6 +60,6 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "null"
     try:
-        return f"{type(value).__name__} {value!r:.60}"
+        return f"{'int' if type(value) is Digit else type(value).__name__} {value!r:.60}"
     except ValueError:  # An integer may have more digits than Python converts to a string.
         return type(value).__name__

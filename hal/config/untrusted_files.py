@@ -68,7 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object", AGAIN)
     if wrong:
-        raise CheckpointError(f"{file} has {wrong}, which is not finite", f"correct it, or {AGAIN}")
+        raise CheckpointError(f"{file} has {wrong}, which is not finite", f"write a finite number, or {AGAIN}")
     return value
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import attrs
 import pytest
+from hal.backends.cpu.driver import CpuOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -307,7 +308,7 @@ class TestText:
                 ConfigError, match=rf"expected int, .* @ {re.escape(str(file))}\.cache\.num_tokens"
             ) as told:
                 load(source)
-            assert told.value.remedy == "correct it"
+            assert told.value.remedy == "give an integer"
 
     def test_the_keys_are_listed_once(self) -> None:
         with pytest.raises(ConfigError) as told:
@@ -355,8 +356,10 @@ class TestEnvironment:
             ({"HAL_CHACHE_DIR": "/tmp"}, "no environment variable HAL_CHACHE_DIR .did you mean 'HAL_CACHE_DIR'"),
             ({"HAL_CACHE__NUM_TOKENS": "many"}, "expected int, found str 'many'.*environment.cache.num_tokens"),
             ({"HAL_CACHE__NUM_TOKENS": ""}, "expected int, found str ''"),
-            ({"HAL_STRICT": "yes"}, "expected bool, found str 'yes'"),
-            ({"HAL_STRICT": "1"}, "expected bool, found int 1"),
+            ({"HAL_STRICT": "yes"}, "(?s)expected bool, found str 'yes'.*remedy: give true or false"),
+            ({"HAL_STRICT": "2"}, "expected bool, found int 2"),
+            ({"HAL_COMPILATION": "1"}, "expected a table, found int 1"),
+            ({"HAL_COMPILATION__CAPTURE_SIZES": "1"}, "(?s)expected a list, found int 1.*remedy: give a list"),
             ({"HAL_CACHE": '{"num_tokens": 1, "num_tokens": 2}'}, "HAL_CACHE is not valid JSON: duplicate keys"),
             ({"HAL_CACHE": "{}", "HAL_CACHE__NUM_TOKENS": "1"}, "HAL_CACHE__NUM_TOKENS sets a key of cache"),
             ({"HAL_CACHE__NUM_TOKENS": "1", "HAL_cache": "{}"}, "HAL_cache sets cache, which another variable sets"),
@@ -371,6 +374,17 @@ class TestEnvironment:
     def test_what_is_wrong_is_named(self, environ: dict[str, str], problem: str) -> None:
         with pytest.raises(ConfigError, match=problem):
             self.read(environ)
+
+    @pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True), ("false", False), ("true", True)])
+    def test_switches_are_written_with_digits_or_words(self, text: str, expected: bool) -> None:
+        names = ("HAL_STRICT", "HAL_COMPILATION__DEBUG", "HAL_COMPILATION__PASSES__FUSE")
+        config = self.read(dict.fromkeys(names, text))
+        assert [config.strict, config.compilation.debug, *config.compilation.passes.values()] == [expected] * 3
+        options = environment_options("cpu", {"HAL_CPU_PACK_WEIGHTS": text, "HAL_CPU_NATIVE": text})
+        assert read(CpuOptions, options) == CpuOptions(pack_weights=expected, native=expected)
+        assert {type(each) for each in attrs.astuple(read(CpuOptions, options))} == {bool, type(None)}
+        with pytest.raises(ConfigError, match="expected bool, found int 1"):
+            read(Config, {"strict": 1})
 
     def test_a_drivers_own_variables_are_left_to_it(self) -> None:
         environ = {"HAL_ACME_CARDS": "2", "HAL_ACME_PATH": "/lib", "HAL_BACKEND": "acme"}

@@ -137,7 +137,7 @@ class _Asked:
 
 def switch_of(value: Any) -> Any:
     """Convert true, false, 1, 0 and the empty string to a :data:`Switch`; return other values unchanged."""
-    if type(value) is int and value in (0, 1):
+    if isinstance(value, int) and value in (0, 1):
         value = bool(value)
     return {True: "on", False: "off", "": "off"}.get(value, value) if isinstance(value, (bool, str)) else value
 

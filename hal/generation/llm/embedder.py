@@ -76,7 +76,7 @@ class TextRules:
             if not followed:
                 raise CheckpointError(
                     f"{checkpoint.path / file} says {name} {value!r:.70}, which hal does not follow",
-                    "correct it, or remove it if the embeddings do not need it",
+                    "remove the key if the embeddings do not need it",
                 )
         cut_at = "left" if tokens.get("truncation_side") == "left" else "right"
         return cls(prompts, default, bool(rules.get("do_lower_case")), most, cut_at, dims)

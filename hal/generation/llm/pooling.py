@@ -76,7 +76,9 @@ class Pooling:
         for module in _modules(file) if is_there(file) else []:
             kind, path = module["type"].rpartition(".")[2], module["path"]
             if path and not is_plain_name(path):
-                raise CheckpointError(f"{file} names the folder {path!r:.60}, outside the checkpoint", "correct it")
+                raise CheckpointError(
+                    f"{file} names the folder {path!r:.60}, outside the checkpoint", "give a name in it"
+                )
             if kind not in PRECEDING or not module["type"].startswith(LIBRARY):
                 raise CheckpointError(
                     f"{file} has a module {module['type']!r:.80}, which hal does not have",

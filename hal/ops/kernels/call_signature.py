@@ -21,7 +21,8 @@ def check_kernel(driver: str, operation: Operation, kernel: Any) -> None:
     if isinstance(kernel, PartialKernel):
         if kernel.operation is not operation:
             raise OperationError(
-                f"the kernel of {driver} for {operation.name} is one for {kernel.operation.name}", "correct its name"
+                f"the kernel of {driver} for {operation.name} is one for {kernel.operation.name}",
+                f"register it under {kernel.operation.name}",
             )
         for each in (kernel.kernel, kernel.otherwise or operation.body):
             check_kernel(driver, operation, each)

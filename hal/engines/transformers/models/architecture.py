@@ -47,7 +47,9 @@ def class_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         read = CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # transformers validates configs in its own way.
-        raise ConfigError(f"transformers refuses config.json: {error!s:.300}", "correct the key") from error
+        raise ConfigError(
+            f"transformers refuses config.json: {error!s:.300}", "give the key a value that it takes"
+        ) from error
     # The text part of another model's config has a type of its own, and the class is listed for the whole one's.
     whole = CONFIG_MAPPING[above] if (above := str(kind).removesuffix("_text_model")) in CONFIG_MAPPING else None
     known = [each for each in (type(read), whole) if each in MODEL_FOR_CAUSAL_LM_MAPPING]
