@@ -191,10 +191,10 @@ class Config:
         backend: a driver's name, or ``auto`` for the available driver of highest priority.
         dtype: the dtype of weights and caches; ``auto`` means the checkpoint's.
         quantized_weights: what becomes of quantized weights at load. ``kept``: they stay as the checkpoint has them;
-            in a GGUF file, those in blocks of 32. ``dequantized``: they become floating-point weights of ``dtype``.
-            ``w8a16`` and ``w8a8_dynamic``: they are quantized anew, to that scheme. ``auto``: ``dequantized`` for a
-            GGUF file; ``w8a8_dynamic`` for the schemes in ``limits.requantized`` of the driver; ``kept`` for others.
-            Without quantized weights, only ``auto`` is possible.
+            in a GGUF file, those of types Q4_0 to Q8_0 and Q4_K to Q6_K. ``dequantized``: they become floating-point
+            weights of ``dtype``. ``w8a16`` and ``w8a8_dynamic``: they are quantized anew, to that scheme. ``auto``:
+            ``dequantized`` for a GGUF file; ``w8a8_dynamic`` for the schemes in ``limits.requantized`` of the driver;
+            ``kept`` for others. Without quantized weights, only ``auto`` is possible.
         strict: an operation without a kernel raises instead of running its reference.
         model_source: where a model's code comes from: ``hal`` for the models that packages register with hal, or
             another source's name, such as ``transformers``. ``auto`` means hal's if there is one, else another's.
