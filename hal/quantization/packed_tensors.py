@@ -74,18 +74,34 @@ def packed_group(bits: int) -> WeightGroup:
     return WeightGroup(weights, None, PACKED, settings, (WHOLE,))
 
 
+def _groups(layer: WeightOnlyTensors) -> tuple[dict[str, Any], Weight]:
+    """Return the options of tensors with scales of groups, and the declaration of the group of each input."""
+    options = {"group_sizes": {IN: layer.group_size}, "every_rank": layer.any_groups and layer.shard == IN}
+    index = layer.declare(
+        "weight_g_idx",
+        IN,
+        every_rank=not layer.any_groups,
+        checks=group_index(layer),
+        stored=INTEGERS,
+        optional=not layer.ordered,
+        dtype=torch.int64,
+    )
+    return options, index
+
+
 class WholeTensors(Representation):
-    """``weight``, ``weight_scale`` and ``weight_zero_point``, with each number in an int8."""
+    """``weight``, ``weight_scale``, ``weight_zero_point`` and ``weight_g_idx``, with each number in an int8."""
 
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
-        groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}}
+        groups, index = _groups(layer)
         checks = (_signed(layer.bits),) if layer.bits < 8 else ()  # any int8 is valid
         zero: dict[str, Any] = {"optional": layer.symmetric, "checks": checks, **groups}
         return {
             "numbers": layer.declare("weight", dtype=torch.int8),
             "scales": layer.declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),
             "zero_points": layer.declare("weight_zero_point", dtype=torch.int8, **zero),
+            "g_idx": index,
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
@@ -95,11 +111,14 @@ class WholeTensors(Representation):
             most = 1 << layer.bits - 1
             valid = ((weight >= -most) & (weight < most)).all(-1)
             stored.check_rows(valid, f"{{}}.weight has numbers of more than {layer.bits} bits")
+        inputs = input_groups(stored, "g_idx", "weight_g_idx")
+        weight = by_expert(stored, pack_int4, weight) if layer.bits == 4 else weight
         return {
             **stored.tensors,
-            "weight": by_expert(stored, pack_int4, weight) if layer.bits == 4 else weight,
+            "weight": in_groups(stored, weight, inputs["input_order"]),
             "weight_scale": stored["scales"],
             "weight_zero_point": zero if zero is not None and bool(zero.any()) else None,
+            **inputs,
         }
 
     def write(
@@ -126,11 +145,8 @@ class PackedTensors(Representation):
     def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
         assert isinstance(layer, WeightOnlyTensors)
         packed = in_one(layer.bits)
+        groups, index = _groups(layer)
         rest: dict[str, Any] = {"stored": INTEGERS, "optional": True, "dtype": torch.int64}
-        groups: dict[str, Any] = {
-            "group_sizes": {IN: layer.group_size},
-            "every_rank": layer.any_groups and layer.shard == IN,
-        }
         zero: dict[str, Any] = {"packing": {OUT: packed}, "optional": layer.symmetric, **groups}
         return {
             "weight_packed": layer.declare("weight_packed", packing={IN: packed}, dtype=torch.int32),
@@ -139,13 +155,7 @@ class PackedTensors(Representation):
             "shape": layer.declare(
                 "weight_shape", DIMENSIONS, sizes={DIMENSIONS: 2}, every_rank=True, checks=(dimensions(layer),), **rest
             ),
-            "g_idx": layer.declare(
-                "weight_g_idx",
-                IN,
-                every_rank=not layer.any_groups,
-                checks=group_index(layer),
-                **{**rest, "optional": not layer.ordered},
-            ),
+            "g_idx": index,
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:

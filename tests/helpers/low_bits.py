@@ -130,6 +130,8 @@ class Format:
             found = {"weight": (numbers - most // 2).to(torch.int8), "weight_scale": scale}
             if not self.symmetric:
                 found["weight_zero_point"] = (zero - most // 2).to(torch.int8)
+            if self.ordered:
+                found["weight_g_idx"] = index
         elif self.method == "compressed-tensors":
             found = {"weight_packed": packed(numbers, self.bits), "weight_scale": scale}
             found["weight_shape"] = torch.tensor([rows, width])

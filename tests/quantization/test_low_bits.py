@@ -68,6 +68,8 @@ ORDERED = {
     "gptq-8-bits": Format("gptq", bits=8, symmetric=True, ordered=True),
     "gptq_v2": Format("gptq_v2", ordered=True),
     "packed": Format(COMPRESSED, symmetric=True, ordered=True),
+    "whole": Format(WHOLE, symmetric=True, ordered=True),
+    "whole-8-bits": Format(WHOLE, bits=8, ordered=True),
 }
 W4A8 = {
     "packed": Format(COMPRESSED, symmetric=True, activations=True),
@@ -157,6 +159,8 @@ def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Pa
         for full in [each for each in tensors if "layers.1.mlp.experts.2." in each and each.split(".")[-2] in parts]:
             if full.endswith("g_idx"):
                 tensors[full] = tensors[full].flip(0)
+            elif full.endswith(".weight"):
+                tensors[full] = tensors[full].flip(1).contiguous()
             elif full.endswith(("qweight", "weight_packed")):
                 columns = tensors[full] if full.endswith("qweight") else tensors[full].t()
                 bits = ORDERED[name].bits
