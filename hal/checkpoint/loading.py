@@ -109,6 +109,8 @@ def load_model(
     check_fit(checkpoint, model, bindings)
     check_tied(checkpoint, model, dtype)
     _log_conversion(quantized, dtype)
+    for part in () if checkpoint.quantization is None else checkpoint.quantization[1].unapplied:
+        log.warning("activations stay in floating point, although %s has %s", checkpoint.path, part)
     tied = set(model.tied.values())
     layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
     check_values(checkpoint, layers)

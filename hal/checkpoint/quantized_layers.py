@@ -151,23 +151,48 @@ def quantize_layers(
             )
         return {}
     tensors, layers = checkpoint.tensors, list(linear_layers(model))
-    # The output projection is quantized only if the checkpoint does not hold it in floating point.
+    held: dict[str, dict[str, TensorInfo]] = {}
+    for full, info in tensors.items():
+        layer, _, part = full.rpartition(".")
+        held.setdefault(layer, {})[part] = info
     name, output = model.output_projection, getattr(model, model.output_projection, None)
-    weight = tensors.get(f"{name}.weight")
-    held = any(each.rpartition(".")[0] == name for each in tensors)
-    if isinstance(output, Linear) and held and not (weight is not None and weight.is_floating_point):
+    if isinstance(output, Linear) and name in held:
         layers.append((name, output))
-    stored = {full.rpartition(".")[0]: (info.stored or full).rpartition(".")[0] for full, info in tensors.items()}
     found = {}
     for path, linear in layers:
         whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
         # The description names layers, and fused experts are none.
         fused = whole is not None and whole.is_floating_point
-        layer = None if fused else _quantized(path, linear, *described, stored, weights, limits.requantized)
-        if layer is not None:
-            model.set_submodule(path, layer.module)
-            found[path] = layer
+        replaced = None if fused else _quantized(path, linear, *described, held, weights, limits.requantized)
+        if replaced is not None:
+            model.set_submodule(path, replaced.module)
+            found[path] = replaced
     return found
+
+
+def _scheme(name: str, quantization: Quantization, held: Mapping[str, TensorInfo]) -> Scheme | None:
+    """Return the scheme of a checkpoint layer. Its tensors say whether it is quantized, and the description how.
+
+    Args:
+        name: the layer.
+        quantization: the description, which has the checkpoint's own names.
+        held: the tensors of the layer, by the last part of their names.
+
+    Raises:
+        CheckpointError: the description says that it is not quantized, and its tensors are.
+    """
+    stored = next((each.stored.rpartition(".")[0] for each in held.values() if each.stored), name)
+    weight = held.get("weight")
+    floating = weight is not None and weight.is_floating_point
+    if floating and held.keys() <= {"weight", "bias"} and not quantization.states_dtype(stored):
+        return None
+    scheme = quantization.scheme(stored)
+    if scheme is None and not floating and (others := held.keys() - {"bias"}):
+        raise CheckpointError(
+            f"{quantization.exclusion(stored)} excludes {stored}, which has quantized {', '.join(sorted(others))[:80]}",
+            "correct the description, or download the checkpoint again",
+        )
+    return scheme
 
 
 def _quantized(
@@ -175,12 +200,12 @@ def _quantized(
     linear: Linear | GroupedLinear,
     format: CheckpointFormat,
     quantization: Quantization,
-    stored: Mapping[str, str],
+    held: Mapping[str, Mapping[str, TensorInfo]],
     weights: QuantizedWeights,
     requantized: Collection[str],
 ) -> QuantizedLayer | None:
     names = part_names(path, linear)
-    schemes = {name: quantization.scheme(stored.get(name, name)) for name in names}
+    schemes = {name: _scheme(name, quantization, held.get(name, {})) for name in names}
     if len({*schemes.values()}) > 1:
         found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
         raise CheckpointError(

@@ -68,20 +68,27 @@ class Awq(CheckpointFormat):
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
             return None
-        content, where = section.content, section.name
-        for keys, wanted in ((("bits", "w_bit"), BITS), (("zero_point",), True), (("version",), "gemm")):
-            found = next((content[key] for key in keys if key in content), wanted)
-            if (found.lower() if isinstance(found, str) else found) != wanted or isinstance(found, bool) != isinstance(
-                wanted, bool
-            ):
+        for names, supported in (
+            (("bits", "w_bit"), (BITS,)),
+            (("version", "format", "checkpoint_format"), ("gemm",)),
+            (("zero_point",), (True, False)),
+        ):
+            found = section.value(*names, default=supported[0])
+            if not any(found == each and type(found) is type(each) for each in supported):
                 raise ConfigError(
-                    f"{where} has {keys[0]} {found!r:.60}, which hal does not support in AWQ",
-                    f"use a checkpoint with {keys[0]} {wanted!r}",
+                    f"{section.name} has {names[0]} {found!r:.60}, which hal does not support in AWQ",
+                    f"use a checkpoint with {names[0]} {supported[0]!r}",
                 )
-        size = next((content[key] for key in ("group_size", "q_group_size") if key in content), None)
+        symmetric = not section.value("zero_point", default=True)
+        if (stated := section.value("sym")) is not None and stated != symmetric:
+            raise ConfigError(
+                f"{section.name} has zero_point {not symmetric} and sym {stated!r:.60}, which contradict each other",
+                "remove the wrong one, or download the checkpoint again",
+            )
+        size = section.value("group_size", "q_group_size")
         scheme, _ = self.known()["w4a16"]
-        configured = scheme.configured({"group_size": size, "symmetric": False})
-        return ExcludedLayers(configured, content.get("modules_to_not_convert"), where)
+        configured = scheme.configured({"group_size": size, "symmetric": symmetric})
+        return ExcludedLayers(configured, section.lists("modules_to_not_convert"))
 
 
 def _zero_points(qzeros: Tensor) -> Tensor:

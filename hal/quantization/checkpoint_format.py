@@ -35,9 +35,11 @@ class Quantization(ABC):
 
     Attributes:
         cache: how keys and values are kept; None if it does not say.
+        unapplied: parts of the description that hal does not apply, for the log.
     """
 
     cache: CacheQuantization | None = None
+    unapplied: tuple[str, ...] = ()
 
     @abstractmethod
     def scheme(self, layer: str) -> Scheme | None:
@@ -46,6 +48,17 @@ class Quantization(ABC):
         Raises:
             CheckpointError: hal does not support its quantization, or the description lacks the layer.
         """
+
+    def exclusion(self, layer: str) -> str:
+        """Return the statement by which :meth:`scheme` returns None for a layer, for errors."""
+        return "the description"
+
+    def states_dtype(self, layer: str) -> bool:
+        """Return whether the description states the type of the layer's weight itself, rather than a rule for layers.
+
+        The loader asks it for weights in floating point. They need no scheme, except where the statement differs.
+        """
+        return False
 
 
 @attrs.frozen
@@ -59,6 +72,26 @@ class ConfigSection:
 
     name: str
     content: Mapping[str, Any]
+
+    def value(self, *keys: str, default: Any = None) -> Any:
+        """Return the value of keys with one meaning, or the default if all are absent or null. Strings in lower case.
+
+        Raises:
+            ConfigError: they have different values.
+        """
+        given = [(key, self.content[key]) for key in keys if self.content.get(key) is not None]
+        found = [(key, each.lower() if isinstance(each, str) else each) for key, each in given]
+        for key, value in found:
+            if value != found[0][1]:
+                raise ConfigError(
+                    f"{self.name} has {found[0][0]} {found[0][1]!r:.60} and {key} {value!r:.60}, which mean the same",
+                    "remove the wrong one, or download the checkpoint again",
+                )
+        return found[0][1] if found else default
+
+    def lists(self, *keys: str) -> dict[str, Any]:
+        """Return the values of keys by what errors call them."""
+        return {f"{key} of {self.name}": self.content.get(key) for key in keys}
 
 
 class CheckpointFormat(ABC):

@@ -15,7 +15,7 @@ from hal.errors import CheckpointError, ConfigError
 from hal.quantization.checkpoint_format import CacheQuantization, CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.format_registry import supported
 from hal.quantization.int8_arithmetic import AGAIN
-from hal.quantization.layer_patterns import LayerPattern
+from hal.quantization.layer_patterns import LayerPattern, other_names
 from hal.quantization.scheme import Scheme
 
 _WHERE = "quantization_config in config.json"
@@ -25,7 +25,9 @@ CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": 
 # Defaults of keys. A type, a number of bits and a strategy are required.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
-"""Keys of weights and activations that must be absent or null; a group_size of -1 also means none."""
+"""Keys of weights and activations that must be absent or null, as :func:`effective` leaves them."""
+_ORDERS = {None: None, False: None, "weight": None, "static": None, True: "group", "group": "group", "dynamic": "group"}
+"""Values of ``actorder`` and what they mean for a file: nothing, or that groups have inputs in another order."""
 _DENSE = "dense"
 """The format of a sparsity_config whose weights are stored whole; its other keys are statistics."""
 _FLOAT4 = ("nvfp4", "mxfp4")
@@ -58,7 +60,7 @@ class ConfigGroup:
         return (group.get("input_activations") is None) == (self.input_activations is None)
 
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
-        """Yield the differences of the checkpoint's group ``name`` from this one."""
+        """Yield the differences of the checkpoint's group ``name``, as :func:`effective` returns it, from this one."""
         if format not in (self.format, *self.others):
             yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
         for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
@@ -105,13 +107,15 @@ class LayerTargets:
         )
         return cls(frozenset(each for each in entries if not each.startswith("re:")), patterns, "Linear" in entries)
 
-    def names_layer(self, layer: str) -> bool:
-        """Return whether a name or a regular expression selects the layer; ``Linear`` does not count.
+    def entry(self, layer: str) -> str | None:
+        """Return the name or the regular expression that selects a layer, or None; ``Linear`` does not count.
 
         Raises:
             ConfigError: a regular expression takes too long.
         """
-        return layer in self.names or any(pattern.match(layer) for pattern in self.patterns)
+        if layer in self.names:
+            return layer
+        return next((f"re:{pattern.text}" for pattern in self.patterns if pattern.match(layer)), None)
 
 
 class CompressedTensorsQuantization(Quantization):
@@ -121,6 +125,7 @@ class CompressedTensorsQuantization(Quantization):
         groups: the schemes and their layers. A group that names a layer takes precedence over one for ``Linear``.
         ignore: the layers that are not quantized.
         cache: how keys and values are kept.
+        unapplied: see :class:`Quantization`.
     """
 
     def __init__(
@@ -128,17 +133,29 @@ class CompressedTensorsQuantization(Quantization):
         groups: Sequence[tuple[Scheme, LayerTargets]],
         ignore: LayerTargets,
         cache: CacheQuantization | None = None,
+        unapplied: tuple[str, ...] = (),
     ) -> None:
-        self.cache = cache
+        self.cache, self.unapplied = cache, unapplied
         self._groups = tuple(groups)
         self._ignore = ignore
 
     def scheme(self, layer: str) -> Scheme | None:
-        if self._ignore.every or self._ignore.names_layer(layer):
+        if self._ignored(layer) is not None:
             return None
-        named = [scheme for scheme, targets in self._groups if targets.names_layer(layer)]
-        of_all = [scheme for scheme, targets in self._groups if targets.every]
-        return next(iter([*named, *of_all]), None)
+        for name in (layer, *other_names(layer)):
+            for scheme, targets in self._groups:
+                if targets.entry(name) is not None:
+                    return scheme
+        return next((scheme for scheme, targets in self._groups if targets.every), None)
+
+    def exclusion(self, layer: str) -> str:
+        entry = self._ignored(layer)
+        if entry is None:
+            return f"the lack of a target in config_groups of {_WHERE}"
+        return f"{entry!r:.80} in ignore of {_WHERE}"
+
+    def _ignored(self, layer: str) -> str | None:
+        return "Linear" if self._ignore.every else self._ignore.entry(layer)
 
 
 class CompressedTensors(CheckpointFormat):
@@ -162,12 +179,15 @@ class CompressedTensors(CheckpointFormat):
             or not all(isinstance(each, dict) for each in groups.values())
         ):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
-        read = [
-            (self._scheme(group, name, content.get("format")), LayerTargets.of(group.get("targets"), "targets"))
-            for name, group in groups.items()
-        ]
+        read, unapplied = [], []
+        for name, group in groups.items():
+            scheme, rounded = self._scheme(group, name, content.get("format"))
+            read.append((scheme, LayerTargets.of(group.get("targets"), "targets")))
+            if (given := group.get("input_activations")) and not rounded:
+                kind = f"{given.get('num_bits')!r:.60} bits, {given.get('type')!s:.60}"
+                unapplied.append(f"input_activations of {name} ({kind}) in {_WHERE}")
         ignored = [] if content.get("ignore") is None else content["ignore"]
-        return CompressedTensorsQuantization(read, LayerTargets.of(ignored, "ignore"), cache)
+        return CompressedTensorsQuantization(read, LayerTargets.of(ignored, "ignore"), cache, tuple(unapplied))
 
     def describe(
         self,
@@ -193,8 +213,15 @@ class CompressedTensors(CheckpointFormat):
         }
         return {"config.json": {**config, "quantization_config": section}}
 
-    def _scheme(self, group: Mapping[str, Any], name: str, format: Any) -> Scheme:
-        """Return the scheme of a group, or raise ConfigError with a difference from the most similar scheme."""
+    def _scheme(self, group: Mapping[str, Any], name: str, format: Any) -> tuple[Scheme, bool]:
+        """Return the scheme of a group, and whether it rounds activations.
+
+        Raises:
+            ConfigError: no scheme fits. It has a difference from the most similar one.
+        """
+        parts = {part: group.get(part) for part in ("weights", "input_activations")}
+        found_parts = {part: effective(each, f"{part} of {name}") for part, each in parts.items() if each}
+        group = {**group, "input_activations": None, **found_parts}
         if group.get("output_activations"):
             problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
             raise ConfigError(problem, supported())
@@ -205,11 +232,33 @@ class CompressedTensors(CheckpointFormat):
         for scheme, representation in self.known().values():
             wanted: ConfigGroup = representation.description
             problems = list(wanted.problems(group, name, kind))
-            found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, scheme))
-        *_, problems, nearest = min(found, key=lambda each: each[:3])
+            rounds = wanted.input_activations is not None
+            found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, scheme, rounds))
+        *_, problems, nearest, rounds = min(found, key=lambda each: each[:3])
         if problems:
             raise ConfigError(problems[0], supported())
-        return nearest.configured({**group["weights"], "format": kind})
+        given = {**group["weights"], "format": kind, "input_activations": group["input_activations"]}
+        return nearest.configured(given), rounds
+
+
+def effective(section: Any, where: str) -> Any:
+    """Return a section of weights or activations without values that have no effect on a file.
+
+    Args:
+        section: the section. If it is not an object, it stays.
+        where: its name, for errors.
+
+    Raises:
+        ConfigError: ``actorder`` is unknown.
+    """
+    if not isinstance(section, dict):
+        return section
+    size, order = section.get("group_size"), section.get("actorder")
+    size = None if size == -1 else size
+    order = order.lower() if isinstance(order, str) else order
+    if not isinstance(order, str | bool | None) or order not in _ORDERS:
+        raise ConfigError(f"actorder of the {where} in {_WHERE} is {order!r:.60}", "use null, weight or group")
+    return {**section, "group_size": size, "actorder": None if size is None else _ORDERS[order]}
 
 
 def differences(
@@ -221,8 +270,7 @@ def differences(
         if has != value or type(has) is not type(value):
             yield f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}"
     for key in _UNSET:
-        none = found.get(key) is None or (key == "group_size" and found[key] == -1)
-        if key not in wanted and key not in settings and not none:
+        if key not in wanted and key not in settings and found.get(key) is not None:
             yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"
 
 
@@ -244,7 +292,7 @@ def _cache(scheme: object) -> CacheQuantization | None:
     dynamic = scheme.get("dynamic", False)
     if dynamic is not True:
         wanted |= {"dynamic": False, "strategy": "tensor"}
-    for problem in differences(scheme, wanted, ("group_size", "strategy"), "kv_cache_scheme"):
+    for problem in differences(effective(scheme, "kv_cache_scheme"), wanted, ("group_size",), "kv_cache_scheme"):
         raise ConfigError(problem, supported())
     return CacheQuantization("int8" if kind == "int" else "fp8", scales=not dynamic)
 

@@ -1,6 +1,8 @@
-"""Quantizations of all linear layers in one way, except some that a list names."""
+"""Quantizations of all linear layers in one way, except some that lists name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from hal.errors import CheckpointError
 from hal.quantization.checkpoint_format import Quantization
@@ -9,32 +11,37 @@ from hal.quantization.scheme import Scheme
 
 
 class ExcludedLayers(Quantization):
-    """One scheme for all layers but those of a list.
+    """One scheme for all layers but those of lists.
 
     Args:
         scheme: the scheme.
-        excluded: names of layers, or consecutive parts of names, such as ``lm_head`` or ``layers.0.mlp``. A part ``*``
-            stands for any one. None for no layers.
-        where: the section, for errors.
+        lists: by what errors call them, lists of names of layers, or of consecutive parts of names, such as ``lm_head``
+            or ``layers.0.mlp.``. A part ``*`` stands for any one. A list may be None.
 
     Raises:
-        CheckpointError: ``excluded`` is not a list of names.
+        CheckpointError: one is not a list of names.
     """
 
-    def __init__(self, scheme: Scheme, excluded: object, where: str) -> None:
-        names = [] if excluded is None else excluded
-        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
-            raise CheckpointError(f"modules_to_not_convert of {where} is {excluded!r:.60}, not a list of names", AGAIN)
-        self._scheme, self._excluded = scheme, [each.split(".") for each in names]
+    def __init__(self, scheme: Scheme, lists: Mapping[str, object]) -> None:
+        self._scheme = scheme
+        self._excluded: list[tuple[list[str], str]] = []
+        for where, names in lists.items():
+            entries = [] if names is None else names
+            if not isinstance(entries, list) or not all(isinstance(each, str) and each.strip(".") for each in entries):
+                raise CheckpointError(f"{where} is {names!r:.60}, not a list of names", AGAIN)
+            self._excluded += [(each.strip(".").split("."), f"{each!r:.80} in {where}") for each in entries]
 
     def scheme(self, layer: str) -> Scheme | None:
         return None if self.excludes(layer) else self._scheme
 
-    def excludes(self, layer: str) -> bool:
-        """Return whether the list names a layer."""
+    def exclusion(self, layer: str) -> str:
+        return self.excludes(layer) or super().exclusion(layer)
+
+    def excludes(self, layer: str) -> str | None:
+        """Return the entry that names a layer, and its list, or None."""
         parts = layer.split(".")
-        return any(
-            all(mine in ("*", theirs) for mine, theirs in zip(each, parts[start:], strict=False))
-            for each in self._excluded
-            for start in range(len(parts) - len(each) + 1)
-        )
+        for each, entry in self._excluded:
+            for start in range(len(parts) - len(each) + 1):
+                if all(mine in ("*", theirs) for mine, theirs in zip(each, parts[start:], strict=False)):
+                    return entry
+        return None

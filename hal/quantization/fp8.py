@@ -23,12 +23,13 @@ class Fp8Blocks(CheckpointFormat):
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
             return None
-        content, where = section.content, section.name
-        if (kind := content.get("fmt", "e4m3")) != "e4m3":
-            raise ConfigError(f"{where} has fmt {kind!r:.60}, which hal does not support", "use e4m3")
-        block = content.get("weight_block_size")
+        if (kind := section.value("fmt", default="e4m3")) != "e4m3":
+            raise ConfigError(f"{section.name} has fmt {kind!r:.60}, which hal does not support", "use e4m3")
+        block = section.value("weight_block_size")
         scheme, _ = self.known()["fp8"]
         strategy = "tensor" if block is None else "block"
         configured = scheme.configured({"strategy": strategy, "block_structure": block})
-        excluded = content.get("modules_to_not_convert", content.get("ignored_layers"))
-        return ExcludedLayers(configured, excluded, where)
+        found = ExcludedLayers(configured, section.lists("modules_to_not_convert", "ignored_layers"))
+        if (activations := section.value("activation_scheme")) is not None:
+            found.unapplied = (f"activation_scheme {activations!r:.60} of {section.name}",)
+        return found

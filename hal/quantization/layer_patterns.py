@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import regex
@@ -36,6 +37,19 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+
+
+_TEXT = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_TOWERS = ("model.", "")
+"""Beginnings of the names of text layers, and of those of towers, in versions of transformers, the longest first."""
+
+
+def other_names(layer: str) -> Iterator[str]:
+    """Yield the names that a description may have for a layer, if another version of transformers wrote it."""
+    core = layer.removeprefix(next(each for each in _TEXT if layer.startswith(each)))
+    for start in _TEXT if core.startswith(("layers.", "lm_head")) else _TOWERS:
+        if start + core != layer:
+            yield start + core
 
 
 class LayerPattern:

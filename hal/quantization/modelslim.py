@@ -71,6 +71,12 @@ class ModelSlimQuantization(Quantization):
         # Types without groups have no use for their size, which is 0 where no type has groups.
         return self._schemes[found].configured({"group_size": types.get("group_size") or -1})
 
+    def exclusion(self, layer: str) -> str:
+        return f"{_FLOAT!r} in {self._section.name}"
+
+    def states_dtype(self, layer: str) -> bool:
+        return f"{layer}.weight" in self._section.content
+
 
 class ModelSlim(CheckpointFormat):
     """The format of ModelSlim. Schemes describe themselves by the name of a type."""

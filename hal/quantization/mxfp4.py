@@ -77,4 +77,4 @@ class Mxfp4(CheckpointFormat):
         if section is None or section.content.get("quant_method") != self.name:
             return None
         scheme, _ = self.known()["mxfp4"]
-        return ExpertsOnly(scheme, section.content.get("modules_to_not_convert"), section.name)
+        return ExpertsOnly(scheme, section.lists("modules_to_not_convert"))

@@ -48,7 +48,8 @@ class Scheme(ABC):
         """Return the scheme with the settings of a checkpoint, such as the size of groups; by default, itself.
 
         Args:
-            settings: what the checkpoint's description says of the weights. Keys and values are not validated.
+            settings: what the checkpoint's description says of the weights. Keys and values are not validated. Of
+                compressed-tensors, ``format`` and ``input_activations`` are those of the group.
 
         Raises:
             ConfigError: the scheme does not support them.

@@ -207,7 +207,7 @@ def _in_groups(scheme: Scheme, group_size: int | None) -> Scheme:
 
 def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tuple[dict[str, str], list[str]]:
     """Return the layers to quantize, with their paths in the model, and those that ``keep`` names."""
-    excluded, size = ExcludedLayers(scheme, list(keep), "--keep"), scheme.settings.get("group_size")
+    excluded, size = ExcludedLayers(scheme, {"--keep": list(keep)}), scheme.settings.get("group_size")
     layers, kept = dict[str, str](), list[str]()
     beside = set(_encoder_layers(model))
     for path, layer in linear_layers(model):
@@ -228,7 +228,7 @@ def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tupl
         kept += left
         layers |= {} if left else dict.fromkeys(names, path)
     for each in keep:
-        alone = ExcludedLayers(scheme, [each], "--keep")
+        alone = ExcludedLayers(scheme, {"--keep": [each]})
         if not any(map(alone.excludes, kept)):
             raise ConfigError(f"no layer that would be quantized has the name {each!r}", nearest(each, layers))
     return layers, kept

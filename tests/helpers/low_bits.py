@@ -117,7 +117,7 @@ class Format:
         (rows, width), group, most = weight.shape, self.group or weight.shape[1], 1 << self.bits
         groups = -(-width // group)
         numbers = torch.randint(0, most, (rows, width), generator=draw)
-        zero = torch.randint(1, most, (rows, groups), generator=draw)
+        zero = torch.randint(0, most, (rows, groups), generator=draw)
         if self.symmetric:
             zero = torch.full_like(zero, most // 2)
         scale = (torch.rand(rows, groups, generator=draw) + 0.5) * (2 / most * width**-0.5)
@@ -144,7 +144,7 @@ class Format:
             columns = [each.t().unflatten(1, (-1, 8))[..., order].flatten(1) for each in (numbers, zero)]
             found = {"qweight": packed(columns[0], 4), "qzeros": packed(columns[1], 4), "scales": scale.t()}
         else:
-            stored = (zero.t() - int(self.method == "gptq")).contiguous()
+            stored = (zero.t() - int(self.method == "gptq")) & most - 1  # 0 is stored as the largest number
             found = {"qweight": packed(numbers, self.bits).t(), "qzeros": packed(stored, self.bits)}
             found |= {"scales": scale.t(), "g_idx": index}
         return found, wide

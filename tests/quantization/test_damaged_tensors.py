@@ -83,7 +83,6 @@ def slim(group: int) -> Callable[[Path], Path]:
 FOUR = "has values other than integers from -8 to 7"
 PACKED = Format(COMPRESSED)
 AWQ, GPTQ = Format("awq"), Format("gptq")
-BEYOND = "has zero points of 16, beyond 4 bits"
 GPTQ_TENSORS: dict[str, tuple[Fault, ...]] = {"qweight": (VALID,), "scales": (SCALE,), "g_idx": (INDEX, SIZES)}
 OFFSET: Fault = ((0.5, 200.0, -129.0, math.nan), "has values other than integers from -128 to 127")
 KINDS = {
@@ -100,7 +99,7 @@ KINDS = {
         Format(WHOLE, group=64), weight=(VALID,), weight_zero_point=(((8, -9), FOUR),), weight_scale=(SCALE,)
     ),
     "awq": low_bits(AWQ, qweight=(VALID,), qzeros=(VALID,), scales=(SCALE,)),
-    "gptq": low_bits(GPTQ, qzeros=(((15,), BEYOND),), **GPTQ_TENSORS),
+    "gptq": low_bits(GPTQ, qzeros=(VALID,), **GPTQ_TENSORS),
     "gptq_v2": low_bits(Format("gptq_v2"), qzeros=(VALID,), **GPTQ_TENSORS),
     "fp8 blocks": low_bits(Format("fp8"), weight=(VALID,), weight_scale_inv=(SCALE,)),
     "fp8 tensors": low_bits(Format("fp8", group=-1), weight=(VALID,), weight_scale=(SCALE,)),

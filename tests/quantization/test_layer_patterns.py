@@ -134,7 +134,7 @@ def test_no_expression_takes_long(name: str, text: str) -> None:
     """Python's matcher would take exponential time."""
     matcher, began = LayerTargets.of([f"re:{text}"], "ignore"), time.thread_time()
     with suppress(ConfigError):
-        assert not matcher.names_layer(name)
+        assert not matcher.entry(name)
     assert time.thread_time() - began < 2 * SECONDS
 
 
@@ -143,7 +143,7 @@ def test_one_that_takes_too_long_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"ignore of quantization_config in config.json takes more than 1 s"
     ) as caught:
-        LayerTargets.of([f"re:{text}"], "ignore").names_layer(NAME)
+        LayerTargets.of([f"re:{text}"], "ignore").entry(NAME)
     assert repr(text) in caught.value.problem
     assert repr(NAME) in caught.value.problem
     assert "list the layers by name" in caught.value.remedy

@@ -485,7 +485,7 @@ CASES: dict[str, Damage] = {
         "awq",
         section(modules_to_not_convert=[DOWN]),
         CheckpointError,
-        f"{DOWN}.weight is missing",
+        f"'{DOWN}' in modules_to_not_convert of .* excludes {DOWN}, which has quantized qweight, qzeros, scales",
     ),
     "another version of AWQ": (
         "awq",
@@ -500,7 +500,7 @@ CASES: dict[str, Damage] = {
         ConfigError,
         "checkpoint_format 'marlin', which hal does not",
     ),
-    "rules by layer": ("gptq", section(dynamic={"-:.*": {}}), ConfigError, "rules for single layers"),
+    "rotations": ("gptq", section(rotation="hadamard"), ConfigError, "the rotation 'hadamard', which hal does not"),
     "no group size": ("packed", weights(group_size=None), ConfigError, "'group' with the group_size None"),
     "another strategy": ("packed", weights(strategy="tensor"), ConfigError, "the strategy of quantized weights"),
     "e5m2": ("fp8-blocks", section(fmt="e5m2"), ConfigError, "fmt 'e5m2', which hal does not support"),

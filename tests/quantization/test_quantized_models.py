@@ -244,6 +244,18 @@ def tensor(name: str, values: Tensor | None) -> Callable[[Path], object]:
     return lambda folder: change_tensors(folder, change)
 
 
+def widened(layer: str) -> Callable[[Path], object]:
+    """Store a layer in floating point."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        weight = tensors[f"{layer}.weight"].float()
+        for name in [each for each in tensors if each.startswith(f"{layer}.")]:
+            tensors.pop(name)
+        tensors[f"{layer}.weight"] = weight
+
+    return lambda folder: change_tensors(folder, change)
+
+
 def compressed(damage: Callable[[Path], object], error: type[HalError], message: str, scheme: Scheme = "w8a8") -> Case:
     return Case("compressed-tensors", scheme, damage, error, message)
 
@@ -314,10 +326,10 @@ CASES = {
     "a bad expression": compressed(config(ignore=["re:("]), CheckpointError, "the regular expression .* is not valid"),
     "ignore is no list": compressed(config(ignore="lm_head"), CheckpointError, "not a list of names"),
     "only a part ignored": compressed(
-        config(ignore=[QUERY]), CheckpointError, "into one are quantized differently: .*q_proj not, .*k_proj w8a8"
+        widened(QUERY), CheckpointError, "into one are quantized differently: .*q_proj not, .*k_proj w8a8"
     ),
     "ignored, yet in int8": compressed(
-        config(ignore=[DOWN]), CheckpointError, f"{DOWN}.weight is I8, expected a floating-point dtype"
+        config(ignore=[DOWN]), CheckpointError, f"'{DOWN}' in ignore of .* excludes {DOWN}, which has quantized"
     ),
     "in floating point": compressed(
         tensor(f"{DOWN}.weight", torch.ones(32, 48)), CheckpointError, f"{DOWN}.weight is F32, expected int8"
@@ -373,7 +385,9 @@ CASES = {
         types({f"{DOWN}.weight": "W4A16"}), CheckpointError, "type 'W4A16' for .*down_proj.weight.*no type of AscendV1"
     ),
     "layers of one, by ModelSlim": slim(
-        types({f"{QUERY}.weight": "FLOAT"}), CheckpointError, "quantized differently: .*q_proj not, .*k_proj w8a8"
+        lambda folder: [each(folder) for each in (types({f"{QUERY}.weight": "FLOAT"}), widened(QUERY))],
+        CheckpointError,
+        "quantized differently: .*q_proj not, .*k_proj w8a8",
     ),
     "a name that it lacks": slim(
         types({}, f"{DOWN}.weight"), CheckpointError, f"has no quantization type for {DOWN}.weight"

@@ -37,7 +37,7 @@ class Fp8(Scheme):
                 {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
                 None,
                 "float-quantized",
-                frozenset({"strategy", "block_structure", "group_size"}),
+                frozenset({"strategy", "block_structure"}),
             ),
             ("weight_scale", "weight_scale"),
         )
@@ -51,8 +51,11 @@ class Fp8(Scheme):
         strategy, block = settings.get("strategy"), settings.get("block_structure")
         if strategy not in ("block", "channel", "tensor"):
             raise ConfigError(f"the strategy of float8 weights is {strategy!r:.60}", "use block, channel or tensor")
-        if strategy != "block":
+        if strategy != "block" and block is None:
             return Fp8(strategy)
+        if strategy != "block":
+            problem = f"float8 weights have the strategy {strategy!r} and blocks of {block!r:.60}"
+            raise ConfigError(problem, "use the strategy block, or set block_structure to null")
         if not (isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)):
             raise ConfigError(f"the blocks of float8 weights are {block!r:.60}", "use two positive sizes: [128, 128]")
         return Fp8(strategy, (block[0], block[1]))

@@ -172,7 +172,11 @@ class ModelSlimStatic(StaticInput, ModelSlimRows):
 
 
 class W8A8(Scheme):
-    """Static W8A8."""
+    """Static W8A8.
+
+    Args:
+        symmetric: whether the checkpoint says that all offsets of activations are 0.
+    """
 
     name = "w8a8"
     summary = "int8 weights as w8a16, and int8 activations, static per tensor"
@@ -180,6 +184,13 @@ class W8A8(Scheme):
         COMPRESSED_TENSORS: CompressedStatic(ConfigGroup(CHANNEL_WEIGHTS, TENSOR)),
         MODELSLIM: ModelSlimStatic("W8A8"),
     }
+
+    def __init__(self, symmetric: bool = False) -> None:
+        self.symmetric = symmetric
+
+    def configured(self, settings: Mapping[str, Any]) -> Scheme:
+        """Return the scheme for ``symmetric`` of ``input_activations``."""
+        return W8A8((settings.get("input_activations") or {}).get("symmetric") is True)
 
     def layer(self, linear: Linear) -> StaticQuantizedLinear:
         return StaticQuantizedLinear(linear)
@@ -190,6 +201,12 @@ class W8A8(Scheme):
     def finish(self, stored: StoredLayer) -> Tensors:
         """Merge the parts: they have one input, so that all take the largest of their scales."""
         scales, offsets = stored["input_scale"], stored["input_offset"].flatten().tolist()
+        if self.symmetric and any(offsets):
+            name, offset = next(pair for pair in zip(stored.names, offsets, strict=True) if pair[1])
+            raise CheckpointError(
+                f"{name} has the input_zero_point {offset}, but activations are described as symmetric",
+                AGAIN,
+            )
         if len({*offsets}) > 1:
             found = ", ".join(f"{offset} of {name}" for name, offset in zip(stored.names, offsets, strict=True))
             raise CheckpointError(

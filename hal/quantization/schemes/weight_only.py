@@ -16,8 +16,6 @@ from hal.quantization.packed_tensors import WHOLE, PackedTensors, WholeTensors, 
 from hal.quantization.representation import Representation, StoredLayer, Tensors
 from hal.quantization.scheme import Scheme
 
-ORDERED = ("group", "dynamic")
-"""Values of ``actorder`` of compressed-tensors with groups of inputs that are not consecutive."""
 GROUPS = "input_groups"
 """The tensor of the group of each input."""
 
@@ -63,18 +61,18 @@ class WeightOnly(Scheme):
         """
         size, symmetric = settings.get("group_size"), settings.get("symmetric", True)
         strategy = settings.get("strategy")
-        if strategy not in (None, "group", "channel") or (strategy == "group") > (size not in (None, -1)):
+        grouped = size not in (None, -1)
+        if strategy not in (None, "group" if grouped else "channel"):
             raise ConfigError(
                 f"the strategy of quantized weights is {strategy!r:.60} with the group_size {size!r:.60}",
                 "use the strategy channel, or group with a group_size",
             )
-        if size == -1 or strategy == "channel":
-            size = None
+        size = size if grouped else None
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigError(f"the group_size of quantized weights is {size!r:.60}", "make it positive, or -1")
         if type(symmetric) is not bool:
             raise ConfigError(f"symmetric of quantized weights is {symmetric!r:.60}", "make it true or false")
-        ordered = size is not None and settings.get("actorder") in ORDERED
+        ordered = grouped and settings.get("actorder") == "group"
         return type(self)(size, symmetric=symmetric, format=settings.get("format"), ordered=ordered)
 
     @property
@@ -89,8 +87,13 @@ class WeightOnly(Scheme):
         return WeightOnlyGroupedLinear(linear, ordered=self.ordered, **self._settings(linear))
 
     def finish(self, stored: StoredLayer) -> Tensors:
-        layer = stored.layer
+        layer, zero = stored.layer, stored.tensors.get("weight_zero_point")
         assert isinstance(layer, WeightOnlyTensors)
+        if layer.symmetric and zero is not None:
+            stored.check_rows(
+                ~zero.any(-1),
+                f"{{}} has zero points other than {1 << layer.bits - 1}, but weights are described as symmetric",
+            )
         inputs = ("input_order",) * ("input_order" in layer.weights) + (GROUPS,) * layer.any_groups
         return {**super().finish(stored), **{name: stored.tensors.get(name) for name in inputs}}
 
