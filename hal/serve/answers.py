@@ -122,12 +122,19 @@ class CompletionAnswer(Answer):
         }
 
     @staticmethod
-    def _likely(tokens: TokenText, piece: Piece) -> dict[str, float | None]:
-        """Return the most likely tokens and the chosen one. Of tokens with the same text, the most likely counts."""
-        found: dict[str, float | None] = {}
-        for token, logprob in (*piece.top_logprobs, (piece.token_id, piece.logprob)):
-            found.setdefault(tokens.text(token), _finite(logprob))
-        return found
+    def _likely(tokens: TokenText, piece: Piece) -> dict[str, float | None] | None:
+        """Return the most likely tokens and the chosen one, by text; None for a token that nothing precedes.
+
+        Of tokens with the same text, the chosen one, or else the most likely, has it. The others have their ids.
+        """
+        if piece.logprob is None:
+            return None
+        logprobs = {**dict(piece.top_logprobs), piece.token_id: piece.logprob}
+        names: dict[str, int] = {}
+        for token in (piece.token_id, *logprobs):
+            names.setdefault(tokens.text(token), token)
+        named = {token: text for text, token in names.items()}
+        return {named.get(token, f"token_id:{token}"): _finite(value) for token, value in logprobs.items()}
 
 
 class ChatAnswer(Answer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from string import ascii_letters
 
 from tokenizers import Tokenizer
 
@@ -13,7 +14,9 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenText:
-    """The text of single tokens. Threading: any thread.
+    """The text of single tokens, as in the middle of a text. Decoders drop the space of a token that begins one.
+
+    Threading: any thread.
 
     Args:
         tokenizer: the model's.
@@ -21,18 +24,23 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        letters = (found for each in ascii_letters if (found := tokenizer.token_to_id(each)) is not None)
+        self._before = [*letters][:1]
+        self._begins = tokenizer.decode(self._before)
 
     def text(self, token_id: int) -> str:
         """Return a token's text. A part of a character reads as U+FFFD."""
-        found: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return found
+        if token_id in self._added:
+            return str(self._added[token_id].content)
+        found: str = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
+        return found.removeprefix(self._begins)
 
     def bytes(self, token_id: int) -> list[int] | None:
         """Return a token's bytes; None if they are not known."""
-        text = self.text(token_id)
-        if INCOMPLETE not in text:
+        text, written = self.text(token_id), self._tokenizer.id_to_token(token_id)
+        if INCOMPLETE not in text or (written is not None and INCOMPLETE in written):
             return list(text.encode())
-        written: str | None = self._tokenizer.id_to_token(token_id)
         if written is None:
             return None
         if found := BYTE.fullmatch(written):

@@ -19,6 +19,8 @@ from openai import AsyncOpenAI, OpenAI
 from tokenizers import Tokenizer, decoders, models
 
 import hal
+from hal.generation.streaming_text import Piece
+from hal.serve.answers import ChatAnswer, CompletionAnswer
 from hal.serve.token_text import TokenText
 
 CONFIG = {"cache": {"block_size": 16, "num_tokens": 4096}}
@@ -255,11 +257,50 @@ def test_figures(url: str, client: OpenAI) -> None:
     assert ask(url, "GET", "/health")[0] == 200
 
 
-def test_bytes_of_tokens() -> None:
-    letters = {"Ã": 0, "©": 1, "a": 2, "<0xE2>": 3, "Ġa": 4}
-    byte_level = Tokenizer(models.WordLevel(letters, unk_token="a"))
-    byte_level.decoder = decoders.ByteLevel()
-    assert [TokenText(byte_level).bytes(token) for token in (0, 1, 2, 4)] == [[0xC3], [0xA9], [0x61], [0x20, 0x61]]
-    fallback = Tokenizer(models.WordLevel(letters, unk_token="a"))
-    fallback.decoder = decoders.ByteFallback()
-    assert TokenText(fallback).bytes(3) == [0xE2]
+SENTENCE_PIECE = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "written", "text", "spelled"),
+    [
+        *((decoders.Sequence(SENTENCE_PIECE), *each) for each in (
+            ("\u2581true", " true", b" true"),
+            ("true", "true", b"true"),
+            ("\u2581", " ", b" "),
+            ("<0x0A>", "\n", b"\n"),
+            ("<0xE2>", "\ufffd", b"\xe2"),
+            ("\ufffd", "\ufffd", "\ufffd".encode()),
+            ("<end\u2581of>", "<end\u2581of>", "<end\u2581of>".encode()),
+        )),
+        (decoders.Metaspace(), "\u2581true", " true", b" true"),
+        (decoders.WordPiece(), "true", " true", b" true"),
+        (decoders.WordPiece(), "##true", "true", b"true"),
+        (decoders.WordPiece(), "<end\u2581of>", "<end\u2581of>", "<end\u2581of>".encode()),
+        (decoders.ByteLevel(), "\u0120true", " true", b" true"),
+        (decoders.ByteLevel(), "\u00c3", "\ufffd", b"\xc3"),
+        (decoders.ByteLevel(), "\u00a9", "\ufffd", b"\xa9"),
+    ],
+)  # fmt: skip
+def test_tokens_read_as_in_the_middle_of_a_text(decoder: Any, written: str, text: str, spelled: bytes) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, written: 1}, unk_token="a"))
+    tokenizer.decoder = decoder
+    if written.startswith("<end"):
+        tokenizer.add_special_tokens([written])
+    tokens = TokenText(tokenizer)
+    assert (tokens.text(1), bytes(tokens.bytes(1) or ())) == (text, spelled)
+
+
+def test_tokens_of_the_same_text_are_all_among_the_likely_ones() -> None:
+    """The chosen one has its text, so that clients can tell whether it is the likeliest; the others their ids."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "A": 1, "<0x41>": 2, "<0xE2>": 3, "<0xE3>": 4}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteFallback()
+    piece = Piece(0, "A", 2, None, 0, -2.0, ((1, -0.5), (2, -2.0), (3, -3.0), (4, -4.0)))
+    found = CompletionAnswer("tiny", 1, TokenText(tokenizer)).whole([piece], {})["choices"][0]["logprobs"]
+    assert found["tokens"] == ["A"]
+    assert list(found["top_logprobs"][0].items()) == [
+        ("token_id:1", -0.5), ("A", -2.0), ("\ufffd", -3.0), ("token_id:4", -4.0)
+    ]  # fmt: skip
+    content = ChatAnswer("tiny", 1, TokenText(tokenizer)).whole([piece], {})["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["bytes"]) for each in content[0]["top_logprobs"]] == [
+        ("A", [0x41]), ("A", [0x41]), ("\ufffd", [0xE2]), ("\ufffd", [0xE3])
+    ]  # fmt: skip
