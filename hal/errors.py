@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 
 class HalError(Exception):
@@ -12,12 +13,18 @@ class HalError(Exception):
     Args:
         problem: the invalid value or state, and the rule that it violates, in one or two sentences.
         remedy: the action that fixes it, such as a command or a configuration key.
+        key: the key, parameter or field that is wrong, for programs; None if it is none, or not known.
     """
 
-    def __init__(self, problem: str, remedy: str) -> None:
+    def __init__(self, problem: str, remedy: str, *, key: str | None = None) -> None:
         super().__init__(problem, remedy)
         self.problem = problem
         self.remedy = remedy
+        self.key = key
+
+    def reworded(self, problem: str, remedy: str) -> Self:
+        """Return the same error in other words."""
+        return type(self)(problem, remedy, key=self.key)
 
     def __str__(self) -> str:
         return f"{self.problem}\n  remedy: {self.remedy}"
@@ -25,6 +32,10 @@ class HalError(Exception):
 
 class ConfigError(HalError):
     """A configuration is invalid, or asks for an unsupported feature."""
+
+
+class UnknownKey(ConfigError):
+    """A mapping has a key that its reader does not know."""
 
 
 class DriverError(HalError):

@@ -270,7 +270,7 @@ def distribute_experts(model: CausalLM, mode: ExpertsMode, mesh: Mesh) -> None:
         try:
             layer.distribute(mode, mesh)
         except ConfigError as error:
-            raise ConfigError(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
+            raise error.reworded(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
 
 
 def split_model(model: CausalLM, tensor: Group) -> None:
@@ -289,7 +289,7 @@ def split_model(model: CausalLM, tensor: Group) -> None:
         try:
             split(tensor)
         except ConfigError as error:
-            raise ConfigError(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
+            raise error.reworded(f"{type(model).__name__}, {path}: {error.problem}", error.remedy) from None
     model.split(tensor)
 
 

@@ -92,4 +92,4 @@ def find_model_class(architecture: str, config: Mapping[str, Any], source: str =
     except HalError as error:
         problems = "".join(f"; {each.problem}" for each in refusals)
         remedies = "".join(f"; or {each.remedy}" for each in refusals)
-        raise type(error)(f"{error.problem}{problems}", f"{error.remedy}{remedies}") from None
+        raise error.reworded(f"{error.problem}{problems}", f"{error.remedy}{remedies}") from None

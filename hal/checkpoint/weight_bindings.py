@@ -177,7 +177,7 @@ class Binding:
             try:
                 size, (first, last) = self.weight.share.size(cut, ranks), self.weight.share.interval(cut, rank, ranks)
             except ConfigError as error:
-                raise ConfigError(f"{self.full_name}, {axis}: {error.problem}", error.remedy) from None
+                raise error.reworded(f"{self.full_name}, {axis}: {error.problem}", error.remedy) from None
             kept.append(((start + first, start + last), place))
             start, place = start + cut, place + size
         return kept

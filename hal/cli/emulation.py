@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hal.errors import ConfigError, DriverNotFound
+from hal.errors import ConfigError, DriverNotFound, UnknownKey
 
 if TYPE_CHECKING:
     from hal.drivers.registry import Candidate
@@ -45,15 +45,16 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
     except ConfigError as error:
         if not has_no_emulator(error):
             raise
-        raise ConfigError(
+        raise UnknownKey(
             f"the driver {named} has no emulated device (--emulate): {error.problem}",
             "omit --emulate, or choose another --backend",
+            key=error.key,
         ) from error
 
 
 def has_no_emulator(error: ConfigError) -> bool:
     """Return whether a driver raised the error for its option ``emulator``, which it does not have."""
-    return "unknown key 'emulator'" in error.problem
+    return isinstance(error, UnknownKey) and error.key == "emulator"
 
 
 def probed(emulate: bool, only: str | None = None) -> list[tuple[Candidate, dict[str, Any]]]:

@@ -231,4 +231,4 @@ def _registered(path: tuple[_Folder, ...], group: str) -> tuple[Plugin, ...]:
 def _naming_source(error: HalError, plugin: Plugin) -> HalError:
     if plugin.source in str(error) or type(error).__init__ is not HalError.__init__:
         return error
-    return type(error)(error.problem, f"{error.remedy} ({plugin.name} is registered by {plugin.source})")
+    return error.reworded(error.problem, f"{error.remedy} ({plugin.name} is registered by {plugin.source})")

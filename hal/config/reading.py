@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 
 from hal.config.text import Digit, kind_of
-from hal.errors import ConfigError, HalError, listed, most_similar, nearest
+from hal.errors import ConfigError, HalError, UnknownKey, listed, most_similar, nearest
 
 T = TypeVar("T")
 INTEGERS = 1 << 63
@@ -45,7 +46,8 @@ def read(cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
         where: the mapping's name in errors.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value has another type, is not finite, or is out of range.
+        ConfigError: a key is unknown or missing, or a value has another type, is not finite, or is out of range. It has
+            the first such key of ``mapping``; an UnknownKey, if one is unknown there.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where} must be a table of keys and values, not {kind_of(mapping)}", "write it as {...}")
@@ -64,15 +66,22 @@ def _read(cls: type[T], mapping: Mapping[str, Any], where: str, values: Callable
             remedies[remedy] = None
         return f"{error} ({values(*error.args[2:])})" if isinstance(error, _UnknownValue) else _format(error, expected)
 
+    kind, key = ConfigError, None
     try:
         return _CONVERTER.structure(dict(mapping), cls)
-    except cattrs.BaseValidationError as error:
+    except cattrs.ClassValidationError as error:
         problems = cattrs.transform_error(error, path=where, format_exception=explained)
+        values_of, others = error.group_exceptions()
+        extra = (each.extra_fields for each in others if isinstance(each, ForbiddenExtraKeysError))
+        if (key := min(map(str, itertools.chain(*extra)), default=None)) is not None:
+            kind = UnknownKey
+        elif values_of:
+            key = values_of[0][1].name
     except RecursionError:
         problems, remedies = [f"{where} is nested too deeply"], {"nest fewer tables and lists": None}
     unknown = {text.rpartition(" @ ")[2]: table for text, table in zip(problems, tables, strict=False) if table}
     keys = [f"the keys of {path}: {', '.join(_keys(table)) or 'none'}" for path, table in unknown.items()]
-    raise ConfigError("; ".join(problems), "; ".join([*remedies, *keys]))
+    raise kind("; ".join(problems), "; ".join([*remedies, *keys]), key=key)
 
 
 # Keys of config.json that concern training, generation or the file, and those that RopeParameters reads.

@@ -163,7 +163,8 @@ def main(name: str, options: str, file: str, limit: str) -> None:
         except HalError as error:
             if error.__cause__ is not None:  # the driver's exception
                 traceback.print_exc()
-            tell("failed", {"kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy})
+            kind = type(error).__name__
+            tell("failed", {"kind": kind, "problem": error.problem, "remedy": error.remedy, "key": error.key})
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             tell("failed", {"kind": type(error).__name__, "problem": f"it raised {error!r}", "remedy": REPORT})

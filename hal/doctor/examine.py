@@ -18,7 +18,7 @@ from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.doctor.privacy import without_names
 from hal.doctor.process import Ending
 from hal.doctor.rank_processes import examine_ranks
-from hal.errors import ConfigError
+from hal.errors import ConfigError, UnknownKey
 from hal.version import API_VERSION, __version__
 
 OVER = "the time for all drivers ran out"
@@ -130,8 +130,9 @@ def _take(driver: Driver, told: Told, options: Mapping[str, Any], seconds: float
                 done = True
             case _:
                 _note(driver, key, value)
-    if failed is not None and failed["kind"] == ConfigError.__name__ and options:
-        raise ConfigError(failed["problem"], failed["remedy"])
+    kinds = {each.__name__: each for each in (ConfigError, UnknownKey)}
+    if failed is not None and failed["kind"] in kinds and options:
+        raise kinds[failed["kind"]](failed["problem"], failed["remedy"], key=failed["key"])
     if told.waited and not _wrong(driver):
         driver.reason, driver.hint = f"not measured: {OVER}", LONGER
         return

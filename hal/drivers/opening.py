@@ -122,7 +122,7 @@ def _name_driver(name: str) -> Iterator[None]:
     except HalError as error:
         if re.search(rf"\b{re.escape(name)}\b", str(error)) or type(error).__init__ is not HalError.__init__:
             raise
-        named = type(error)(f"the driver {name}: {error.problem}", error.remedy)
+        named = error.reworded(f"the driver {name}: {error.problem}", error.remedy)
         raise named.with_traceback(error.__traceback__) from error.__cause__  # as if the driver had raised it
 
 

@@ -155,7 +155,7 @@ def _naming_variables(name: str, given: Mapping[str, Any]) -> Iterator[None]:
         variables = [variable for option, variable in environment_variables(name).items() if option not in given]
         if not variables:
             raise
-        raise ConfigError(f"{error.problem} (options set by {', '.join(variables)})", error.remedy) from None
+        raise error.reworded(f"{error.problem} (options set by {', '.join(variables)})", error.remedy) from None
 
 
 def _candidate(name: str) -> Candidate:

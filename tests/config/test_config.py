@@ -30,7 +30,7 @@ from hal.config import (
     require,
     to_mapping,
 )
-from hal.errors import ConfigError
+from hal.errors import ConfigError, UnknownKey
 
 SIZES = st.integers(1, 1 << 16)
 TEXT = st.text(max_size=12)
@@ -108,8 +108,10 @@ class TestRead:
         ],
     )
     def test_what_is_wrong_is_named(self, table: dict[str, Any], problem: str) -> None:
-        with pytest.raises(ConfigError, match=problem):
+        with pytest.raises(ConfigError, match=problem) as caught:
             load(table)
+        assert (caught.value.key,) == (*table,)
+        assert isinstance(caught.value, UnknownKey) == ("backand" in table)
 
     def test_all_that_is_wrong_is_named_at_once(self) -> None:
         with pytest.raises(ConfigError) as caught:

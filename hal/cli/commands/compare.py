@@ -11,7 +11,7 @@ import click
 
 from hal.cli.config_options import COMPILATION_CONFIG, settings_of
 from hal.cli.console import print_table, progress_on_stderr
-from hal.cli.emulation import EMULATE_EACH, emulated
+from hal.cli.emulation import EMULATE_EACH, emulated, has_no_emulator
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
@@ -214,7 +214,7 @@ def _opened(names: Sequence[str], settings: Mapping[str, Any], emulate: bool) ->
         try:
             opened.append(_open(name, settings, emulate))
         except ConfigError as error:
-            if not emulate or "has no emulated device" not in error.problem:
+            if not emulate or not has_no_emulator(error):
                 raise
             refused.append(error)
             opened.append(_open(name, settings, False))

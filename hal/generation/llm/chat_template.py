@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.tokenizer_files import ENDINGS
 from hal.config.untrusted_files import is_there, regular_file
-from hal.errors import CheckpointError, ConfigError, listed
+from hal.errors import CheckpointError, ConfigError, UnknownKey, listed
 from hal.generation.llm.messages import Message, check_messages
 from hal.generation.llm.template_forms import TOKENS, in_form
 from hal.generation.llm.template_sandbox import FAILURES, Refused, TooLong, compiled, in_time
@@ -105,9 +105,10 @@ class ChatTemplate:
         try:
             template, known = compiled(source)
             if unknown := sorted(switches.keys() - known):
-                raise ConfigError(
+                raise UnknownKey(
                     f"the chat template of {self.folder} has no switch {unknown[0]!r}",
                     f"leave it out; {listed(known - _OWN - set(TOKENS))}",
+                    key=unknown[0],
                 )
             variables = {**self.tokens, "documents": None, **switches}
             variables |= {

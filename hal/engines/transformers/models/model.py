@@ -77,7 +77,7 @@ class TransformersLM(CausalLM):
         except HalError as error:
             if found.__name__ in error.problem:
                 raise
-            raise type(error)(f"{found.__name__}: {error.problem}", error.remedy) from error.__cause__
+            raise error.reworded(f"{found.__name__}: {error.problem}", error.remedy) from error.__cause__
         except Exception as error:  # Code of a family that is built in another way may raise anything.
             try:
                 return _made(made, config, keep_padding=True)
