@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hal.config.bounds import NO_SEED
+
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.generation.sampling_params import SamplingParams
 
 OPTIONS: dict[str, tuple[type, str]] = {
     "temperature": (float, "0 selects the most likely token."),
-    "top_k": (int, "Keep only the TOP_K most likely tokens; 0 keeps all."),
+    "top_k": (int, "Keep only the TOP_K most likely tokens; 0 and -1 keep all."),
     "top_p": (float, "Keep the most likely tokens whose probabilities sum to this value."),
     "min_p": (float, "Keep tokens with at least this fraction of the highest probability."),
     "repetition_penalty": (
@@ -51,6 +53,8 @@ def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., 
             sampling = {name: value for name in names if (value := given.pop(name)) is not None}
             if greedy and sampling.setdefault("temperature", 0.0) != 0:
                 raise click.UsageError(f"--greedy and --temperature {sampling['temperature']:g} exclude each other.")
+            if sampling.get("seed") == NO_SEED:
+                del sampling["seed"]
             if stop:
                 sampling["stop"] = stop
             if json_schema is not None:

@@ -1,4 +1,4 @@
-"""The largest numbers that a person or a configuration may give, the same on every machine.
+"""The largest numbers that a person or a configuration may give, the same on every machine, and the one for no seed.
 
 :mod:`hal.device.host_capacity` checks numbers against what this machine has.
 """
@@ -12,6 +12,8 @@ from hal.errors import ConfigError
 
 TOKENS = 2**31 - 1
 """Tokens of a cache, a block or a step: slots are int32."""
+NO_SEED = -1
+"""The seed of a request that wants none, as in vLLM and llama.cpp."""
 SEQUENCES = 1 << 16
 """Sequences or tokens of a captured step, and sequences of a benchmark: beyond the memory of any device."""
 CAPTURES = 512

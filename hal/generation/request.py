@@ -181,7 +181,9 @@ def checked(
         )
     if wrong := [token for token in params.logit_bias if not 0 <= token < vocab_size]:
         raise ConfigError(
-            f"logit_bias of prompt {index} names token {wrong[0]}", f"use token ids from 0 to {vocab_size - 1}"
+            f"logit_bias of prompt {index} names token {wrong[0]}",
+            f"use token ids from 0 to {vocab_size - 1}",
+            key="logit_bias",
         )
     if tokenizer is None and (named := params.in_text):
         raise ConfigError(f"{named[0]} of prompt {index} is text, and there is no tokenizer", "pass tokenizer=")

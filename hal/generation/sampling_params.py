@@ -19,7 +19,9 @@ from hal.step.host_copies import to_device
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """The names of the penalties, in the order in which they apply."""
-IN_TEXT = ("stop", "bad_words", "json_schema", "regex")
+GRAMMARS = ("json_schema", "regex")
+"""The names of the parameters that are grammars."""
+IN_TEXT = ("stop", "bad_words", *GRAMMARS)
 """The names of the parameters that need a tokenizer."""
 MAX_LOGPROBS = 1000
 """The most likely tokens that a request may ask for."""
@@ -39,14 +41,18 @@ def _biases(values: Any) -> Mapping[int, float]:
             return found
     except (TypeError, ValueError):
         pass
-    raise ConfigError(f"logit_bias is {values!r:.70}", "give finite numbers by token id, such as {42: -3.5}")
+    raise ConfigError(
+        f"logit_bias is {values!r:.70}", "give finite numbers by token id, such as {42: -3.5}", key="logit_bias"
+    )
 
 
 def _token_ids(values: Iterable[int]) -> frozenset[int]:
     try:
         return frozenset(map(operator.index, values))
     except TypeError:
-        raise ConfigError(f"stop_token_ids is {values!r:.70}", "give token ids, such as {0}") from None
+        raise ConfigError(
+            f"stop_token_ids is {values!r:.70}", "give token ids, such as {0}", key="stop_token_ids"
+        ) from None
 
 
 def _schema(value: Any) -> str | None:
@@ -57,7 +63,11 @@ def _schema(value: Any) -> str | None:
             return found
     except (TypeError, ValueError, RecursionError):
         pass
-    raise ConfigError(f"json_schema is {value!r:.70}", 'give a JSON schema, such as {"type": "object"}, or its text')
+    raise ConfigError(
+        f"json_schema is {value!r:.70}",
+        'give a JSON schema, such as {"type": "object"}, or its text',
+        key="json_schema",
+    )
 
 
 @attrs.frozen
@@ -67,10 +77,11 @@ class SamplingParams:
     Attributes:
         max_new_tokens: the most new tokens; 1 or more.
         temperature: finite, 0 or more; 0 takes the most likely token.
-        top_k: keep the ``top_k`` most likely tokens; 0 (keeps all) to 2**31 - 1.
+        top_k: keep the ``top_k`` most likely tokens; 1 to 2**31 - 1. 0 and -1 keep all.
         top_p: keep the most likely tokens that together reach this probability; above 0, and at most 1 (keeps all).
         min_p: keep tokens at least this fraction as likely as the most likely; 0 (keeps all) to 1.
-        seed: the prompt's seed, 0 to 2**63 - 1; equal seeds give equal tokens in any batch.
+        seed: the prompt's seed, any integer of 64 bits; equal seeds give equal tokens in any batch. Where parameters
+            are given by name, as in :meth:`hal.LLM.generate`, -1 is no seed, as in vLLM and llama.cpp.
         stop_token_ids: tokens that end the text. The stop token is yielded as the last token.
         repetition_penalty: divides a positive logit of a token that the prompt or the new text has, and multiplies
             another; above 0, and finite; 1 changes nothing. See :func:`hal.ops.penalize` for all three penalties.
@@ -123,42 +134,43 @@ class SamplingParams:
 
     def __attrs_post_init__(self) -> None:
         if type(self.ignore_eos) is not bool:
-            raise ConfigError(f"ignore_eos is {self.ignore_eos!r:.70}, not True or False", "see hal.SamplingParams")
+            raise _wrong("ignore_eos", f"{self.ignore_eos!r:.70}, not True or False")
         self._check_grammar()
         for name in ("stop", "bad_words"):
             if not all(isinstance(each, str) and each for each in getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r:.70}", "give a text, or a list of texts, none of them empty"
+                raise _wrong(
+                    name, f"{getattr(self, name)!r:.70}", "give a text, or a list of texts, none of them empty"
                 )
         asked = [name for name in ("logprobs", "prompt_logprobs") if getattr(self, name) is not None]
         for name in ("max_new_tokens", "top_k", "seed", "min_new_tokens", "n", *asked):
             if type(getattr(self, name)) is not int:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, not an integer", "see hal.SamplingParams")
+                raise _wrong(name, f"{getattr(self, name)!r}, not an integer")
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
             if type(getattr(self, name)) not in (int, float):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, not a number", "see hal.SamplingParams")
+                raise _wrong(name, f"{getattr(self, name)!r}, not a number")
         if self.mask is not None and not callable(self.mask):
-            raise ConfigError(
-                f"mask is {self.mask!r:.70}, which cannot be called",
+            raise _wrong(
+                "mask",
+                f"{self.mask!r:.70}, which cannot be called",
                 "give a function of the tokens generated so far, which returns the tokens allowed next",
             )
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
             "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
-            "top_k": (0 <= self.top_k < 2**31, "0 (keeps all) to 2**31 - 1"),
+            "top_k": (-1 <= self.top_k < 2**31, "0 (keeps all) to 2**31 - 1"),
             "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1 (keeps all)"),
             "min_p": (0 <= self.min_p <= 1, "0 (keeps all) to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0, and finite; 1 for none"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2; 0 for none"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2; 0 for none"),
-            "seed": (0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            "seed": (-(2**63) <= self.seed < 2**63, "an integer of 64 bits: -2**63 to 2**63 - 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
             "n": (1 <= self.n <= SEQUENCES, f"1 to {SEQUENCES}"),
             **{name: (0 <= getattr(self, name) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}") for name in asked},
         }
         for name, (fits, wanted) in ranges.items():
             if not fits:
-                raise ConfigError(f"{name} is {getattr(self, name)}, out of its range", f"give {wanted}")
+                raise _wrong(name, f"{getattr(self, name)}, out of its range", f"give {wanted}")
 
     @property
     def in_text(self) -> list[str]:
@@ -172,12 +184,16 @@ class SamplingParams:
 
     def _check_grammar(self) -> None:
         if self.regex is not None and not isinstance(self.regex, str):
-            raise ConfigError(f"regex is {self.regex!r:.70}, not a text", "give a regular expression")
-        given = [name for name in ("json_schema", "regex", "mask") if getattr(self, name) is not None]
+            raise _wrong("regex", f"{self.regex!r:.70}, not a text", "give a regular expression")
+        given = [name for name in (*GRAMMARS, "mask") if getattr(self, name) is not None]
         # A stop token ends a text that follows its grammar, and the grammar may require a word.
         against = [name for name in ("ignore_eos", "min_new_tokens", "bad_words") if getattr(self, name)]
         if len(given) > 1 or (self.has_grammar and against):
-            raise ConfigError(f"{' and '.join(given + against)} exclude each other", "give one of them")
+            raise ConfigError(f"{' and '.join(given + against)} exclude each other", "give one of them", key=given[0])
+
+
+def _wrong(name: str, found: str, remedy: str = "see hal.SamplingParams") -> ConfigError:
+    return ConfigError(f"{name} is {found}", remedy, key=name)
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:
@@ -200,9 +216,9 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int
     return ops.sample(
         logits,
         column([each.temperature for each in params], torch.float32),
-        column([each.top_k for each in params], torch.int32),
+        column([max(0, each.top_k) for each in params], torch.int32),
         column([each.top_p for each in params], torch.float32),
         column([each.min_p for each in params], torch.float32),
-        column([each.seed for each in params], torch.int64),
+        column([each.seed % 2**63 for each in params], torch.int64),
         column(list(drawn), torch.int64),
     )

@@ -118,6 +118,17 @@ def test_samples_of_a_prompt_share_its_prefix(llm: hal.LLM) -> None:
     assert found[2].text == llm.generate(prompt, temperature=1.0, seed=5, max_new_tokens=6)[0].text
 
 
+def test_seeds_are_integers_of_64_bits_and_minus_one_is_none(llm: hal.LLM) -> None:
+    def made(**seed: int) -> str:
+        return llm.generate(TEXTS[0], temperature=1.5, max_new_tokens=12, **seed)[0].text
+
+    assert made(seed=-2) == made(seed=-2) != made(seed=2)
+    assert llm.generate(TEXTS[0], temperature=1.5, max_new_tokens=12, seed=-(2**63), n=2)[1].text == made(seed=1)
+    assert made(seed=-1) != made(seed=-1)
+    fixed = hal.SamplingParams(temperature=1.5, max_new_tokens=12, seed=-1, top_k=-1)
+    assert llm.generate(TEXTS[0], fixed)[0].text == llm.generate(TEXTS[0], attrs.evolve(fixed, top_k=0))[0].text
+
+
 @pytest.mark.shows("streams", "hal.LLM")
 def test_streams_end_with_their_reader(llm: hal.LLM) -> None:
     before = idle_blocks(llm)

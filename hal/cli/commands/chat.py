@@ -31,7 +31,7 @@ HELP = """\
 /reset        begin a new conversation
 /exit         end; so does Ctrl-D. Ctrl-C stops an answer
 """
-SEED = "The seed of the first answer. By default, a random one."
+SEED = "The seed of the first answer. By default, or with -1, a random one."
 
 
 @click.command("chat", cls=ResultCommand)

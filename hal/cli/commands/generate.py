@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_CACHE_TOKENS = 65536
 """Maximum size of the cache by default; prompts that do not fit wait."""
-SEED = "Prompt i uses SEED + i. By default, a random seed, which is printed."
+SEED = "Prompt i uses SEED + i. By default, or with -1, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
 IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
 VIDEO = "A video that precedes each prompt, after the images, with --chat, which it implies. Repeatable."
@@ -200,7 +200,7 @@ def _print_texts(
     from hal.generation.generate import generate
     from hal.generation.streaming_text import texts_in_order
 
-    each_params = [attrs.evolve(params, seed=params.seed + index) for index in range(len(texts))]
+    each_params = [attrs.evolve(params, seed=(params.seed + index) % (1 << 63)) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
     held: list[Piece] = []  # of the prompt whose JSON is not complete
     made = generate(runner, tokens, each_params, tokenizer, items=items)

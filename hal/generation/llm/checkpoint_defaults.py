@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.errors import CheckpointError, ConfigError, nearest
+from hal.config.bounds import NO_SEED
+from hal.errors import CheckpointError, ConfigError, UnknownKey, nearest
 from hal.generation.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
@@ -80,7 +81,7 @@ def merged(
         defaults: those of :func:`recommended`.
         stop_token_ids: the checkpoint's stop tokens, which are added unless ``ignore_eos`` is given.
         given: the parameters by name.
-        seed: the seed, if none is given.
+        seed: the seed, if none is given, or -1.
 
     Raises:
         ConfigError: there is no parameter of a name, or a value is out of its range.
@@ -88,8 +89,11 @@ def merged(
     known = {each.name for each in attrs.fields(SamplingParams)}
     for name in given:
         if name not in known:
-            raise ConfigError(f"there is no sampling parameter {name!r}", nearest(name, known))
-    values = {"seed": seed, **defaults, **{name: value for name, value in given.items() if value is not None}}
+            raise UnknownKey(f"there is no sampling parameter {name!r}", nearest(name, known), key=name)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen.get("seed") == NO_SEED:
+        del chosen["seed"]
+    values = {"seed": seed, **defaults, **chosen}
     return with_stops(SamplingParams(**values), stop_token_ids)
 
 
