@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -95,6 +96,17 @@ def test_a_schema_of_anything_and_of_nothing(llm: hal.LLM) -> None:
         ({"json_schema": [1]}, r"json_schema is \[1\]"),
         ({"json_schema": True}, "json_schema is True"),
         ({"json_schema": {"type": "nonsense"}}, "json_schema is "),
+        ({"json_schema": {"$ref": "#"}}, "json_schema is .* no text goes on after 0 new tokens"),
+        ({"json_schema": functools.reduce(lambda inner, _: {"items": inner}, range(200), {})}, "recursion limit"),
+        ({"json_schema": {"patternProperties": {"^a": {"type": "null"}, "^ab": {}}}}, "are not disjoint"),
+        ({"json_schema": {"enum": []}}, "Unsatisfiable"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
+        ({"json_schema": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json_schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+        ({"json_schema": {"$ref": "https://example.com/x.json"}}, "does not fetch"),
+        ({"json_schema": {"type": "string", "pattern": "a(?!b)"}}, "look-around"),
+        ({"regex": r"a[^\s\S]"}, "regex is .* no text goes on after 0 new tokens"),
+        ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "a", "json_schema": {}}, "json_schema and regex exclude each other"),
         ({"regex": "a", "ignore_eos": True}, "regex and ignore_eos exclude each other"),
         ({"regex": "a", "min_new_tokens": 2}, "regex and min_new_tokens exclude each other"),
@@ -102,9 +114,41 @@ def test_a_schema_of_anything_and_of_nothing(llm: hal.LLM) -> None:
     ],
 )
 def test_mistakes(given: dict[str, Any], problem: str, llm: hal.LLM) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        llm.generate("x", **given)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        llm.stream("x", **given)
+    assert caught.value.key in given
+    assert len(caught.value.problem) < 400
+    assert "<" not in caught.value.problem
     assert llm.generate("x", max_new_tokens=1)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "a{100000000}"},
+        {  # Behind the comma, no other name is left.
+            "json_schema": {
+                "type": "object",
+                "properties": {"a": {"const": 1}},
+                "patternProperties": {"^a$": {"const": 1}},
+                "required": ["a"],
+                "minProperties": 2,
+                "additionalProperties": False,
+            },
+        },
+    ],
+    ids=str,
+)
+def test_a_grammar_that_fails_late_ends_its_own_text_alone(given: dict[str, Any], llm: hal.LLM) -> None:
+    (expected,) = llm.generate(TEXTS[0], max_new_tokens=60)
+    beside = llm.stream(TEXTS[0], max_new_tokens=60)
+    begun = next(beside)
+    with pytest.raises(ConfigError, match=r"is .*, and no text goes on after \d+ new tokens") as caught:
+        llm.generate("x", max_new_tokens=60, **given)
+    assert (caught.value.key,) == (*given,)
+    assert len(caught.value.problem) < 400
+    assert "<" not in caught.value.problem
+    assert begun + "".join(beside) == expected.text
 
 
 def test_a_checkpoint_without_stop_tokens(trained: Path) -> None:
