@@ -62,18 +62,18 @@ class Answer(ABC):
         ]
         return {**self._head, "object": self.kind, "choices": choices, "usage": used}
 
-    def chunk(self, piece: Piece, *, with_usage: bool = False) -> str | None:
-        """Return the event of a stream for a piece, as JSON; None if it adds nothing."""
-        if not (piece.text or piece.finished or self._tokens):
+    def chunk(self, *pieces: Piece, with_usage: bool = False) -> str | None:
+        """Return the event of a stream for pieces of a text, as JSON; None if they add nothing."""
+        text, finished, index = "".join(each.text for each in pieces), pieces[-1].finished, self._index(pieces[0])
+        if not (text or finished or self._tokens):
             return None
-        index = self._index(piece)
         choice = {
             "index": index,
-            "finish_reason": piece.finished,
-            "logprobs": self._logprobs([piece], self._sent.get(index, 0)),
-            **self._delta(piece.text, first=index not in self._sent),
+            "finish_reason": finished,
+            "logprobs": self._logprobs(pieces, self._sent.get(index, 0)),
+            **self._delta(text, first=index not in self._sent),
         }
-        self._sent[index] = self._sent.get(index, 0) + len(piece.text)
+        self._sent[index] = self._sent.get(index, 0) + len(text)
         return self._event(json_text(choice), ',"usage":null' if with_usage else "")
 
     def last_chunk(self, used: JSON) -> str:

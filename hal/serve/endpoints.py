@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -129,14 +130,20 @@ class TextEndpoint(Endpoint, Generic[T]):
         """
 
     async def _collect(self, job: Job, exchange: Exchange) -> None:
+        echoed = [] if job.echo is None else list(itertools.chain(*await job.echo.pieces()))
         pieces = await self._read(exchange, job.pieces.read, first=True)
         pieces += await self._read(exchange, job.pieces.rest)
         exchange.admitted.end()
-        await exchange.send_json(job.answer.whole(pieces, usage(job.prompt_tokens, len(pieces))))
+        await exchange.send_json(job.answer.whole(echoed + pieces, usage(job.prompt_tokens, len(pieces))))
 
     async def _stream(self, job: Job, exchange: Exchange) -> None:
         events, made = EventStream(exchange.send), 0
+        echoed = [] if job.echo is None else await job.echo.pieces()
         try:
+            if texts := [
+                each for pieces in echoed if (each := job.answer.chunk(*pieces, with_usage=job.include_usage))
+            ]:
+                await events.send(*texts)
             while pieces := await self._read(exchange, job.pieces.read, first=not made):
                 made += len(pieces)
                 chunks = (job.answer.chunk(each, with_usage=job.include_usage) for each in pieces)

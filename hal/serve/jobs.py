@@ -7,22 +7,26 @@ from typing import Any
 
 import attrs
 
-from hal.errors import BatchError, HalError
+from hal.errors import BatchError, HalError, UnknownKey
 from hal.generation.llm.chat_template import ARGUMENTS
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts
+from hal.generation.sampling_params import GRAMMARS
 from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from hal.serve.api_error import ApiError, refused
 from hal.serve.messages import request_messages
+from hal.serve.prompt_echo import PromptEcho
 from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
 from hal.serve.token_text import TokenText
 
 SAMPLING = ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "seed")
 EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "bad_words")
 """The fields that :class:`hal.SamplingParams` has under the same name."""
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""Parameters that have another name in OpenAI's API."""
+FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""The fields of parameters that have another name in OpenAI's API."""
+EFFORT, USUAL_EFFORT = "reasoning_effort", "medium"
+"""A variable of some chat templates, and its value that asks for nothing of the others."""
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -37,6 +41,7 @@ class Job:
         prompt_tokens: the tokens of all prompts.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with the numbers of tokens.
+        echo: the prompts, if the answer repeats them.
     """
 
     pieces: PieceStream
@@ -45,6 +50,7 @@ class Job:
     prompt_tokens: int
     stream: bool
     include_usage: bool
+    echo: PromptEcho | None = None
 
 
 def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
@@ -62,7 +68,13 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     tokens = None if asked.logprobs is None else TokenText(llm.tokenizer)
     answer = CompletionAnswer(asked.model, asked.n, tokens)
     sampling = {**_sampling(asked), "max_new_tokens": asked.max_tokens, "logprobs": asked.logprobs}
-    return _job(llm, asked, prompts, sampling, answer, most)
+    if not asked.echo:
+        return _job(llm, asked, prompts, sampling, answer, most)
+    alone = asked.max_tokens == 0
+    echo = PromptEcho(llm, asked.prompt, prompts, asked.n, asked.logprobs, alone)
+    if alone:
+        sampling["max_new_tokens"] = 1
+    return _job(llm, asked, prompts, sampling, answer, most, echo)
 
 
 def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any]) -> Job:
@@ -82,14 +94,21 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
             param="tool_choice",
             code="unsupported_parameter",
         )
-    if asked.top_logprobs is not None and not asked.logprobs:
+    tools = list(asked.tools) if asked.tool_choice == "auto" else []
+    if tools and not asked.parallel_tool_calls:
+        raise ApiError(
+            400,
+            "parallel_tool_calls is false, and hal serve does not limit the calls of a model",
+            "leave it out",
+            param="parallel_tool_calls",
+            code="unsupported_parameter",
+        )
+    if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs is given, and logprobs is not true", "give both", param="top_logprobs")
     if own := sorted(ARGUMENTS & asked.chat_template_kwargs.keys()):
         raise ApiError(400, f"chat_template_kwargs has {own[0]!r}", "leave it out", param="chat_template_kwargs")
-    tools = list(asked.tools) if asked.tool_choice == "auto" else []
     try:
-        messages = request_messages(asked.messages)
-        prompt = llm.chat_prompt(messages, tools=tools or None, **{**switches, **asked.chat_template_kwargs})
+        prompt = _chat_prompt(llm, asked, tools, switches)
     except HalError as error:
         raise refused(error) from error
     limits = [each for each in (asked.max_tokens, asked.max_completion_tokens) if each is not None]
@@ -97,10 +116,21 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
     sampling = {**_sampling(asked), "max_new_tokens": min(limits, default=room)}
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
-    if asked.response_format is not None:
-        sampling |= _response_format(asked.response_format)
     tokens = TokenText(llm.tokenizer) if asked.logprobs else None
     return _job(llm, asked, [prompt], sampling, ChatAnswer(asked.model, asked.n, tokens), most)
+
+
+def _chat_prompt(
+    llm: LLM, asked: ChatRequest, tools: list[dict[str, Any]], switches: Mapping[str, Any]
+) -> list[int] | MultimodalPrompt:
+    messages, effort = request_messages(asked.messages), asked.reasoning_effort
+    given = {EFFORT: effort} if effort is not None else {}
+    try:
+        return llm.chat_prompt(messages, tools=tools or None, **{**switches, **given, **asked.chat_template_kwargs})
+    except UnknownKey as error:
+        if error.key != EFFORT or effort != USUAL_EFFORT:
+            raise
+    return llm.chat_prompt(messages, tools=tools or None, **{**switches, **asked.chat_template_kwargs})
 
 
 def encoded(encode: Callable[[Any], list[list[int]]], given: Any, param: str) -> list[list[int]]:
@@ -124,21 +154,20 @@ def _job(
     sampling: Mapping[str, Any],
     answer: Answer,
     most: int,
+    echo: PromptEcho | None = None,
 ) -> Job:
-    if asked.stream_options is not None and not asked.stream:
+    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    if include_usage and not asked.stream:
         raise ApiError(400, "stream_options is given, and stream is not true", "give both", param="stream_options")
     if (count := len(prompts) * asked.n) > most:
         raise ApiError(400, f"the request is for {count} texts, and the server takes {most}", "ask for fewer")
     try:
-        pieces = llm.apieces(prompts, **sampling)
+        pieces = llm.apieces([] if echo is not None and echo.alone else prompts, **sampling)
     except HalError as error:
-        found = refused(error)
-        for name, other in NAMES.items():
-            found.problem = found.problem.replace(name, other)
-        raise found from error
-    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        grammar = "structured_outputs" if asked.response_format is None else "response_format"
+        raise refused(error, {**FIELDS, **dict.fromkeys(GRAMMARS, grammar)}) from error
     total = sum(map(len, prompts))
-    return Job(pieces, answer, count, total, asked.stream, include_usage)
+    return Job(pieces, answer, count, total, asked.stream, include_usage, echo)
 
 
 def _sampling(asked: TextRequest) -> dict[str, Any]:
@@ -149,9 +178,14 @@ def _sampling(asked: TextRequest) -> dict[str, Any]:
         found["min_new_tokens"] = asked.min_tokens
     if asked.logit_bias is not None:
         found["logit_bias"] = _biases(asked.logit_bias)
+    format_ = {} if asked.response_format is None else _response_format(asked.response_format)
     if (grammar := asked.structured_outputs) is not None:
         found |= {"json_schema": grammar.json, "regex": grammar.regex}
-    return found
+        if format_ and (grammar.json, grammar.regex) != (None, None):
+            raise ApiError(
+                400, "response_format and structured_outputs exclude each other", "give one", param="response_format"
+            )
+    return found | format_
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -5,16 +5,58 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
 from hal.config import parse_json, read
 from hal.errors import ConfigError
-from hal.serve.api_error import ApiError
+from hal.serve.api_error import ApiError, refused
 
-IDENTIFIERS = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
-"""Fields that describe a request and ask for nothing. They may have any value."""
+Neutral = Mapping[str, tuple[Any, ...]]
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields that ask for nothing of an answer's text. They may have any value."""
+OF_TEXTS: Neutral = {
+    "best_of": (1,),
+    "cache_prompt": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "mirostat": (0,),
+    "priority": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Fields of OpenAI's API, vLLM and llama.cpp that hal does not have, and their values that ask for nothing."""
+OF_COMPLETIONS: Neutral = {"add_special_tokens": (True,), "suffix": ("",)}
+OF_CHATS: Neutral = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+OF_EMBEDDINGS: Neutral = {"add_special_tokens": (True,), "dimensions": ()}
 SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
 T = TypeVar("T", bound="Request")
@@ -26,9 +68,13 @@ class StreamOptions:
 
     Attributes:
         include_usage: send the numbers of tokens at the end.
+        continuous_usage_stats: they are not sent with each event.
+        include_obfuscation: events are not padded.
     """
 
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
 @attrs.frozen
@@ -52,7 +98,7 @@ class Request:
         model: the name of the model.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[Neutral] = {}
     """Fields that hal does not have, and their values that ask for nothing."""
 
     model: str
@@ -62,7 +108,7 @@ class Request:
 class EmbeddingRequest(Request):
     """The fields of a request for embeddings."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"dimensions": ()}
+    unsupported: ClassVar[Neutral] = OF_EMBEDDINGS
 
     input: Any
     encoding_format: str = "float"
@@ -90,15 +136,17 @@ class TextRequest(Request):
     stop_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] | None = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: dict[str, Any] | None = None
 
 
 @attrs.frozen(kw_only=True)
 class CompletionRequest(TextRequest):
     """The fields of a request that continues prompts."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+    unsupported: ClassVar[Neutral] = {**OF_TEXTS, **OF_COMPLETIONS}
 
     prompt: Any
+    echo: bool = False
     max_tokens: int = 16
     logprobs: int | None = None
 
@@ -107,26 +155,15 @@ class CompletionRequest(TextRequest):
 class ChatRequest(TextRequest):
     """The fields of a request that answers a conversation."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "parallel_tool_calls": (True,),
-        "prediction": (),
-        "reasoning_effort": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
+    unsupported: ClassVar[Neutral] = {**OF_TEXTS, **OF_CHATS}
 
     messages: tuple[dict[str, Any], ...]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: Any = "auto"
     chat_template_kwargs: dict[str, Any] = attrs.field(factory=dict)
@@ -146,11 +183,14 @@ def parse(kind: type[T], body: bytes) -> T:
     except UnicodeError as error:
         raise ApiError(400, f"the body is not Unicode: {error}", "send JSON in UTF-8") from None
     except ConfigError as error:
-        raise ApiError(400, error.problem, error.remedy) from None
-    for name in given.keys() & IDENTIFIERS:
+        raise refused(error) from None
+    for name in given.keys() & IGNORED:
         del given[name]
     for name, neutral in kind.unsupported.items():
-        if name in given and not any(type(given[name]) is type(each) and given[name] == each for each in neutral):
+        # In Python, True equals 1.
+        if name in given and (type(given[name]) is bool, given[name]) not in [
+            (type(each) is bool, each) for each in neutral
+        ]:
             raise ApiError(
                 400,
                 f"{name} is {given[name]!r:.70}, and hal serve does not support it",
@@ -162,6 +202,4 @@ def parse(kind: type[T], body: bytes) -> T:
     try:
         return read(kind, given, "request")
     except ConfigError as error:
-        named = re.search(r"unknown key '([^']*)'|required key '(\w+)'|@ request\.(\w+)", error.problem)
-        param = next(filter(None, named.groups()), None) if named else None
-        raise ApiError(400, error.problem, error.remedy, param=param) from None
+        raise refused(error) from None

@@ -15,11 +15,12 @@ from helpers.api_server import ask, metric, served
 from helpers.checkpoints import with_template
 from helpers.reference import TEXTS
 from helpers.waiting import until
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tokenizers import Tokenizer, decoders, models
 
 import hal
 from hal.generation.streaming_text import Piece
+from hal.serve import request_fields
 from hal.serve.answers import ChatAnswer, CompletionAnswer
 from hal.serve.token_text import TokenText
 
@@ -118,6 +119,117 @@ def test_log_probabilities(llm: hal.LLM, client: OpenAI) -> None:
     streamed = [each.choices[0].logprobs for each in pieces]
     assert [each.token_logprobs[0] for each in streamed if each and each.token_logprobs] == found.token_logprobs
     assert [each.text_offset[0] for each in streamed if each and each.text_offset] == found.text_offset
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_echoed_prompts_have_their_log_probabilities(
+    as_text: bool, stream: bool, max_tokens: int, llm: hal.LLM, client: OpenAI
+) -> None:
+    """Evaluation harnesses score texts so."""
+    texts = [TEXTS[0], "na\u00efve \U0001f600\n"]
+    prompts = [llm.tokenizer.encode(each).ids for each in texts]
+    expected = llm.generate(prompts, max_new_tokens=1, logprobs=1, prompt_logprobs=1)
+    given: Any = {"model": "tiny", "prompt": texts if as_text else prompts, "max_tokens": max_tokens, "echo": True}
+    found: Any = client.completions.create(**given, logprobs=1, stream=stream)
+    events = list(found) if stream else [found]
+    for index, made in enumerate(expected):
+        choices = (
+            [each.choices[0] for each in events if each.choices[0].index == index] if stream else [found.choices[index]]
+        )
+        tokens, logprobs, top, offsets = (
+            [one for each in choices for one in getattr(each.logprobs, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        every = [*(made.prompt_logprobs or ()), *(made.logprobs or ())[:max_tokens]]
+        text = "".join(each.text for each in choices)
+        assert text == texts[index] + made.text * max_tokens
+        assert choices[-1].finish_reason == "length"
+        assert (logprobs[0], top[0], offsets[0]) == (None, None, 0)
+        assert logprobs[1:] == pytest.approx([each.logprob for each in every], abs=1e-4)
+        assert [max(each.values()) for each in top[1:]] == pytest.approx([each.top[0][1] for each in every], abs=1e-4)
+        assert len(tokens) == len(offsets) == len(prompts[index]) + max_tokens
+        for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+            assert token == text[begin:end] or "\ufffd" in token
+    if not stream:
+        assert found.usage.completion_tokens == max_tokens * len(texts)
+    plain = client.completions.create(**given, n=2)
+    assert [each.text for each in plain.choices] == [
+        text + made.text * max_tokens for text, made in zip(texts, expected, strict=True) for _ in range(2)
+    ]
+
+
+NOTHING: dict[str, Any] = {
+    "user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "prompt_cache_key": "k",
+    "safety_identifier": "s", "n": 1, "logit_bias": {}, "seed": -1, "top_k": -1, "min_p": 0, "repetition_penalty": 1,
+    "ignore_eos": False, "stop": [], "stream_options": {"include_usage": False, "include_obfuscation": False},
+    "response_format": {"type": "text"}, "skip_special_tokens": True, "structured_outputs": {}, "length_penalty": 1.0,
+}  # fmt: skip
+
+
+def test_fields_that_ask_for_nothing_change_nothing(url: str, client: OpenAI) -> None:
+    whole: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "completions": ({"prompt": TEXTS[0]}, {"echo": False, "suffix": "", "best_of": 1}),
+        "chat/completions": ({"messages": MESSAGES}, {
+            "modalities": ["text"], "verbosity": "medium", "reasoning_effort": "medium", "parallel_tool_calls": False,
+            "tools": [], "tool_choice": "auto", "functions": [], "logprobs": False, "top_logprobs": 0,
+            "chat_template_kwargs": {},
+        }),
+    }  # fmt: skip
+    for path, (asked, others) in whole.items():
+        answers = [
+            ask(url, "POST", f"/v1/{path}", json.dumps({"model": "tiny", "max_tokens": 6, **asked, **more}).encode(),
+                Content_Type="application/json")[:2]
+            for more in ({}, NOTHING | others)
+        ]  # fmt: skip
+        assert [status for status, _ in answers] == [200, 200], answers
+        assert answers[0][1]["choices"] == answers[1][1]["choices"]
+
+
+def test_the_table_of_fields_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/serve-a-model.md").read_text(encoding="utf-8")
+    tables = (request_fields.IGNORED, request_fields.OF_TEXTS, request_fields.OF_COMPLETIONS, request_fields.OF_CHATS)
+    assert [name for table in tables for name in sorted(table) if f"`{name}`" not in page] == []
+
+
+def test_reasoning_effort_goes_to_templates_that_read_it(llm: hal.LLM, client: OpenAI, tmp_path: Path) -> None:
+    with pytest.raises(BadRequestError, match="no switch 'reasoning_effort'") as caught:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, reasoning_effort="high")
+    assert caught.value.param == "reasoning_effort"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for each in llm.checkpoint.path.iterdir():
+        (folder / each.name).symlink_to(each)
+    (folder / "chat_template.jinja").write_text("{{ reasoning_effort }} x", encoding="utf-8")
+    with hal.LLM(folder, backend="cpu", config=CONFIG) as reading, served(reading) as address:
+        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as other:
+            made = other.chat.completions.create(
+                model="tiny", messages=MESSAGES, reasoning_effort="high", max_tokens=5, logprobs=True
+            )
+        (expected,) = reading.generate(
+            reading.tokenizer.encode("high x", add_special_tokens=False).ids, max_new_tokens=5
+        )
+    assert made.choices[0].message.content == expected.text
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_late_is_an_error_of_its_request(stream: bool, url: str) -> None:
+    late = {"regex": "(a{1000}){1000}"}
+    body = {"model": "tiny", "prompt": "x", "structured_outputs": late, "max_tokens": 9, "stream": stream}
+    status, answer, _ = ask(
+        url, "POST", "/v1/completions", json.dumps(body).encode(), Content_Type="application/json"
+    )  # fmt: skip
+    if stream:
+        assert (status, answer.count("[DONE]")) == (200, 1)
+        answer = json.loads(answer.split("data: ")[-2])
+    else:
+        assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert "no text goes on after 1 new tokens" in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 400
 
 
 @pytest.mark.shows("conversations", "hal serve")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
-from hal.errors import BatchError, ConfigError, HalError
+from hal.errors import ConfigError, HalError
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
@@ -27,7 +27,13 @@ from hal.generation.llm.engine import open_engine
 from hal.generation.llm.messages import Message
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
-from hal.generation.llm.prompts import MultimodalPrompt, Prompt, joined, listed_prompts, read_prompts
+from hal.generation.llm.prompts import (
+    MultimodalPrompt,
+    Prompt,
+    encoded_prompts,
+    paired,
+    read_prompts,
+)
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
@@ -249,19 +255,22 @@ class LLM:
             CheckpointError: one is text, and the checkpoint has no tokenizer.
             ClosedError: the LLM is closed.
         """
-        before, after = listed_prompts(prompts), listed_prompts(continuations)
-        if len(before) == 1:
-            before = before * len(after)
-        if len(before) != len(after):
-            raise BatchError(f"got {len(before)} prompts and {len(after)} continuations", "give one for each")
-        pairs = [joined(*pair, lambda: self.tokenizer) for pair in zip(before, after, strict=True)]
+        pairs = paired(prompts, continuations, lambda: self.tokenizer)
         whole = [[*prompt, *continuation] for prompt, continuation in pairs]
         self._check(whole)
-        for index, pair in enumerate(pairs):
-            if not all(pair):
-                raise BatchError(f"prompt or continuation {index} is empty", "give each at least one token")
         scores = self._scored(whole, [len(prompt) for prompt, _ in pairs])
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
+
+    async def aprompt_logprobs(self, prompts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[Logprob]]:
+        """Return the log-probability of each prompt's tokens from the second on, without blocking the event loop.
+
+        ``top`` says how many of the most likely tokens to return beside each. The errors are those of :meth:`score`.
+        """
+        encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
+        self._check(encoded)
+        scoring = ScorePass(self._runner, encoded, [1] * len(encoded), top)
+        await asyncio.wrap_future(self._loop.start(scoring))
+        return scoring.scores
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.

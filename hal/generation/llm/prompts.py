@@ -69,7 +69,27 @@ def read_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tok
     return [read(each) for each in listed_prompts(prompts)]
 
 
-def joined(prompt: Prompt, continuation: Prompt, tokenizer: Callable[[], Tokenizer]) -> tuple[list[int], list[int]]:
+def paired(
+    prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt, of which one may be for all, and of its continuation.
+
+    Raises:
+        BatchError: there are not as many prompts, or one is empty.
+    """
+    before, after = listed_prompts(prompts), listed_prompts(continuations)
+    if len(before) == 1:
+        before = before * len(after)
+    if len(before) != len(after):
+        raise BatchError(f"got {len(before)} prompts and {len(after)} continuations", "give one for each")
+    pairs = [_joined(*pair, tokenizer) for pair in zip(before, after, strict=True)]
+    for index, pair in enumerate(pairs):
+        if not all(pair):
+            raise BatchError(f"prompt or continuation {index} is empty", "give each at least one token")
+    return pairs
+
+
+def _joined(prompt: Prompt, continuation: Prompt, tokenizer: Callable[[], Tokenizer]) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt, and of its continuation.
 
     Texts are encoded together. If the tokens of the whole do not begin with those of the prompt, each is encoded alone.
