@@ -23,7 +23,7 @@ from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, qua
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
 from hal.checkpoint.validate import check_fit, check_tied, check_values
-from hal.checkpoint.weight_bindings import Binding, bindings_of, set_tensor
+from hal.checkpoint.weight_bindings import Binding, bindings_of, naming_counts, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
@@ -112,10 +112,12 @@ def load_model(
     for part in () if checkpoint.quantization is None else checkpoint.quantization[1].unapplied:
         log.warning("activations stay in floating point, although %s has %s", checkpoint.path, part)
     tied = set(model.tied.values())
-    layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
+    with naming_counts(bindings):
+        layers = layer_fillings(bindings, quantized, dtype, mesh, checkpoint.tensors, tied)
     check_values(checkpoint, layers)
     if mesh.tensor.size > 1:
-        split_model(model, mesh.tensor)
+        with naming_counts(bindings):
+            split_model(model, mesh.tensor)
     for each in bindings:
         if each.weight.values:
             constant = torch.tensor(each.weight.values, dtype=each.dtype(dtype), device=backend.device.torch)
@@ -303,9 +305,11 @@ def shrink(model: CausalLM, mesh: Mesh) -> None:
     Raises:
         ConfigError: ranks cannot split the model, or not between this number.
     """
-    shapes = [(each, each.rank_shape(mesh)) for each in bindings_of(model)]
-    if mesh.tensor.size > 1:
-        split_model(model, mesh.tensor)
+    bindings = bindings_of(model)
+    with naming_counts(bindings):
+        shapes = [(each, each.rank_shape(mesh)) for each in bindings]
+        if mesh.tensor.size > 1:
+            split_model(model, mesh.tensor)
     for binding, shape in shapes:
         set_tensor(binding.module, binding.name, torch.empty(shape, dtype=binding.tensor.dtype, device="meta"))
 

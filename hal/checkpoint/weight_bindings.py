@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.device.group import SOLO, Group
 from hal.errors import ConfigError, ModelError, nearest
 from hal.nn.weights.assembly import Interval, Region
-from hal.nn.weights.share import MOST_RANKS
+from hal.nn.weights.share import MOST_RANKS, TENSOR, unshared
 from hal.nn.weights.weight import Consumer, Weight, default_weight, source_name
 from hal.parallel.mesh import Mesh
 
@@ -197,11 +197,11 @@ class Binding:
             for first, last, place in self._parts(axis, ranks) if axis == self.weight.shard else ():
                 alone = axis in self.weight.group_sizes and first // unit == (last - 1) // unit
                 if first < last and (place % unit or (first % unit and not alone)):
-                    whole = ", ".join(map(str, self._counts_of_whole_groups(axis)))
-                    raise ConfigError(
+                    raise unshared(
                         f"{self.full_name}: a cut between {ranks} ranks at element {first if first % unit else end} of "
                         f"{axis} is inside a group of {unit}",
-                        f"set --tensor-parallel, or parallel.tensor, to a number that cuts between groups: {whole}",
+                        "a number that cuts between groups",
+                        self._counts_of_whole_groups(axis),
                     )
                 end = last
 
@@ -224,6 +224,15 @@ class Binding:
         shared: Group = getattr(mesh, self.weight.group) if hasattr(self.module, "split") else SOLO
         return shared
 
+    def suits(self, ranks: int) -> bool:
+        """Return whether so many ranks can share the tensor."""
+        try:
+            self.local_shape(ranks)
+            self.pieces(0, ranks)
+        except ConfigError:
+            return False
+        return True
+
     def rank_shape(self, mesh: Mesh) -> torch.Size:
         """Return the shape of one rank's tensor."""
         return self.local_shape(self.ranks(mesh).size)
@@ -239,6 +248,21 @@ class Binding:
             cuts = weight.assemble.cuts(weight.shard, sizes[weight.shard])
             sizes[weight.shard] = sum(weight.share.size(cut, ranks) for cut in cuts)
         return torch.Size(weight.shape(tuple(sizes.values())))
+
+
+@contextmanager
+def naming_counts(bindings: Iterable[Binding]) -> Iterator[None]:
+    """Name the numbers of ranks that suit all tensors, in errors about one that does not suit a tensor."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != TENSOR:
+            raise
+        counts = list(range(1, MOST_RANKS + 1))
+        for each in bindings:
+            if each.weight.group == "tensor" and hasattr(each.module, "split"):
+                counts = [ranks for ranks in counts if each.suits(ranks)]
+        raise unshared(error.problem, "one of the numbers that suit all weights of the model", counts) from None
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor | None) -> None:

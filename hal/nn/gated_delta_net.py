@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
-from hal.errors import ConfigError
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
 from hal.nn.rope_parameters import SIZE
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.assembly import Merged
+from hal.nn.weights.share import Share, unshared
 from hal.nn.weights.weight import Consumer, Weight
 from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates, State
@@ -177,10 +177,15 @@ class GatedDeltaNet(nn.Module):
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its own tensors, in float32."""
-        return {
-            "decay_factor": Weight(("A_log",), "heads", "heads", dtype=torch.float32, function=_negative_exponential),
-            "dt_bias": Weight(("dt_bias",), "heads", "heads", dtype=torch.float32),
-        }
+        bias = Weight(
+            ("dt_bias",),
+            "heads",
+            "heads",
+            dtype=torch.float32,
+            share=Share(self.sizes.value_heads // self.sizes.key_heads),
+        )
+        decay = attrs.evolve(bias, sources=("A_log",), function=_negative_exponential)
+        return {"decay_factor": decay, "dt_bias": bias}
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on.
@@ -193,9 +198,10 @@ class GatedDeltaNet(nn.Module):
         """
         if self.sizes.key_heads % tensor.size:
             divisors = [each for each in range(1, self.sizes.key_heads + 1) if self.sizes.key_heads % each == 0]
-            raise ConfigError(
+            raise unshared(
                 f"{tensor.size} ranks cannot share the {self.sizes.key_heads} key heads of a recurrent layer equally",
-                f"set --tensor-parallel, or parallel.tensor, to one of {', '.join(map(str, divisors))}",
+                "one of",
+                divisors,
             )
         self.states = self._states(tensor.size)
 

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
+from hal.checkpoint.loading import check_shared
+from hal.config.settings import ParallelConfig
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import DeltaNetSizes, GatedDeltaNet
@@ -173,7 +175,10 @@ def test_a_checkpoint_without_the_convolution_is_refused(tmp_path: Path, cpu: ha
         hal.load_model(folder, cpu)
 
 
-def test_ranks_that_do_not_divide_the_key_heads_are_refused() -> None:
+def test_ranks_that_do_not_divide_the_key_heads_are_refused(tmp_path: Path) -> None:
+    folder = published_configs.write(tmp_path / "model", "Qwen3-Next-80B-A3B-Instruct")
+    with pytest.raises(ConfigError, match=r"4 ranks cannot share 2 heads of 2 elements.*\n.*all weights.*: 1, 2$"):
+        check_shared(hal.Checkpoint.open(folder), ParallelConfig(4))
     layer = GatedDeltaNet(
         32, DeltaNetSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4), eps=1e-6, qkvz=(), ba=()
     )

@@ -113,6 +113,37 @@ def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, r
         assert found["peak"] <= 1.1 * size / ranks, found
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "ranks", "counts"),
+    [  # 4 ranks repeat 2 key heads; 6 and 12 do not divide the width of the MLP.
+        (
+            "Qwen3ForCausalLM",
+            {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 40},
+            3,
+            "1, 2, 4",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 40},
+            6,
+            "1, 2, 4",
+        ),
+        ("Qwen3ForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 45}, 8, "1"),
+    ],
+)
+def test_the_remedy_names_the_numbers_of_ranks_that_suit_all_weights(
+    architecture: str, changes: dict[str, Any], ranks: int, counts: str, tmp_path: Path
+) -> None:
+    from hal.checkpoint.loading import check_shared
+    from hal.config.settings import ParallelConfig
+
+    folder = random_checkpoint(tmp_path / "model", **{**DENSE, "head_dim": 8, **changes})
+    with pytest.raises(
+        hal.HalError, match=rf"{ranks} ranks cannot share .*\n.* suit all weights of the model: {counts}$"
+    ):
+        check_shared(hal.Checkpoint.open(folder), ParallelConfig(ranks))
+
+
 def test_a_number_of_ranks_that_does_not_divide(checkpoints: dict[str, Path]) -> None:
     from hal.checkpoint.loading import build_model, split_model
     from hal.parallel import Group

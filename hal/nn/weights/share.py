@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from hal.errors import ConfigError
 
 MOST_RANKS = 64
 """The largest number of ranks that an error suggests."""
+
+TENSOR = "parallel.tensor"
+"""The key of errors about the number of ranks that split each layer."""
+
+
+def unshared(problem: str, what: str, counts: Iterable[int]) -> ConfigError:
+    """Return the error for a number of ranks, whose remedy lists ``counts``: ``what`` says which they are."""
+    numbers = ", ".join(map(str, counts))
+    return ConfigError(problem, f"set --tensor-parallel, or {TENSOR}, to {what}: {numbers}", key=TENSOR)
 
 
 @attrs.frozen
@@ -42,10 +53,10 @@ class Share:
         if self.pad:
             return -(-units // ranks) * self.unit
         what = f"{total} elements" if self.unit == 1 else f"{units} heads of {self.unit} elements"
-        divisors = ", ".join(str(each) for each in range(1, min(units, MOST_RANKS) + 1) if units % each == 0)
-        raise ConfigError(
+        raise unshared(
             f"{ranks} ranks cannot share {what} equally",
-            f"set --tensor-parallel, or parallel.tensor, to a divisor of {units}: {divisors}",
+            f"a divisor of {units}",
+            (each for each in range(1, min(units, MOST_RANKS) + 1) if units % each == 0),
         )
 
     def interval(self, total: int, rank: int, ranks: int) -> tuple[int, int]:
