@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -197,11 +197,11 @@ class Binding:
             for first, last, place in self._parts(axis, ranks) if axis == self.weight.shard else ():
                 alone = axis in self.weight.group_sizes and first // unit == (last - 1) // unit
                 if first < last and (place % unit or (first % unit and not alone)):
-                    raise unshared(
+                    raise ConfigError(
                         f"{self.full_name}: a cut between {ranks} ranks at element {first if first % unit else end} of "
                         f"{axis} is inside a group of {unit}",
-                        "a number that cuts between groups",
-                        self._counts_of_whole_groups(axis),
+                        f"set --tensor-parallel, or {TENSOR}, to a number that cuts between groups",
+                        key=TENSOR,
                     )
                 end = last
 
@@ -210,14 +210,6 @@ class Binding:
         for rank in range(ranks):
             for (first, last), place in self._kept(rank, ranks):
                 yield first, last, place
-
-    def _counts_of_whole_groups(self, axis: str) -> Iterator[int]:
-        """Yield the numbers of ranks that cut an axis between groups."""
-        unit = self.weight.unit(axis)
-        for ranks in range(1, MOST_RANKS + 1):
-            with suppress(ConfigError):
-                if not any(first % unit or place % unit for first, _, place in self._parts(axis, ranks)):
-                    yield ranks
 
     def ranks(self, mesh: Mesh) -> Group:
         """Return the ranks of a mesh that share the tensor. A layer that does not know of ranks has the whole one."""
