@@ -27,13 +27,7 @@ from hal.generation.llm.engine import open_engine
 from hal.generation.llm.messages import Message
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
-from hal.generation.llm.prompts import (
-    MultimodalPrompt,
-    Prompt,
-    encoded_prompts,
-    paired,
-    read_prompts,
-)
+from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, paired, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
 from hal.generation.request import Request, Token, checked
@@ -262,10 +256,7 @@ class LLM:
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
     async def aprompt_logprobs(self, prompts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[Logprob]]:
-        """Return the log-probability of each prompt's tokens from the second on, without blocking the event loop.
-
-        ``top`` says how many of the most likely tokens to return beside each. The errors are those of :meth:`score`.
-        """
+        """Return the log-probabilities of prompts' second and later tokens, and of ``top`` likely ones, as score()."""
         encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
         self._check(encoded)
         scoring = ScorePass(self._runner, encoded, [1] * len(encoded), top)
