@@ -1,0 +1,74 @@
+"""hal on an emulated processor without AVX-512, as most computers have."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.thorough import MODE, thorough
+from safetensors.torch import load_file
+
+import hal
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+
+QEMU = shutil.which("qemu-x86_64")
+TOKENS = list(range(5, 45))
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
+"""The greatest difference of logits from those of this processor in float32, as a share of the greatest logit."""
+SCHEMES = ("w8a8_dynamic", "w8a16", "w4a16")
+
+PROGRAM = """
+import sys
+import torch, hal
+from safetensors.torch import save_file
+from hal.backends.cpu.native.processor import processor_flags
+from hal.backends.cpu import packing
+from hal.doctor.checks import checks
+
+found, *runs = sys.argv[1:]
+assert "avx2" in processor_flags() and not any(each.startswith("avx512") for each in processor_flags())
+assert packing.can_pack(torch.float32) and not packing.can_pack(torch.bfloat16)
+packing.SAMPLE_BYTES = 1 << 20  # what is measured here decides nothing
+logits = {}
+for run in runs:
+    path, dtype = run.rsplit(":", 1)
+    compilation = {"compiler": "graph", "capture_sizes": [1]}
+    backend = hal.open({"backend": "cpu", "dtype": dtype, "options": {"native": True}, "compilation": compilation})
+    for name, check in checks(backend) if dtype == "float32" else ():
+        print(name, check())
+    runner = hal.Runner(hal.load_model(path, backend), backend)
+    tokens, steps = list(range(5, 45)), []
+    for start, stop in ((0, 38), (38, 39), (39, 40)):
+        batch = runner.batch([tokens[start:stop]], [[1, 2, 3]], cached=[start])
+        steps.append(runner.step(batch).logits.float().clone())
+    logits[run] = torch.cat(steps)
+save_file(logits, found)
+"""
+
+
+@pytest.mark.skipif(QEMU is None, reason="qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
+@thorough(MODE, "others")
+@pytest.mark.parametrize(
+    ("dtypes", "schemes"), [(["bfloat16"], []), (["float32", "float16"], SCHEMES)], ids=["bfloat16", "others"]
+)
+def test_a_processor_with_avx2(dtypes: Sequence[str], schemes: Sequence[str], trained: Path, tmp_path: Path) -> None:
+    runs = [(trained, dtype) for dtype in dtypes]
+    for scheme in schemes:
+        quantize_checkpoint(trained, tmp_path / scheme, scheme, group_size=64 if scheme == "w4a16" else None)
+        runs.append((tmp_path / scheme, "bfloat16"))
+    names, found = [f"{path}:{dtype}" for path, dtype in runs], tmp_path / "logits.safetensors"
+    command = [str(QEMU), "-cpu", "Haswell", sys.executable, "-c", PROGRAM, str(found), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    logits = load_file(found)
+    for name, (path, dtype) in zip(names, runs, strict=True):
+        backend = hal.open({"backend": "cpu", "dtype": "float32"})
+        runner = hal.Runner(hal.load_model(path, backend), backend)
+        expected = runner.step(runner.batch([TOKENS], [[1, 2, 3]]), rows=torch.tensor([37, 38, 39])).logits
+        error = (logits[name] - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCE[dtype], f"{name}: {error}"
