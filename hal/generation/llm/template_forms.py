@@ -72,7 +72,7 @@ def in_form(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str
 def forms_of(source: str, role: str) -> frozenset[str]:
     """Return in which forms a template reads the content of a role's messages: text, parts, or both.
 
-    None if the template does not write the message of such a role, or fails.
+    Neither if the template does not write the message of such a role, or fails.
     """
     before: list[dict[str, Any]] = [] if role in ("system", "developer", "user") else [_USER]
     if role == "tool":
