@@ -12,7 +12,7 @@ import attrs
 from hal.config.compile_cache import CACHE_DIR
 from hal.config.settings import Config
 from hal.config.text import Digit, parse_json
-from hal.errors import ConfigError, nearest
+from hal.errors import ConfigError, UnknownKey, nearest
 
 _KEYS = frozenset(field.name for field in attrs.fields(Config))
 OTHERS = frozenset({CACHE_DIR, "HAL_VLLM", "HAL_API_KEY"})
@@ -41,9 +41,10 @@ def environment_mapping(environ: Mapping[str, str] | None = None, driver_names: 
         path = variable.removeprefix("HAL_").lower().split("__")
         if path[0] not in _KEYS:
             names = {*OTHERS, *(f"HAL_{key.upper()}" for key in _KEYS)}
-            raise ConfigError(
+            raise UnknownKey(
                 f"hal reads no environment variable {variable} ({nearest(variable, names)})",
                 "correct or unset it; drivers that are installed add HAL_DRIVER_OPTION",
+                key=variable,
             )
         table = mapping
         for depth, key in enumerate(path[:-1], start=1):
