@@ -209,6 +209,7 @@ def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.
     assert not any(found), "\n".join(filter(None, found))
 
 
+@thorough(FAMILY, r"\[(?!Llama)")
 @pytest.mark.parametrize("name", NOT_FINITE)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_models_that_are_made_without_a_file(architecture: str, name: str) -> None:

@@ -18,7 +18,7 @@ from helpers.checkpoints import random_checkpoint
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.pages import lay_out
 from helpers.ranks import in_ranks
-from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, PROCESSES, thorough
 from helpers.transformers_families import config_of, kinds, layer_keys, model_of
 from torch import Tensor, nn
 
@@ -400,7 +400,6 @@ def test_new_weights_replace_the_old(saved: Any) -> None:
 
 
 @thorough(EXHAUSTIVE, r"\[(qwen3|glm4|deepseek_v2|deepseek_v3)")
-@thorough(FAMILY, r"\[(?!mixtral)")
 @pytest.mark.parametrize(
     "family",
     [
@@ -414,6 +413,7 @@ def test_new_weights_replace_the_old(saved: Any) -> None:
         "deepseek_v3",  # latent attention that is not split
     ],
 )
+@thorough(PROCESSES)
 def test_ranks_split_a_model_by_the_plan(family: str, saved: Any) -> None:
     folder, _, _ = saved(family)
     found = in_ranks("family_difference", 2, folder=str(folder), family=family, compiler="graph", tensor=2)

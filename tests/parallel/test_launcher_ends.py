@@ -120,6 +120,7 @@ def test_commands(endless: Path, tmp_path: Path, name: str, number: signal.Signa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@thorough(PROCESSES)
 def test_a_command_whose_torchrun_is_killed(endless: Path, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--module", "hal_command"]
     arguments = [each.format(endless) for each in COMMANDS["generate"]]
@@ -139,6 +140,7 @@ def test_a_command_whose_torchrun_is_killed(endless: Path, tmp_path: Path) -> No
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
+@thorough(PROCESSES, r"SIG(SEGV|TERM)")
 def test_a_rank_that_a_signal_ended(number: signal.Signals, remedy: str, tmp_path: Path) -> None:
     failure = run_ranks(["-c", KILLED, str(int(number)), str(tmp_path)], 2, seconds=60)
     assert failure is not None

@@ -69,6 +69,7 @@ def test_editors_have_the_docstrings_of_the_public_names(script: Script) -> None
             assert found.docstring(raw=True) == inspect.getdoc(value), name
 
 
+@thorough(LONG)
 def test_editors_know_what_a_layer_and_open_give(script: Script) -> None:
     (found,) = script("import hal, torch\nhal.nn.Linear(4, 4)(torch.ones(4))").infer()
     assert found.full_name == "torch._tensor.Tensor"
@@ -95,6 +96,7 @@ def test_type_checkers_know_operations_layers_and_public_names(repository: Path,
         assert re.findall(r"(\w+): ", header) == list(operation.signature.parameters), name
 
 
+@thorough(LONG)
 def test_type_checkers_find_a_wrong_call(repository: Path, tmp_path: Path) -> None:
     lines = [
         "import torch",

@@ -27,7 +27,7 @@ from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.native.weight_only_kernels import WEIGHT_ONLY_KERNELS
 from hal.backends.cpu.packing import ROWS, Form, Measured, Packing, linear
 from helpers.reference import prompts
-from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, PROCESSES, thorough
 from torch import Tensor
 
 import hal
@@ -141,6 +141,7 @@ def test_attention_of_long_prompts(
 
 
 @needs_pairs
+@thorough(MODE)
 def test_attention_by_tiles(emulated_tiles: ctypes.CDLL) -> None:
     kernel = AttentionKernels(emulated_tiles).paged_attention
     for heads, head_dim in (((2, 2), 40), ((6, 2), 80)):

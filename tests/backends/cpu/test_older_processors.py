@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.thorough import MODE, thorough
+from hal.backends.cpu.native import instruction_sets, processor
+from helpers.thorough import PROCESSES, thorough
 from safetensors.torch import load_file
 
 import hal
@@ -51,8 +53,21 @@ save_file(logits, found)
 """
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX and AVX-512 are parts of x86 processors")
+def test_the_compiler_is_told_what_an_emulated_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lists the features of the real one, and the processor itself says what it has."""
+    features = ("amx_fp16", "amx_tile", "avx512_4vnniw", "avx512_fp16")
+    lacks = [name for name in features if not torch.cpu.get_capabilities()[name]]
+    assert lacks
+    monkeypatch.setattr(processor, "processor_line", lambda: f"flags : made_up sse2 {' '.join(lacks)}")
+    assert processor.processor_flags() == {"made_up", "sse2"}
+    of_compiler = {"amx_fp16": "-mno-amx-fp16", "amx_tile": "-mno-amx-tile"}
+    of_compiler |= {"avx512_4vnniw": "-mno-avx5124vnniw", "avx512_fp16": "-mno-avx512fp16"}
+    assert instruction_sets.compiler_flags(None) == tuple(of_compiler[name] for name in lacks)
+
+
 @pytest.mark.skipif(QEMU is None, reason="qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
-@thorough(MODE, "others")
+@thorough(PROCESSES)
 @pytest.mark.parametrize(
     ("dtypes", "schemes"), [(["bfloat16"], []), (["float32", "float16"], SCHEMES)], ids=["bfloat16", "others"]
 )

@@ -88,6 +88,7 @@ def test_any_size_group_and_zero_point(dtype: torch.dtype, bits: int, kernels: W
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@thorough(MODE)
 def test_tiles(bits: int, tiles: WeightOnlyKernels) -> None:
     """They take from 8 rows on."""
     check(tiles, torch.bfloat16, bits, as_integers=INTEGERS)

@@ -29,7 +29,7 @@ def _back_to_the_cpu() -> Iterator[None]:
     hal.open("cpu")
 
 
-@thorough(PROCESSES, r"\[one-model")
+@thorough(PROCESSES, r"\[(one-model|run-on-an-npu)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_python_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     """Run the blocks in order in a fresh process. Blocks with modules and entry points are written to files."""

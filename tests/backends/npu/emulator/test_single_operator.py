@@ -35,6 +35,7 @@ def run(script: str, task_queue: str) -> None:
     assert done.stdout == "well\n", done.stderr
 
 
+@thorough(PROCESSES)
 def test_it_is_refused_by_name_and_the_process_goes_on() -> None:
     script = """
 before = control.live_handles()
