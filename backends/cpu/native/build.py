@@ -127,13 +127,17 @@ def _compile(folder: Path, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as parts:
         objects, running = [], deque[subprocess.Popen[str]]()
         # Started by this thread: a child of another thread may hang under an emulated processor.
-        for source in _sources("*.cpp"):
-            objects.append(str(Path(parts) / f"{source.stem}.o"))
-            if len(running) == usable_cores():
+        try:
+            for source in _sources("*.cpp"):
+                objects.append(str(Path(parts) / f"{source.stem}.o"))
+                if len(running) == usable_cores():
+                    _finish(running.popleft())
+                running.append(_start([*compiler, *flags, "-c", str(source), "-o", objects[-1]]))
+            while running:
                 _finish(running.popleft())
-            running.append(_start([*compiler, *flags, "-c", str(source), "-o", objects[-1]]))
-        while running:
-            _finish(running.popleft())
+        finally:
+            for each in running:  # If one failed, the others still write into the folder.
+                each.communicate()
         _finish(_start([*compiler, *flags, "-shared", *objects, "-o", str(folder / LIBRARY)]))
 
 
