@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,3 +29,17 @@ def gpu(gpu_here: None) -> Iterator[Callable[..., hal.Backend]]:
 
     yield opened
     hal.open("cpu")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip files of tests that all need a GPU, as one each, where there is none."""
+    if module_path.name.startswith("test_cuda_gpu_") and not probe().available:
+        return NoGpu.from_parent(parent, path=module_path)  # type: ignore[no-any-return]
+    return None
+
+
+class NoGpu(pytest.Module):
+    """A file whose tests need a GPU."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        raise pytest.skip.Exception(f"no GPU: {probe().reason}", allow_module_level=True)
