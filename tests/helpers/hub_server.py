@@ -133,7 +133,7 @@ def serve(hub: Hub) -> Iterator[Hub]:
                 self.close_connection = True
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     hub.address = f"http://127.0.0.1:{server.server_port}"
     try:
