@@ -26,8 +26,6 @@ VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
 VENDOR_WORD = re.compile(
     r"(?<![a-z])(npu|cuda|ascend|cann|atb|mkldnn|onednn|xpu|mps|rocm|hip|nvidia|huawei)", re.IGNORECASE
 )
-MOST_LINES = 400
-"""Reasons for files over the limit, by file."""
 CIRCLE = """
 from graphlib import CycleError, TopologicalSorter
 import grimp
@@ -96,15 +94,6 @@ def circle(root: Path) -> str:
     """Return modules of an import cycle, including imports for types and inside functions; empty if there is none."""
     command = [sys.executable, "-c", CIRCLE]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def too_long(root: Path) -> Iterator[str]:
-    """Return the modules longer than MOST_LINES."""
-    for folder in ("hal", "backends", "models"):
-        for file in sorted((root / folder).rglob("*.py")):
-            name, lines = str(file.relative_to(root)), file.read_text(encoding="utf-8").count("\n")
-            if lines > MOST_LINES:
-                yield f"{name} has {lines} lines"
 
 
 @pytest.fixture
@@ -207,21 +196,6 @@ def test_a_circle_is_found(copy: Path, file: str, lines: str, found: set[str]) -
     names = circle(copy).split(" -> ")
     assert names[0] == names[-1]
     assert found <= set(names)
-
-
-def test_no_module_is_long(repository: Path) -> None:
-    assert list(too_long(repository)) == []
-
-
-def test_a_long_module_is_found(copy: Path) -> None:
-    file = copy / "models" / "qwen3.py"
-    missing = MOST_LINES - file.read_text(encoding="utf-8").count("\n")
-    with file.open("a", encoding="utf-8") as source:
-        source.write("\n" * missing)
-    assert list(too_long(copy)) == []
-    with file.open("a", encoding="utf-8") as source:
-        source.write("\n")
-    assert list(too_long(copy)) == [f"models/qwen3.py has {MOST_LINES + 1} lines"]
 
 
 def test_models_may_import_nothing_new(repository: Path) -> None:
