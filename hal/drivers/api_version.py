@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import inspect
 import operator
-from types import MappingProxyType
 from typing import Any
 
 from hal.drivers.driver import Driver
 from hal.errors import DriverIncompatible
 from hal.version import API_VERSION
-
-CHANGED = MappingProxyType({3: ": a form's `plan` replaces `refusal` and `run`, and a step returns hidden states"})
-"""Summary of the changes in each major version of the driver API; ``docs/how-to/moving-to-N.md`` has the details."""
 
 
 def check_driver(name: str, group: str, cls: Any) -> None:
@@ -52,12 +48,9 @@ def check_driver(name: str, group: str, cls: Any) -> None:
             "set api_version to two integers, such as (3, 0)",
         ) from None
     if major != API_VERSION[0]:
-        changed = CHANGED.get(major + 1, "")
-        page = f"; docs/how-to/moving-to-{major + 1}.md describes the migration" if changed else ""
         raise DriverIncompatible(
-            f"the driver {name} was written for driver API {major}.x; this torch-hal has "
-            f"{_version(API_VERSION)}{changed}",
-            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x{page}",
+            f"the driver {name} was written for driver API {major}.x; this torch-hal has {_version(API_VERSION)}",
+            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x",
         )
     if minor > API_VERSION[1]:
         unknown = sorted(name for name in vars(cls) if not hasattr(Driver, name) and name not in Driver.__annotations__)

@@ -280,10 +280,6 @@ class TestCommand:
 
 
 @thorough(EXHAUSTIVE)
-def test_the_page_has_these_tables() -> None:
-    """``python tests/helpers/deployment_tables.py`` writes them."""
-    made = deployment_tables.generated()
-    found = deployment_tables.on_the_page()
-    assert found.keys() == made.keys()
-    for name, text in made.items():
-        assert found[name].splitlines() == text.strip("\n").splitlines(), name
+def test_the_page_has_this_table() -> None:
+    """``python tests/helpers/deployment_tables.py`` writes it."""
+    assert deployment_tables.on_the_page() == deployment_tables.generated()

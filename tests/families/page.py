@@ -1,4 +1,4 @@
-"""The pages about families, from the facts about them."""
+"""The page about families, from the facts about them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ HEAD = """\
 
 Every causal language model of transformers {version}, run by hal [with transformers'
 code](../how-to/run-other-models.md) from a small random checkpoint: its logits in prompts, chunks, a shared prefix and
-eight decode steps are compared with transformers' own in float32 on a CPU. `make families` tries them and writes this
-page; tests of hal run some.
+eight decode steps are compared with transformers' own in float32 on a CPU. `make families` tries them, and writes
+`families.json` and this page; tests of hal run some.
 
-Of {total} model types, {runs} run and give transformers' logits{wrong}. The others are refused, for the reasons
-[below](#refused). {stateful} of those keep another state than keys and values; of the {keyed} types that do not, {runs}
-run. [Launches](launches.md) compares kernels of a decode layer.
+Of {total} model types, {runs} run and give transformers' logits in `eager`{wrong}. Of these,
+{modes}.
+The others are refused, for the reasons [below](#refused). {stateful} of those keep another state than keys and values;
+of the {keyed} types that do not, {runs} run. No difference of logits on the CPU exceeds {worst} of the largest logit.
 
-- *hal* marks the architectures for which hal has a model too, which `auto` takes.
-- *2 ranks*: two CPU ranks, in `graph`. *NPU*: the emulated NPU in bfloat16, in `graph`; *launches* are those of one
-  more layer in a decode step there.
-- *difference*: the power of ten that no difference of logits on the CPU exceeds, in parts of the largest logit.
-- Reasons of models that cannot be made small, or that fail without one, are from the code of transformers.
-- An empty cell was not tried: {graph} types were tried in `graph`, {piecewise} in `piecewise`,
-  {inductor} in `inductor`, {ranks} with 2 ranks, {npu} on the NPU.
+Reasons of models that cannot be made small, or that fail without one, are from the code of transformers.
+`families.json` has the architecture, the differences and the launches of each type.
 
 ## Run
 
-| model_type | architecture | hal | eager | graph | piecewise | inductor | 2 ranks | NPU | launches | difference |
-|---|---|---|---|---|---|---|---|---|---|---|
+hal has a model, too, of the architectures in bold. `auto` takes that one.
+
 """
 STATE = "keeps another state than keys and values"
 UNTRIED = {
@@ -83,33 +79,32 @@ def written(facts: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{{\n{lines}\n}}\n"
 
 
-def pages(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the text of each page, by its file's name."""
-    return {"families.md": _families(facts), "launches.md": _launches(facts)}
-
-
-def _families(facts: Mapping[str, Mapping[str, Any]]) -> str:
+def page(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of the page."""
     tried = {kind: each for kind, each in sorted(facts.items()) if "eager" in each}
     run = {kind: each for kind, each in tried.items() if each["eager"] == "yes"}
     wrong = [kind for kind, each in tried.items() if "wrong" in each.values()]
     stateful = sum(STATE in each.get("eager reason", "") for each in tried.values() if each["eager"] != "yes")
+    worst = max(
+        value
+        for each in run.values()
+        for name, value in each.items()
+        if name.endswith(" difference") and not name.startswith("npu")
+    )
+    names = {"graph": "in `graph`", "piecewise": "in `piecewise`", "inductor": "in `inductor`"}
+    names |= {"ranks": "split between 2 ranks", "npu": "on the emulated NPU in bfloat16"}
+    counts = {told: sum(each.get(name) == "yes" for each in run.values()) for name, told in names.items()}
     text = HEAD.format(
         stateful=stateful,
         keyed=len(tried) - stateful,
         version=", ".join(sorted({each["version"] for each in tried.values()})),
         total=len(tried),
-        **{
-            name: sum(name in each for each in run.values())
-            for name in ("graph", "piecewise", "inductor", "ranks", "npu")
-        },
+        modes=", ".join(f"{count} run {told}" for told, count in counts.items()),
+        worst=f"{worst:.0e}".replace("e-0", "e-"),
         runs=len(run),
         wrong=f"; {len(wrong)} give others somewhere ({', '.join(wrong)})" if wrong else "",
     )
-    for kind, each in run.items():
-        worst = max(value for name, value in each.items() if name.endswith("difference") and name[:3] != "npu")
-        cells = [kind, f"`{each['architecture']}`", "yes" if each["native"] else ""]
-        cells += [*(str(each.get(name, "")) for name in COLUMNS), f"1e{round(math.log10(worst))}"]
-        text += f"| {' | '.join(cells)} |\n"
+    text += ", ".join(f"**{kind}**" if each["native"] else kind for kind, each in run.items()) + "\n"
     modes: dict[str, list[str]] = {}
     for kind, each in run.items():
         for name in COLUMNS:
@@ -121,14 +116,14 @@ def _families(facts: Mapping[str, Mapping[str, Any]]) -> str:
     for kind, each in tried.items():
         if kind not in run:
             refused.setdefault(each.get("eager reason", each["eager"]), []).append(kind)
-    return text + "\n## Refused\n\n" + _grouped(refused)
+    return text + "\n## Refused\n\n" + _grouped(refused) + _launches(facts)
 
 
-LAUNCHES = """\
-# Launches of a decode layer
+LAUNCHES = """
+## Launches of a decode layer
 
 The launches that one more layer adds to a decode step of one sequence, on the emulated NPU in bfloat16: of transformers
-alone, of hal with transformers' code in `graph`, and of hal's own model. `make families` counts them.
+alone, of hal with transformers' code in `graph`, and of hal's own model:
 
 | model_type | transformers, eager | hal, transformers' code | hal's own model |
 |---|---|---|---|

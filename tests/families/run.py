@@ -4,7 +4,7 @@
     python tests/families/run.py --page
 
 The first adds to docs/reference/families.json. Without types, it tries what the file does not have, so that a run can
-go on later; types that are named are tried again. The second writes families.md and launches.md beside the file.
+go on later; types that are named are tried again. The second writes families.md beside the file.
 
 Each check of a family has its own process. The checks ``npu`` and ``beside`` need a Python with torch_npu, in a call
 without the others, because an emulated CANN stays in a process.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from page import kept, pages, written
+from page import kept, page, written
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -105,8 +105,7 @@ def main() -> None:
     given = parser.parse_args()
     facts: dict[str, dict[str, Any]] = json.loads(given.facts.read_text()) if given.facts.exists() else {}
     if given.page:
-        for name, text in pages(facts).items():
-            (given.facts.parent / name).write_text(text, encoding="utf-8")
+        given.facts.with_suffix(".md").write_text(page(facts), encoding="utf-8")
         return
     import hal  # noqa: F401 - so that each fork has it
 

@@ -249,7 +249,7 @@ def test_a_switch_that_is_neither(text: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_flags_of_the_emulators_compiler_are_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = DOCS / "how-to" / "add-an-emulated-operation.md"
+    page = DOCS / "how-to" / "use-the-emulated-cann.md"
     name = re.search(r"`(\w*CXXFLAGS)` adds flags", page.read_text(encoding="utf-8"))
     assert name is not None
     monkeypatch.setenv(name[1], "-DADDED -g")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from helpers.emulator.torchrun import environment, torchrun
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PAGE = ROOT / "docs" / "reference" / "tests-of-others.md"
+PAGE = ROOT / "docs" / "reference" / "emulated-cann.md"
 
 
 @thorough(PROCESSES, r"\[4")
@@ -47,7 +46,7 @@ FAILS = {
     "test_nccl_backend_bool_broadcast": (BROADCAST, NO_CAPABILITY),
     "test_send_recv_nccl_autograd_profiler": (PROFILER, "TypeError: _prepare_profiler(): incompatible"),
 }
-"""Tests of torch that fail on NPUs, the reasons, and the starts of their errors. The page lists tests and reasons."""
+"""Tests of torch that fail on NPUs, the reasons, and the starts of their errors. The page counts them."""
 
 
 @thorough(PROCESSES)
@@ -61,13 +60,9 @@ def test_torchs_own_tests(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = {each["test"]: each["why"] for each in lines if each["result"] == "failed"}
     assert {name: why for name, why in failed.items() if name not in FAILS} == {}
-    assert set(FAILS) - set(failed) == set(), "they pass now: remove them here and from the page"
+    assert set(FAILS) - set(failed) == set(), "they pass now: remove them here, and change the page's count"
     others = {name: failed[name] for name, (_, start) in FAILS.items() if f"\n{start}" not in failed[name]}
     assert others == {}, "they fail for another reason"
-    text = PAGE.read_text(encoding="utf-8")
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
     counts = Counter(each["result"] for each in lines)
-    assert {
-        name: int(count) for name, count in re.findall(r"^\| (\w+) by torch's tests \| (\d+) \|", text, re.M)
-    } == counts
-    rows = re.findall(r"^\| `(test_\w+)` \| ([^|]+) \|$", text, re.M)
-    assert dict(rows) == {name: reason for name, (reason, _) in FAILS.items()}
+    assert f"{counts['passed']} pass, torch skips {counts['skipped']}, and {counts['failed']} fail" in text
