@@ -19,7 +19,6 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 NOT_RUN = {
     r"^make |^git |^twine |^ls dist|-m build|^source |-m venv|^\. venv": "it sets up, tests or releases a checkout",
     r"^(python -m )?pip install (?!-e|'?\.\[test)": "the environment has what it installs",
-    r"^python -m pip install -e '\.\[npu": "the environment has torch-npu, in a folder apart",
     r"vllm|sglang|SGLANG|VLLM|^curl": "tests/engines runs the engines, in environments of their own",
     r"^hal serve": "tests/serve runs it: it does not end",
     r"path/to/|script\.py|pytest tests$": "it names a file of the reader's",
@@ -52,7 +51,7 @@ def name(page: Path) -> str:
 
 
 WITH_PYTHON = [page for page in (*LEARNT, *GUIDES) if any(each.language == "python" for each in blocks(page))]
-NPU_PAGES = ("one-model-on-cpu-and-npu", "run-on-an-npu", "use-the-emulated-cann")
+NPU_PAGES = ("run-on-an-npu", "use-the-emulated-cann")
 WITH_COMMANDS = [page for page in (*LEARNT, *GUIDES) if any(not not_run(each) for each in commands(page))]
 
 
