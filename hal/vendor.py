@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
     from hal.execution.context import FormContext
+    from hal.ops.kernels.form_kernels import FormKernels
     from hal.ops.kernels.partial_kernel import PartialKernel
     from hal.ops.kernels.prepared_arguments import PreparingKernel
 
@@ -39,6 +40,7 @@ __all__ = [
     "Event",
     "Form",
     "FormContext",
+    "FormKernels",
     "FullGraphForm",
     "Graph",
     "GraphMaker",
@@ -66,6 +68,7 @@ __getattr__ = imported_on_use(
         "Event": "hal.device.stream",
         "Form": "hal.drivers.compiler",
         "FormContext": "hal.execution.context",
+        "FormKernels": "hal.ops.kernels.form_kernels",
         "FullGraphForm": "hal.execution.capture.full_graph",
         "Graph": "hal.device.graph",
         "GraphMaker": "hal.execution.capture.full_graph",

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hal import ops
 from hal.compile.fx.make_graph import TRACING, make_graph
-from hal.compile.trace import TracedStep
+from hal.compile.trace import TracedStep, kept_or_traced
 from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.ops.declaration.operation import Operation
@@ -114,7 +114,7 @@ class _Bodies(fx.Interpreter):
         return self._meaning(operation)(*operation.node_form.pack(args, kwargs))
 
     def _meaning(self, operation: Operation) -> Kernel:
-        return operation.node if operation.name in self._opaque else operation.rebound(self._meaning)
+        return kept_or_traced(operation, self._opaque, self._meaning)
 
 
 def _compile(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, otherwise: str) -> Callable[..., Any]:

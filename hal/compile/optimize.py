@@ -26,6 +26,7 @@ from hal.drivers.compiler import Outputs
 from hal.drivers.compiler_registry import pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.step.rows import NONE, Rows
 from hal.step.state import StateMemory
@@ -62,7 +63,7 @@ def unsupported_options(graph: fx.Graph, backend: Backend) -> Counter[tuple[str,
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for node, operation in called(graph):
         kernel = backend.kernels.get(operation.name)
-        if isinstance(kernel, PartialKernel):
+        if isinstance(kernel, PartialKernel | FormKernels):
             given = operation.node_form.signature.bind(*node.args, **node.kwargs)
             given.apply_defaults()
             if lacks := kernel.unsupported(given.arguments):

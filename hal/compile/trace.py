@@ -30,7 +30,8 @@ from hal.errors import CompileError
 from hal.nn import CausalLM, Encoder
 from hal.nn.model import flat_outputs
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.forms import FLOAT
+from hal.ops.kernels.kernel_table import Kernel, Resolver
 from hal.step.fields import Field, FieldAxis, fields_of
 from hal.step.rows import ALL, NONE, Rows
 from hal.step.shape import StepShape
@@ -301,7 +302,7 @@ def _trace(
         return step(copy_model(model, replaced), flat[: len(inputs)], rest)  # type: ignore[arg-type]
 
     def kept(operation: Operation) -> Kernel:
-        return operation.node if operation.name in whole else operation.rebound(kept)
+        return kept_or_traced(operation, whole, kept)
 
     try:
         with ops.intercepted(lambda each, _: kept(each)):
@@ -314,6 +315,19 @@ def _trace(
         ) from error
     _name_inputs(graph.graph, [*inputs, *weights, *(f"state_{name}" for name in states)])
     return graph, [*weights.values(), *states.values()]
+
+
+def kept_or_traced(operation: Operation, whole: Collection[str], meaning: Resolver) -> Kernel:
+    """Return the node of an operation that stays one in a graph for Inductor, or its body, rebound by ``meaning``.
+
+    Weights in another form than floating-point numbers are never traced through: the driver has prepared them.
+    """
+    if operation.name in whole:
+        return operation.node
+    body = operation.rebound(meaning)
+    if not operation.takes_forms:
+        return body
+    return lambda *arguments: (body if arguments[-1] == FLOAT else operation.node)(*arguments)
 
 
 def _name_inputs(graph: fx.Graph, names: list[str]) -> None:

@@ -55,8 +55,8 @@ def _projection(backend: Backend) -> str:
     for dtype in backend.limits.dtypes:
         draw = Draw(dtype)
         x, weight = (draw.integers(-1, 2, rows, PROJECTION[1]).to(dtype) for rows in (2, PROJECTION[0]))
-        held = backend.prepare_weight(weight.to(backend.device.torch), WeightUse("linear", "weight", dtype))
-        found = backend.ops.linear(x.to(backend.device.torch), held, None)
+        held = backend.prepare_weights({"weight": weight.to(backend.device.torch)}, WeightUse("linear", dtype))
+        found = backend.ops.linear(x.to(backend.device.torch), held["weight"])
         torch.testing.assert_close(found.cpu(), (x.float() @ weight.float().t()).to(dtype), rtol=0, atol=0)
     return f"prepared weights of {PROJECTION[0]} x {PROJECTION[1]}, {_names(backend.limits.dtypes)}"
 

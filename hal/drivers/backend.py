@@ -43,6 +43,7 @@ from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.parallel import collectives, expert_exchange
 from hal.parallel.mesh import Mesh, joined
@@ -250,6 +251,8 @@ class Backend(BackendResources):
         kernel = self.kernels.get(operation.name)
         if isinstance(kernel, PartialKernel):
             return kernel.bound(self._fallback(operation, operation.body, kernel.supports))
+        if isinstance(kernel, FormKernels):
+            return kernel.bound(self._fallback(operation, operation.body))
         return kernel or self._fallback(operation, operation.body)
 
     def configure(self, config: Config) -> None:
@@ -311,39 +314,43 @@ class Backend(BackendResources):
                 f"set dtype to one of {', '.join(str(known).removeprefix('torch.') for known in self.limits.dtypes)}",
             )
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        """Return a weight in the form that this backend's kernels take; called once per weight and use, at load.
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        """Return weights in the form that this backend's kernels take; called once for each use, at load.
 
-        Layers declare the weights of an operation with :class:`hal.nn.Weight`; quantization schemes declare theirs.
-        Decide by ``use``, and return the weights of unknown operations, such as another package's, unchanged.
+        Of a weight with scales, all tensors are given at once: ``weight``, ``weight_scale``, and ``bias`` and
+        ``weight_zero_point`` if it has them. Others, such as a floating-point weight and its bias, are given one at a
+        time. Decide by ``use``, and return the weights of unknown operations, such as another package's, unchanged.
 
         Args:
-            weight: on the backend's device, with the shape that the operation takes.
-            use: the operation, its argument, the model's compute dtype, and whether the tensor stays for another use.
+            weights: by the operation's arguments, on the backend's device, with the shapes that the operation takes.
+            use: the operation, the form of the weight, the model's compute dtype, and whether the tensors stay for
+                another use.
 
         Returns:
-            A tensor of the same shape in any layout. The default returns ``weight`` itself.
+            Tensors by the same arguments, in any layout. It may add one for an argument that was not given, which the
+            kernels get, too. The default returns ``weights`` itself.
         """
-        return weight
+        return weights
 
-    def replace_weight(self, prepared: Tensor, weight: Tensor, use: WeightUse) -> None:
-        """Write new values into the memory of a prepared weight, which graphs and compiled code read.
+    def replace_weights(self, prepared: Mapping[str, Tensor], weights: Mapping[str, Tensor], use: WeightUse) -> None:
+        """Write new values into the memory of prepared weights, which graphs and compiled code read.
 
-        Override it if :meth:`prepare_weight` may choose another layout in a later call, or if ``copy_`` between two
+        Override it if :meth:`prepare_weights` may choose another layout in a later call, or if ``copy_`` between two
         tensors of its layout does not work.
 
         Args:
-            prepared: the result of :meth:`prepare_weight` for the former values.
-            weight: the new values, in the form that :meth:`prepare_weight` takes.
-            use: as for :meth:`prepare_weight`.
+            prepared: the result of :meth:`prepare_weights` for the former values.
+            weights: the new values, as :meth:`prepare_weights` takes them.
+            use: as for :meth:`prepare_weights`.
         """
-        prepared.copy_(self.prepare_weight(weight, use))
+        for name, value in self.prepare_weights(weights, use).items():
+            prepared[name].copy_(value)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
         """Return a prepared weight in a form that torch can copy to other devices and save.
 
         Args:
-            weight: a result of :meth:`prepare_weight`, or any other tensor of a model that was loaded on this backend.
+            weight: a result of :meth:`prepare_weights`, or any other tensor of a model that was loaded on this backend.
 
         Returns:
             A tensor of the same shape and dtype in an ordinary layout. The default returns ``weight`` itself, which is

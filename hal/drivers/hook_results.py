@@ -31,6 +31,12 @@ def _same_shape(result: Any, weight: Tensor, *use: Any) -> str:
     return f"a tensor of the shape {list(weight.shape)}, which it was given"
 
 
+def _prepared(result: Any, weights: Mapping[str, Tensor], *use: Any) -> str:
+    if isinstance(result, Mapping) and all(isinstance(result.get(each), Tensor) for each in weights):
+        return ""
+    return f"a mapping with a tensor for each of {', '.join(weights)}, which it was given"
+
+
 def _instance(kind: type[Any], what: str) -> Callable[..., str]:
     return lambda result, *given: "" if isinstance(result, kind) else what
 
@@ -38,7 +44,7 @@ def _instance(kind: type[Any], what: str) -> Callable[..., str]:
 _RESULTS: Mapping[str, Callable[..., str]] = {
     "graph": _instance(Graph, "a hal.vendor.Graph"),
     "allocate": _memory,
-    "prepare_weight": _same_shape,
+    "prepare_weights": _prepared,
     "plain_weight": _same_shape,
     "explain": lambda result, error: "" if result is None or isinstance(result, HalError) else "a HalError, or None",
     "counting_launches": _instance(AbstractContextManager, "a context manager"),

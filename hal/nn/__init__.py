@@ -37,7 +37,6 @@ from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import LayerNorm, RMSNorm
-from hal.nn.quantized_linear import QuantizedLinear
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
@@ -92,7 +91,6 @@ __all__ = [
     "Placement",
     "Projection",
     "QuantizedEmbedding",
-    "QuantizedLinear",
     "RMSNorm",
     "RopeParameters",
     "RotaryEmbedding",

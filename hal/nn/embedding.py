@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hal import ops
 from hal.device.group import Group
 from hal.nn.linear import OUT, Linear
-from hal.nn.low_bits import WeightOnlyLinear
 from hal.nn.weights.share import PADDED
 from hal.nn.weights.weight import Consumer, TiedUse, Weight
 
@@ -117,7 +116,7 @@ class QuantizedEmbedding(Embedding):
 
     unit: Tensor
 
-    def __init__(self, embedding: Embedding, table: WeightOnlyLinear) -> None:
+    def __init__(self, embedding: Embedding, table: Linear) -> None:
         with torch.device("meta"):
             super().__init__(embedding.vocab_size, embedding.width, embedding.multiplier)
             self.register_buffer("unit", torch.empty(1))
@@ -140,7 +139,10 @@ class QuantizedEmbedding(Embedding):
         return self.table.weight.shape[0]
 
     def _lookup(self, rows: Tensor) -> Tensor:
-        return self.table.embedding(rows, self.dtype)
+        table = self.table
+        return ops.embedding(
+            rows, table.weight, table.weight_scale, table.weight_zero_point, self.dtype, table.form
+        )
 
     def as_linear(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to logits ``[..., vocab_size]``."""

@@ -48,6 +48,8 @@ class GroupedLinear(Projection):
         fused: the layer's own name, if the checkpoint has one tensor of that name for all experts; else None.
     """
 
+    operation = "grouped_linear"
+
     def __init__(
         self,
         num_experts: int,
@@ -65,13 +67,14 @@ class GroupedLinear(Projection):
         self.fused, self.transposed, self.by_shape = transposed, transposed is not None, by_shape
         weight = torch.empty(num_experts, out_features, in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias: nn.Parameter | None
         values = nn.Parameter(torch.empty(num_experts, out_features), requires_grad=False) if bias else None
         self.register_parameter("bias", values)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
+        if self.quantized:
+            return self.kept
         weight = self.declare("weight", consumer=Consumer("grouped_linear", "weight"), fused=self.fused)
         if self.transposed:
             weight = attrs.evolve(weight, assemble=MergedTransposed(OUT, tuple(self.parts.values())))
@@ -85,7 +88,11 @@ class GroupedLinear(Projection):
             x: the rows.
             counts: the number of rows of each expert, int64 ``[num_experts]``. Rows beyond their sum are unspecified.
         """
-        return ops.grouped_linear(x, self.weight, counts, self.bias)
+        if not self.quantized:
+            return ops.grouped_linear(x, self.weight, counts, self.bias)
+        x, x_scale, dtype = self.rounded(x)
+        given = self.weight_scale, self.weight_zero_point
+        return ops.grouped_linear(x, self.weight, counts, self.bias, *given, x_scale, dtype, self.form)
 
     if TYPE_CHECKING:
         __call__ = forward

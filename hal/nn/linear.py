@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from hal.device.group import Group
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Stacked, Whole
 from hal.nn.weights.share import EQUALLY, Share
 from hal.nn.weights.weight import Consumer, Weight
+from hal.ops.forms import FLOAT, Form
 
 OUT, IN = "out_features", "in_features"
 EXPERTS, PARTS = "num_experts", "parts"
@@ -40,10 +41,29 @@ class Projection(nn.Module):
             :class:`MergedLinear`.
         merged: whether the checkpoint has the parts as one layer already, of this layer's name.
         group: the name of the group that joins the results; None if they need not be joined.
+        operation: the operation that multiplies by the weight.
+        form: the form of its weight; see :meth:`keep`.
+        by_inputs: whether ranks that divide it divide its inputs; also of experts that ranks hold whole.
+        weight: the weight, or its numbers as :func:`hal.ops.linear` takes them, in the layout that the driver prepared.
+        bias: ``[out_features]``, or as the driver prepared it; or None.
+        weight_scale: the scales, of another form than floating-point numbers.
+        weight_zero_point: the zero points, or None.
+        input_scale: of a static input ``[in_features]``, float32: one value, repeated for kernels that fuse a norm.
+        input_offset: ``[in_features]``, int32, one value, repeated; None for 0.
+        input_order: ``[in_features]``, int64: the input of each column of an ordered weight; None for the same order.
     """
 
+    operation: ClassVar[str]
     group: str | None = None
     merged: bool = False
+    form: Form = FLOAT
+    weight: Tensor
+    bias: Tensor | None
+    weight_scale: Tensor
+    weight_zero_point: Tensor | None
+    input_scale: Tensor
+    input_offset: Tensor | None
+    input_order: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +82,71 @@ class Projection(nn.Module):
         self.in_features, self.out_features, self.parts = in_features, out_features, dict(parts)
         self.shard, self.share, self.gather, self.num_experts = shard, share, gather, num_experts
         self.sizes = tuple(self.parts.values()) or (out_features,)
+        self.by_inputs = shard == IN
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its weight is not of floating-point numbers."""
+        return self.form.numbers != "float"
+
+    def keep(self, form: Form) -> None:
+        """Hold the weight in a form from now on, as buffers, so that all parameters have the compute dtype.
+
+        Called before the loader fills the tensors, which :attr:`kept` declares.
+        """
+        biased = self.bias is not None
+        for name in ("weight", "bias"):
+            delattr(self, name)
+        self.form = form
+        self.register_buffer("weight_zero_point", None)
+        for name, weight in self.kept.items():
+            assert weight.sizes is not None
+            absent = name == "bias" and not biased
+            self.register_buffer(name, None if absent else torch.empty(weight.shape(weight.sizes), dtype=weight.dtype))
+
+    @property
+    def kept(self) -> Mapping[str, Weight]:
+        """The declarations of the tensors of its form. The loader computes all but a bias of floating-point numbers."""
+        form, static = self.form, self.form.inputs == "static_int8"
+        leading = () if self.num_experts is None else (self.num_experts,)
+        rows, columns = self.out_features, self.in_features
+        scales = torch.float32 if form.scales == "float" else torch.uint8
+
+        def computed(name: str, dtype: torch.dtype, *shape: int, axes: str = f"{OUT} {IN}") -> Weight:
+            consumer = Consumer(self.operation, name) if name in ops.operation(self.operation).weights else None
+            return self.declare(None, axes, dtype=dtype, shape_of=shape or None, consumer=consumer)
+
+        found = {
+            "weight": computed("weight", form.kind.dtype, *leading, rows, form.packed(columns)),
+            "weight_scale": computed("weight_scale", scales, *leading, *form.blocks(rows, columns)),
+        }
+        if form.zero_points:
+            blocks = form.blocks(rows, columns)
+            found["weight_zero_point"] = computed("weight_zero_point", torch.int8, *leading, *blocks)
+        if static:
+            found["bias"] = computed("bias", torch.int32, axes=OUT)
+            found["input_scale"] = self.declare(None, IN, dtype=torch.float32)
+            found["input_offset"] = self.declare(None, IN, dtype=torch.int32)
+        else:
+            consumer = Consumer(self.operation, "bias")
+            found["bias"] = self.declare(
+                "bias", OUT, dtype=torch.float32, column=True, added=True, consumer=consumer
+            )
+        if form.ordered:
+            found["input_order"] = self.declare(None, IN, dtype=torch.int64)
+        return found
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype | None]:
+        """Return x as the form takes it, the scale of each token or None, and the dtype of the result."""
+        form = self.form
+        if form.ordered and self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
+        if form.inputs == "float":
+            return x, None, None
+        if form.inputs == "int8":
+            quantized, scale = ops.dynamic_quantize(x)
+            return quantized, scale, x.dtype
+        return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
 
     def declare(
         self,
@@ -172,6 +257,8 @@ class Linear(Projection):
         rows: see :class:`MergedLinear`.
     """
 
+    operation = "linear"
+
     def __init__(
         self,
         in_features: int,
@@ -186,12 +273,13 @@ class Linear(Projection):
     ) -> None:
         super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, gather=gather, rows=rows)
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its tensors."""
+        if self.quantized:
+            return self.kept
         return {
             "weight": self.declare("weight", consumer=Consumer("linear", "weight")),
             "bias": self.declare("bias", OUT, added=True),
@@ -199,7 +287,11 @@ class Linear(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of this rank if the layer is split."""
-        return self.join(ops.linear(x, self.weight, self.bias))
+        if not self.quantized:
+            return self.join(ops.linear(x, self.weight, self.bias))
+        x, x_scale, dtype = self.rounded(x)
+        given = self.weight, self.bias, self.weight_scale, self.weight_zero_point
+        return self.join(ops.linear(x, *given, x_scale, dtype, self.form))
 
     if TYPE_CHECKING:
         __call__ = forward

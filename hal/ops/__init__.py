@@ -12,20 +12,10 @@ from hal.ops.declaration.operation import Operation, activate, catalogue, fused_
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.dense_attention import scaled_dot_product_attention
 from hal.ops.experts.dispatch import expert_combine, expert_dispatch
-from hal.ops.experts.float8 import fp8_grouped_linear
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
-from hal.ops.experts.int4 import quant_grouped_linear_int4
-from hal.ops.experts.int8 import grouped_linear_int8
-from hal.ops.experts.mxfp4 import mxfp4_grouped_linear
-from hal.ops.experts.quantized import (
-    quant_expert_mlp_dynamic,
-    quant_expert_mlp_static,
-    quant_grouped_linear_dynamic,
-    quant_grouped_linear_static,
-)
+from hal.ops.experts.quantized import quant_expert_mlp_dynamic, quant_expert_mlp_static
 from hal.ops.experts.routing import expert_permute, expert_unpermute, topk_route
-from hal.ops.experts.weight_only import weight_only_grouped_linear
-from hal.ops.float8 import fp8_linear
+from hal.ops.forms import FLOAT, Form, Numbers, declare_numbers
 from hal.ops.fused_collectives import (
     all_gather_linear,
     all_reduce_add_rms_norm,
@@ -38,24 +28,25 @@ from hal.ops.fused_quantization import (
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
-from hal.ops.int4_projection import quant_linear_int4
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.packed_attention import packed_attention
 from hal.ops.projection import embedding, linear
-from hal.ops.quantization import dynamic_quantize, linear_int8, quant_linear_dynamic, quant_linear_static, quantize
+from hal.ops.quantization import dynamic_quantize, quantize
 from hal.ops.quantized_cache import quantized_paged_attention, store_quantized_kv_cache
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
-from hal.ops.weight_only import weight_only_embedding, weight_only_linear
 
 __all__ = [
+    "FLOAT",
     "FLOATING",
     "AttentionOptions",
     "Draw",
+    "Form",
     "GatedActivation",
+    "Numbers",
     "Operation",
     "Sample",
     "activate",
@@ -71,6 +62,7 @@ __all__ = [
     "catalogue",
     "causal_conv1d",
     "clipped_silu_and_mul",
+    "declare_numbers",
     "delta_rule_gates",
     "dynamic_quantize",
     "embedding",
@@ -79,8 +71,6 @@ __all__ = [
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",
-    "fp8_grouped_linear",
-    "fp8_linear",
     "fused_op",
     "gated_delta_rule",
     "gated_rms_norm",
@@ -88,16 +78,13 @@ __all__ = [
     "gelu_and_mul",
     "greedy_sample",
     "grouped_linear",
-    "grouped_linear_int8",
     "intercepted",
     "l2_norm",
     "layer_norm",
     "linear",
     "linear_all_reduce",
-    "linear_int8",
     "linear_reduce_scatter",
     "mask_logits",
-    "mxfp4_grouped_linear",
     "op",
     "operation",
     "operation_of_node",
@@ -106,12 +93,6 @@ __all__ = [
     "penalize",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",
-    "quant_grouped_linear_dynamic",
-    "quant_grouped_linear_int4",
-    "quant_grouped_linear_static",
-    "quant_linear_dynamic",
-    "quant_linear_int4",
-    "quant_linear_static",
     "quantize",
     "quantized_paged_attention",
     "reduce_scatter",
@@ -127,7 +108,4 @@ __all__ = [
     "store_kv_cache",
     "store_quantized_kv_cache",
     "topk_route",
-    "weight_only_embedding",
-    "weight_only_grouped_linear",
-    "weight_only_linear",
 ]

@@ -14,7 +14,7 @@ from hal.ops.attention import AttentionOptions, attend_to, attention_sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.float8 import float8_bits, float8_values
+from hal.ops.forms import float8_bits, float8_values
 from hal.ops.quantization import NEAR_TIES, SCALES
 
 INTEGERS, FLOAT8 = torch.int8, torch.uint8

@@ -97,10 +97,11 @@ def _open(candidate: Candidate, options: dict[str, Any]) -> Backend | _Closed:
 def _cell(operation: Operation, found: Backend | _Closed) -> str | None:
     if isinstance(found, _Closed):
         return None
+    from hal.ops.kernels.form_kernels import FormKernels
     from hal.ops.kernels.partial_kernel import PartialKernel
 
     if operation.name in found.kernels:
         source, kernel = found.sources.get(operation.name), found.kernels[operation.name]
-        lacks = kernel.lacks if isinstance(kernel, PartialKernel) else ()
+        lacks = kernel.lacks if isinstance(kernel, PartialKernel | FormKernels) else ()
         return "kernel" + (f" ({source})" if source else "") + (f" without {', '.join(lacks)}" if lacks else "")
     return "composed" if operation.fused else "reference"

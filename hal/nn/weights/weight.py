@@ -16,6 +16,7 @@ from torch import Tensor
 from hal.errors import ModelError
 from hal.nn.weights.assembly import Assembly, Whole
 from hal.nn.weights.share import EQUALLY, Share
+from hal.ops.forms import FLOAT, Form
 
 
 @attrs.frozen
@@ -33,19 +34,19 @@ class Consumer:
 
 @attrs.frozen
 class WeightUse:
-    """The use of a tensor, which a driver prepares the tensor for.
+    """The use of tensors, which a driver prepares them for.
 
     Attributes:
-        operation: the name of the unfused operation that uses it. Kernels of fused operations take the same form.
-        argument: the argument's name.
+        operation: the name of the unfused operation that uses them. Kernels of fused operations take the same form.
         dtype: the model's compute dtype, which is the dtype of the operation's floating-point results.
-        shared: whether the original tensor also stays, for another use, such as an embedding that is tied to the output
-            projection. The prepared tensor then takes additional memory.
+        form: the form of the weight, of operations that take one.
+        shared: whether the original tensors also stay, for another use, such as an embedding that is tied to the output
+            projection. The prepared tensors then take additional memory.
     """
 
     operation: str
-    argument: str
     dtype: torch.dtype
+    form: Form = FLOAT
     shared: bool = False
 
 
@@ -107,6 +108,7 @@ class Weight:
             ``{"in_features": 128}`` for a scale of 128 inputs. The last group may have fewer.
         packing: by axis, how many of its elements one number holds, such as ``{"in_features": 8}`` for eight 4-bit
             numbers in an int32. ``assemble``, ``share`` and ``sizes`` count the elements of the axis.
+        shape_of: of a tensor that the loader computes, its shape, where that does not follow from the above.
         stored: the dtypes that the checkpoint may have. By default, any floating-point one for a floating-point tensor
             that is not 8-bit, else the tensor's own. Where ``dtype`` is None, the tensor keeps the checkpoint's.
         optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
@@ -133,6 +135,7 @@ class Weight:
     sizes: tuple[int, ...] | None = None
     group_sizes: Mapping[str, int] = attrs.field(factory=dict)
     packing: Mapping[str, int] = attrs.field(factory=dict)
+    shape_of: tuple[int, ...] | None = None
     stored: tuple[torch.dtype, ...] = ()
     optional: bool = False
     column: bool = False
@@ -174,6 +177,8 @@ class Weight:
 
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a tensor with these sizes of the axes."""
+        if self.shape_of is not None:
+            return self.shape_of
         return tuple(-(-size // self.unit(axis)) for axis, size in zip(self.names, sizes, strict=True))
 
 

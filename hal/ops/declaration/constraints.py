@@ -59,7 +59,9 @@ class Constraints:
         if len(results) != len(self.results):
             return f"the call has {len(results)} results, but {len(self.results)} are declared"
         for place, (result, allowed) in enumerate(zip(results, self.result_dtypes, strict=True)):
-            if (reason := _unlike(f"result {place}", result.dtype, allowed, given, self._step(given))) is not None:
+            wanted = self._dtype(allowed, given)
+            known = allowed if wanted is None else (wanted,)
+            if (reason := _unlike(f"result {place}", result.dtype, known, given, self._step(given))) is not None:
                 return reason
         named = [
             (f"result {place}", shape, tuple(result.shape))
@@ -107,16 +109,16 @@ class Constraints:
         return None
 
     def _dtype(self, allowed: Dtypes, given: Mapping[str, Any]) -> torch.dtype | None:
-        """Return the dtype that a declaration means in a call, or None if it leaves it open."""
-        if len(allowed) > 1:
-            return None
-        each = allowed[0]
-        if each is FLOATING:
-            step = self._step(given)
-            return None if step is None else step[1]
-        found = given[each] if isinstance(each, str) else each
-        found = found.dtype if isinstance(found, Tensor) else found
-        return found if isinstance(found, torch.dtype) else None
+        """Return the dtype that a result has in a call: the first that the call gives; None if it gives none."""
+        for each in allowed:
+            if each is FLOATING:
+                step = self._step(given)
+                return None if step is None else step[1]
+            found = given[each] if isinstance(each, str) else each
+            found = found.dtype if isinstance(found, Tensor) else found
+            if isinstance(found, torch.dtype):
+                return found
+        return None
 
     def _unlike_dtype(self, given: Mapping[str, Any]) -> str | None:
         step = self._step(given)

@@ -1,7 +1,7 @@
 """The dtypes of an operation's tensors, and their syntax in a declaration.
 
 A dtype is a ``torch.dtype``; ``FLOATING``; the name of another argument, which has the same dtype, or whose value is
-the dtype; or a tuple of these, as alternatives.
+the dtype; or a tuple of these: alternatives of an argument, and of a result the first that a call gives.
 """
 
 from __future__ import annotations

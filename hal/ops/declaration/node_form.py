@@ -65,22 +65,22 @@ class NodeForm:
 
     def caller(self, overload: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Generate a function ``name`` that takes the operation's arguments and calls its node."""
-        parameters = self._declared.parameters.values()
-        header = self._declared.replace(
-            parameters=[each.replace(annotation=each.empty) for each in parameters],
-            return_annotation=inspect.Signature.empty,
-        )
-        given = list(self._declared.parameters)
+        declared = self._declared.parameters
+        namespace: dict[str, Any] = {
+            f"_default_{each.name}": each.default for each in declared.values() if each.default is not each.empty
+        }
+        header = ", ".join(f"{each}=_default_{each}" if f"_default_{each}" in namespace else each for each in declared)
+        given = list(declared)
         if self.options is not None:
             last = given.pop()
             given += [f"{last}.{field.name}" for field in attrs.fields(self.options)]
-        namespace: dict[str, Any] = {"_overload": overload}
-        exec(f"def {name}{header}:\n    return _overload({', '.join(given)})\n", namespace)
+        namespace["_overload"] = overload
+        exec(f"def {name}({header}):\n    return _overload({', '.join(given)})\n", namespace)
         return namespace[name]  # type: ignore[no-any-return]
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Return the operation's arguments of a call of its node."""
-        if kwargs:
+        if kwargs or (self.options is not None and len(args) < self._before):
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args

@@ -24,6 +24,7 @@ from hal.ops.declaration.generated_function import generate_function
 from hal.ops.declaration.node_form import NodeForm
 from hal.ops.declaration.rebind import rebind
 from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.forms import Form
 from hal.ops.kernels import kernel_table
 from hal.ops.kernels.kernel_table import Kernel, Resolver
 
@@ -147,6 +148,11 @@ class Operation:
     def schema(self) -> str:
         """The schema in torch.library."""
         return str(self.overload._schema)
+
+    @property
+    def takes_forms(self) -> bool:
+        """Whether its options are the form of its weights."""
+        return self.node_form.options is Form
 
     @cached_property
     def reference(self) -> Kernel:

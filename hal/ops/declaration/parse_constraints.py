@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -43,7 +43,8 @@ def constraints_of(
     """
     axes = _checked(what, "axes", axes, arguments, tensors, others, results)
     dtypes = _checked(what, "dtypes", dtypes, arguments, tensors, others, results)
-    sources = [name for name in arguments if others.get(name, torch.dtype) is torch.dtype]
+    kinds = {name: others.get(name, torch.dtype) for name in arguments}
+    sources = [name for name, kind in kinds.items() if torch.dtype in (kind, *get_args(kind))]
     named = [name for name in arguments if name in axes]
     if unlike := [name for name in arguments if (name in axes) != (name in dtypes)]:
         raise OperationError(

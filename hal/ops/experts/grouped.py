@@ -1,8 +1,8 @@
-"""The experts' projections, and their gated MLP."""
+"""The experts' projections, with weights in any form, and their gated MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
+from hal.ops.form_samples import drawn_bias, drawn_input, drawn_weight, result_dtype, samples_of_forms
+from hal.ops.forms import FLOAT, Form, dequantize
+from hal.ops.projection import BIAS, SCALES, WEIGHTS, ZERO_POINTS, int8_matmul
 
 
 def split_rows(draw: Draw, rows: int, num_experts: int) -> Tensor:
@@ -21,54 +24,120 @@ def split_rows(draw: Draw, rows: int, num_experts: int) -> Tensor:
     return (experts.unsqueeze(-1) == torch.arange(num_experts, device=draw.device)).sum(0)
 
 
-BIAS = ("x", torch.float32)
-"""The dtypes of a bias of experts: that of x, and that in which drivers may prepare it."""
 GROUPED = ((1, 3, 64, 96), (17, 8, 128, 64), (0, 2, 32, 16), (40, 4, 48, 80))
 """Rows, experts, in_features and out_features."""
 
 
 def _grouped_samples(draw: Draw) -> Iterator[Sample]:
+    none = None, None, None, None, FLOAT
     for rows, experts, width, out in GROUPED:
         weight, bias = draw.normal(experts, out, width, scale=width**-0.5), draw.normal(experts, out)
         counts = split_rows(draw, rows, experts)
-        yield draw.normal(rows, width), weight, counts, None
-        yield draw.normal(rows, width), weight, counts, bias
-    yield draw.normal(40, 48), weight, draw.tensor([0, 40, 0, 0], torch.int64), None
-    yield draw.normal(48, 40).t(), weight, draw.tensor([10, 0, 0, 30], torch.int64), bias  # no unit stride
+        yield draw.normal(rows, width), weight, counts, None, *none
+        yield draw.normal(rows, width), weight, counts, bias, *none
+    yield draw.normal(40, 48), weight, draw.tensor([0, 40, 0, 0], torch.int64), None, *none
+    yield draw.normal(48, 40).t(), weight, draw.tensor([10, 0, 0, 30], torch.int64), bias, *none  # no unit stride
+    for form, place, width, out in samples_of_forms():
+        rows, experts = ((1, 3), (17, 8), (0, 2), (9, 4), (6, 2), (11, 3))[place]
+        weight, scale, zero = drawn_weight(draw, form, experts, out, width, place=place)
+        x, x_scale = drawn_input(draw, form, rows, width)
+        bias = drawn_bias(draw, form, experts, out, place=place)
+        counts = split_rows(draw, rows, experts)
+        yield x, weight, counts, bias, scale, zero, x_scale, result_dtype(draw, x), form
 
 
 @op(
     samples=_grouped_samples,
     axes={
         "x": "assignments in_features",
-        "weight": "num_experts out_features in_features",
+        "weight": "num_experts out_features packed",
         "counts": "num_experts",
         "bias": "num_experts out_features",
+        "weight_scale": "num_experts row_blocks column_blocks",
+        "weight_zero_point": "num_experts row_blocks column_blocks",
+        "x_scale": "assignments",
         "return": "assignments out_features",
     },
-    dtypes={"x": FLOATING, "weight": "x", "counts": torch.int64, "bias": BIAS, "return": "x"},
+    dtypes={
+        "x": (FLOATING, torch.int8),
+        "weight": WEIGHTS,
+        "counts": torch.int64,
+        "bias": BIAS,
+        "weight_scale": SCALES,
+        "weight_zero_point": ZERO_POINTS,
+        "x_scale": torch.float32,
+        "return": (("dtype", "x"),),
+    },
     rowwise=None,
-    weights=("weight", "bias"),
+    weights=("weight", "bias", "weight_scale", "weight_zero_point"),
+    tolerance={torch.bfloat16: (1.6e-2, 1e-2)},
 )
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    form: Form = FLOAT,
+) -> Tensor:
     """Project consecutive rows with one weight per expert: ``x[rows of e] @ weight[e].T + bias[e]``.
 
-    Accumulated in float32 and rounded to x's dtype.
+    Accumulated and rounded as :func:`linear` does.
 
     Args:
-        x: ``[assignments, in_features]``, floating, sorted by expert.
-        weight: ``[num_experts, out_features, in_features]``, of x's dtype, in the layout that the driver prepared.
+        x: ``[assignments, in_features]``, floating or int8, sorted by expert.
+        weight: ``[num_experts, out_features, in_features]``, or numbers as :func:`linear` takes them; in the layout
+            that the driver prepared.
         counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is at most the number of rows.
-        bias: ``[num_experts, out_features]``, of x's dtype, or float32 if the driver prepared it; or None.
+        bias: ``[num_experts, out_features]``, as in :func:`linear`, or None.
+        weight_scale: ``[num_experts, blocks of rows, blocks of columns]``; None of floating-point weights.
+        weight_zero_point: of the same shape; None for 0.
+        x_scale: ``[assignments]``, float32; None of a static or floating-point input.
+        dtype: the dtype of the result; None for that of x.
+        form: the form of each expert's weight.
 
     Returns:
-        ``[assignments, out_features]``, of x's dtype. Rows beyond the sum of the counts are unspecified.
+        ``[assignments, out_features]``, of dtype. Rows beyond the sum of the counts are unspecified.
     """
-    owner = row_experts(x, counts)
-    output = x.new_zeros(x.shape[0], weight.shape[1])
-    for expert in range(weight.shape[0]):
-        product = functional.linear(x, weight[expert], None if bias is None else bias[expert].to(x.dtype))
-        output = torch.where(owner == expert, product, output)
+    if weight_scale is None:
+        return by_expert(
+            x, counts, lambda e: functional.linear(x, weight[e], None if bias is None else bias[e].to(x.dtype))
+        )
+    added = bias
+    if form.exact:
+        sums = by_expert(x, counts, lambda e: _integer_sums(x, weight[e], bias, e))
+        values = sums.float() * _of_rows(weight_scale.squeeze(-1), x, counts)
+        added = None if bias is None or bias.dtype is torch.int32 else bias
+    else:
+        wide = dequantize(form, weight, weight_scale, weight_zero_point)
+        values = by_expert(x, counts, lambda e: functional.linear(x.float(), wide[e]))
+    if x_scale is not None:
+        values = values * x_scale.unsqueeze(-1)
+    if added is not None:
+        values = values + _of_rows(added, x, counts)
+    return values.to(dtype or x.dtype)
+
+
+def _integer_sums(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    sums = int8_matmul(x, weight)
+    return sums + bias[expert] if bias is not None and bias.dtype is torch.int32 else sums
+
+
+def _of_rows(factors: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """Return for each row of x what its expert has."""
+    return factors[row_experts(x, counts).squeeze(-1).clamp(max=factors.shape[0] - 1)]
+
+
+def by_expert(x: Tensor, counts: Tensor, product: Callable[[int], Tensor]) -> Tensor:
+    """Return for each row of x that of its expert's product, zeros for rows without an expert."""
+    owner, output = row_experts(x, counts), None
+    for expert in range(counts.shape[0]):
+        found = product(expert)
+        output = torch.where(owner == expert, found, torch.zeros_like(found) if output is None else output)
+    assert output is not None
     return output
 
 
@@ -115,8 +184,8 @@ def _mlp_samples(draw: Draw) -> Iterator[Sample]:
         "down": "x",
         "weights": ("x", torch.float32),
         "experts": torch.int32,
-        "gate_up_bias": BIAS,
-        "down_bias": BIAS,
+        "gate_up_bias": ("x", torch.float32),
+        "down_bias": ("x", torch.float32),
         "return": "x",
     },
     rowwise="tokens",

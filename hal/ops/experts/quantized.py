@@ -8,134 +8,16 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration.dtypes import FLOATING
-from hal.ops.declaration.operation import fused_op, op
+from hal.ops.declaration.operation import fused_op
 from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.experts.grouped import GROUPED, row_experts, split_rows
+from hal.ops.experts.grouped import grouped_linear
 from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
+from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC
 from hal.ops.fused_quantization import ROUNDED_BEFORE, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
-from hal.ops.quantization import dynamic_quantize, int8_matmul, quantize
+from hal.ops.quantization import dynamic_quantize, quantize
 
 SCALES = (torch.float32, torch.bfloat16)
 """Dtypes of weights' scales: float32, or bfloat16 where a driver prepared them so."""
-
-
-def quantized_projections(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield x, the weights, a scale per output, and the rows of each expert."""
-    for rows, experts, width, out in GROUPED:
-        x = draw.integers(-128, 128, rows, width, dtype=torch.int8)
-        weight = draw.integers(-127, 128, experts, out, width, dtype=torch.int8)
-        scale = draw.integers(50, 200, experts, out, dtype=torch.int64).float() * 1e-6
-        yield x, weight, scale, split_rows(draw, rows, experts)
-    yield x, weight, scale, draw.tensor([0, 40, 0, 0], torch.int64)
-
-
-def _static_samples(draw: Draw) -> Iterator[Sample]:
-    for x, weight, scale, counts in quantized_projections(draw):
-        bias = draw.integers(-(2**20), 2**20, *scale.shape, dtype=torch.int32)
-        yield x, weight, scale, None, counts, draw.dtype
-        yield x, weight, scale, bias, counts, draw.dtype
-
-
-@op(
-    samples=_static_samples,
-    axes={
-        "x": "assignments in_features",
-        "weight": "num_experts out_features in_features",
-        "deq_scale": "num_experts out_features",
-        "quant_bias": "num_experts out_features",
-        "counts": "num_experts",
-        "return": "assignments out_features",
-    },
-    dtypes={
-        "x": torch.int8,
-        "weight": torch.int8,
-        "deq_scale": SCALES,
-        "quant_bias": torch.int32,
-        "counts": torch.int64,
-        "return": "dtype",
-    },
-    rowwise=None,
-    weights=("weight", "deq_scale"),
-)
-def quant_grouped_linear_static(
-    x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, counts: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Project consecutive rows as :func:`quant_linear_static` does, with one weight per expert.
-
-    Args:
-        x: ``[assignments, in_features]``, int8, sorted by expert.
-        weight: ``[num_experts, out_features, in_features]``, int8, in the layout that the driver prepared.
-        deq_scale: ``[num_experts, out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it.
-        quant_bias: ``[num_experts, out_features]``, int32, or None.
-        counts: as in :func:`grouped_linear`.
-        dtype: the dtype of the result, floating.
-
-    Returns:
-        ``[assignments, out_features]``, of dtype; rows beyond the counts are unspecified.
-    """
-    owner = row_experts(x, counts)
-    sums = _grouped_product(x, weight, owner)
-    known = owner.squeeze(-1).clamp(max=weight.shape[0] - 1)
-    if quant_bias is not None:
-        sums = sums + quant_bias[known]
-    return (sums.float() * deq_scale[known]).to(dtype)
-
-
-def _dynamic_samples(draw: Draw) -> Iterator[Sample]:
-    for x, weight, scale, counts in quantized_projections(draw):
-        x_scale = draw.integers(50, 200, x.shape[0], dtype=torch.int64).float() * 1e-2
-        yield x, x_scale, weight, scale, counts, draw.dtype
-
-
-@op(
-    samples=_dynamic_samples,
-    axes={
-        "x": "assignments in_features",
-        "x_scale": "assignments",
-        "weight": "num_experts out_features in_features",
-        "weight_scale": "num_experts out_features",
-        "counts": "num_experts",
-        "return": "assignments out_features",
-    },
-    dtypes={
-        "x": torch.int8,
-        "x_scale": torch.float32,
-        "weight": torch.int8,
-        "weight_scale": SCALES,
-        "counts": torch.int64,
-        "return": "dtype",
-    },
-    rowwise=None,
-    weights=("weight", "weight_scale"),
-)
-def quant_grouped_linear_dynamic(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Project consecutive rows as :func:`quant_linear_dynamic` does, with one weight per expert.
-
-    Args:
-        x: ``[assignments, in_features]``, int8, sorted by expert.
-        x_scale: ``[assignments]``, float32.
-        weight: ``[num_experts, out_features, in_features]``, int8, in the layout that the driver prepared.
-        weight_scale: ``[num_experts, out_features]``, float32, or as :meth:`hal.Backend.prepare_weight` returned it.
-        counts: as in :func:`grouped_linear`.
-        dtype: the dtype of the result, floating.
-
-    Returns:
-        ``[assignments, out_features]``, of dtype; rows beyond the counts are unspecified.
-    """
-    owner = row_experts(x, counts)
-    known = owner.squeeze(-1).clamp(max=weight.shape[0] - 1)
-    values = _grouped_product(x, weight, owner).float() * weight_scale[known] * x_scale.unsqueeze(-1)
-    return values.to(dtype)
-
-
-def _grouped_product(x: Tensor, weight: Tensor, owner: Tensor) -> Tensor:
-    """Return the product of each row with its expert's weight, int32."""
-    output = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.int32, device=x.device)
-    for expert in range(weight.shape[0]):
-        output = torch.where(owner == expert, int8_matmul(x, weight[expert]), output)
-    return output
 
 
 def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
@@ -146,7 +28,7 @@ def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor
         sizes = (2 * width, hidden), (hidden, width)
         weights = [draw.integers(-127, 128, num_experts, *size, dtype=torch.int8) for size in sizes]
         scales = [
-            draw.integers(50, 200, num_experts, out, dtype=torch.int64).float() * 1e-2 / 127 * width**-0.5
+            draw.integers(50, 200, num_experts, out, 1).float() * 1e-2 / 127 * width**-0.5
             for out, width in sizes
         ]
         x, scores = draw.normal(tokens, hidden), draw.normal(tokens, top_k).abs()
@@ -174,9 +56,9 @@ def _mlp_dynamic_samples(draw: Draw) -> Iterator[Sample]:
     axes={
         "x": "tokens hidden",
         "gate_up": "num_experts merged hidden",
-        "gate_up_scale": "num_experts merged",
+        "gate_up_scale": "num_experts merged 1",
         "down": "num_experts hidden merged//2",
-        "down_scale": "num_experts hidden",
+        "down_scale": "num_experts hidden 1",
         "weights": "tokens top_k",
         "experts": "tokens top_k",
         "return": "tokens hidden",
@@ -209,9 +91,9 @@ def quant_expert_mlp_dynamic(
     Args:
         x: ``[tokens, hidden]``, floating.
         gate_up: ``[num_experts, 2 * width, hidden]``, int8, in the layout that the driver prepared.
-        gate_up_scale: ``[num_experts, 2 * width]``, float32, or as the driver prepared it.
+        gate_up_scale: ``[num_experts, 2 * width, 1]``, float32, or as the driver prepared it.
         down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
-        down_scale: ``[num_experts, hidden]``, float32, or as the driver prepared it.
+        down_scale: ``[num_experts, hidden, 1]``, float32, or as the driver prepared it.
         weights: ``[tokens, top_k]``, of x's dtype, or float32.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
 
@@ -220,9 +102,9 @@ def quant_expert_mlp_dynamic(
     """
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
     quantized, scale = dynamic_quantize(rows)
-    merged = quant_grouped_linear_dynamic(quantized, scale, gate_up, gate_up_scale, counts, x.dtype)
+    merged = grouped_linear(quantized, gate_up, counts, None, gate_up_scale, None, scale, x.dtype, INT8_DYNAMIC)
     quantized, scale = silu_and_mul_dynamic_quantize(merged)
-    output = quant_grouped_linear_dynamic(quantized, scale, down, down_scale, counts, x.dtype)
+    output = grouped_linear(quantized, down, counts, None, down_scale, None, scale, x.dtype, INT8_DYNAMIC)
     return expert_unpermute(output, positions, weights)
 
 
@@ -240,7 +122,7 @@ def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
             if not bias:  # the other form of a scale
                 scale, down_input = scale[:1].clone(), down_input[:1].clone()
             biases = [
-                draw.integers(-500, 500, *each.shape, dtype=torch.int32) if bias else None
+                draw.integers(-500, 500, *each.shape[:2], dtype=torch.int32) if bias else None
                 for each in (gate_up_scale, down_scale)
             ]
             yield (
@@ -267,12 +149,12 @@ def _mlp_static_samples(draw: Draw) -> Iterator[Sample]:
         "scale": "channels=1|hidden",
         "offset": "channels",
         "gate_up": "num_experts merged hidden",
-        "gate_up_scale": "num_experts merged",
+        "gate_up_scale": "num_experts merged 1",
         "gate_up_bias": "num_experts merged",
         "down_input_scale": "down_channels=1|merged//2",
         "down_input_offset": "down_channels",
         "down": "num_experts hidden merged//2",
-        "down_scale": "num_experts hidden",
+        "down_scale": "num_experts hidden 1",
         "down_bias": "num_experts hidden",
         "weights": "tokens top_k",
         "experts": "tokens top_k",
@@ -320,12 +202,12 @@ def quant_expert_mlp_static(
         scale: as in :func:`quantize`, for x.
         offset: as in :func:`quantize`, for x.
         gate_up: ``[num_experts, 2 * width, hidden]``, int8, in the layout that the driver prepared.
-        gate_up_scale: ``deq_scale`` of :func:`quant_grouped_linear_static`, ``[num_experts, 2 * width]``.
+        gate_up_scale: ``[num_experts, 2 * width, 1]``, which includes the scale of x.
         gate_up_bias: ``[num_experts, 2 * width]``, int32, or None.
         down_input_scale: as in :func:`quantize`, for the activations.
         down_input_offset: as in :func:`quantize`, for the activations.
         down: ``[num_experts, hidden, width]``, int8, in the layout that the driver prepared.
-        down_scale: ``deq_scale`` of :func:`quant_grouped_linear_static`, ``[num_experts, hidden]``.
+        down_scale: ``[num_experts, hidden, 1]``, which includes the scale of the activations.
         down_bias: ``[num_experts, hidden]``, int32, or None.
         weights: ``[tokens, top_k]``, of x's dtype, or float32.
         experts: ``[tokens, top_k]``, int32, from 0 to ``num_experts - 1``.
@@ -335,7 +217,9 @@ def quant_expert_mlp_static(
     """
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
     quantized = quantize(rows, scale, offset)
-    merged = quant_grouped_linear_static(quantized, gate_up, gate_up_scale, gate_up_bias, counts, x.dtype)
+    merged = grouped_linear(
+        quantized, gate_up, counts, gate_up_bias, gate_up_scale, None, None, x.dtype, INT8_STATIC
+    )
     activated = silu_and_mul_quantize(merged, down_input_scale, down_input_offset)
-    output = quant_grouped_linear_static(activated, down, down_scale, down_bias, counts, x.dtype)
+    output = grouped_linear(activated, down, counts, down_bias, down_scale, None, None, x.dtype, INT8_STATIC)
     return expert_unpermute(output, positions, weights)

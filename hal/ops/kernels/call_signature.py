@@ -7,6 +7,7 @@ from typing import Any
 
 from hal.errors import OperationError
 from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.partial_kernel import PartialKernel
 from hal.ops.kernels.prepared_arguments import PreparingKernel
 
@@ -18,13 +19,14 @@ def check_kernel(driver: str, operation: Operation, kernel: Any) -> None:
             f"the kernel of {driver} for {operation.name} is {kernel!r}, which is not callable",
             "pass a callable, or remove the entry",
         )
-    if isinstance(kernel, PartialKernel):
+    if isinstance(kernel, PartialKernel | FormKernels):
         if kernel.operation is not operation:
             raise OperationError(
                 f"the kernel of {driver} for {operation.name} is one for {kernel.operation.name}",
                 f"register it under {kernel.operation.name}",
             )
-        for each in (kernel.kernel, kernel.otherwise or operation.body):
+        own = [kernel.kernel] if isinstance(kernel, PartialKernel) else [each for _, each in kernel.kernels]
+        for each in (*own, kernel.otherwise or operation.body):
             check_kernel(driver, operation, each)
         return
     names = list(operation.signature.parameters)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.declaration.operation import operation
-from hal.ops.float8 import widen
+from hal.ops.forms import FLOAT, Form, dequantize
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
-from hal.ops.weight_only import dequantize
+from hal.ops.projection import project
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,31 +72,40 @@ def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
     return logits.masked_fill(banned.flatten(1)[:, : logits.shape[-1]], float("-inf"))
 
 
-def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Convert the weight to x's dtype, and multiply in it."""
-    wide = (weight * weight_scale.unsqueeze(-1)).to(x.dtype)
-    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
-
-
-def weight_only_linear(
+def linear(
     x: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
+    bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    form: Form = FLOAT,
 ) -> Tensor:
-    """Widen the weight to x's dtype, and multiply in it."""
-    wide = dequantize(weight, weight_scale, weight_zero_point, group_size).to(x.dtype)
+    """Call torch's ``linear``, after widening a weight of another form to x's dtype."""
+    if weight_scale is None:
+        return functional.linear(x, weight, bias)
+    if not x.is_floating_point():
+        return project(x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype, form)
+    wide = dequantize(form, weight, weight_scale, weight_zero_point).to(x.dtype)
     return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
 
 
-def fp8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, block_rows: int, block_columns: int
+def embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    form: Form = FLOAT,
 ) -> Tensor:
-    """Widen the weight to x's dtype, and multiply in it."""
-    wide = widen(weight, weight_scale, block_rows, block_columns).to(x.dtype)
-    return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+    """Call torch's ``embedding``, or compute the rows of another form as the reference does."""
+    if weight_scale is None:
+        return functional.embedding(token_ids, weight)
+    return _EMBEDDING.reference(token_ids, weight, weight_scale, weight_zero_point, dtype, form)  # type: ignore[no-any-return]
+
+
+_EMBEDDING = operation("embedding")
 
 
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -145,46 +154,47 @@ def scaled_dot_product_attention(
 
 KERNELS: dict[str, Kernel] = {
     "add_rms_norm": add_rms_norm,
-    "embedding": functional.embedding,
-    "fp8_linear": fp8_linear,
+    "embedding": embedding,
     "gelu": gelu,
     "greedy_sample": greedy_sample,
     "layer_norm": layer_norm,
-    "linear": functional.linear,
-    "linear_int8": linear_int8,
+    "linear": linear,
     "mask_logits": mask_logits,
     "penalize": penalize,
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
-    "weight_only_embedding": operation("weight_only_embedding").reference,
-    "weight_only_linear": weight_only_linear,
 }
 """Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""
 
 
-def int8_projections(product: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Kernel]:
-    """Return kernels for ``quant_linear_static`` and ``quant_linear_dynamic`` that use a product of int8 matrices.
+def integer_linear(product: Callable[[Tensor, Tensor], Tensor]) -> Kernel:
+    """Return a kernel of ``linear`` for the forms that are exact, with a product of int8 matrices.
 
     Args:
         product: returns ``x @ weight.T`` exactly, in int32, as a new tensor ``[..., out_features]``, from
             ``[..., in_features]`` and ``[out_features, in_features]``, both int8.
     """
 
-    def quant_linear_static(
-        x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
+    def linear(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_scale: Tensor,
+        weight_zero_point: Tensor | None,
+        x_scale: Tensor | None,
+        dtype: torch.dtype | None,
+        form: Form,
     ) -> Tensor:
         sums = product(x, weight)
-        if quant_bias is not None:
-            sums += quant_bias
-        return (sums * deq_scale).to(dtype)
-
-    def quant_linear_dynamic(
-        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        values = (product(x, weight) * weight_scale).mul_(x_scale.unsqueeze(-1))
+        if bias is not None and bias.dtype is torch.int32:
+            sums += bias
+            bias = None
+        values = sums * weight_scale.view(-1)
+        if x_scale is not None:
+            values.mul_(x_scale.unsqueeze(-1))
         if bias is not None:
             values += bias
         return values.to(dtype)
 
-    return {"quant_linear_dynamic": quant_linear_dynamic, "quant_linear_static": quant_linear_static}
+    return linear

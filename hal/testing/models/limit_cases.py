@@ -50,7 +50,7 @@ def _dtype(target: Target, dtype: torch.dtype) -> None:
     """Check tensors and ``linear`` in a dtype."""
     backend = target.open(dtype=dtype_name(dtype))
     x = torch.ones(4, 64, dtype=dtype, device=backend.device.torch)
-    weight = backend.prepare_weight(x[:3].clone(), WeightUse("linear", "weight", dtype))
+    weight = backend.prepare_weights({"weight": x[:3].clone()}, WeightUse("linear", dtype))["weight"]
     with torch.inference_mode():
         result: Tensor = backend.ops.linear(x, weight, None)
     require(result.dtype == dtype, f"linear returns {result.dtype} for {dtype}")

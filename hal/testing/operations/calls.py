@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from hal.ops.declaration.axes import LEADING, STEP_AXES, Shape
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.samples import Draw, Sample
+from hal.ops.forms import FLOAT
 
 Transform = Callable[[Sample], Sample]
 
@@ -60,23 +62,21 @@ def calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
     for number in range(sample_count(operation)):
         yield Call(operation, dtype, number, f"sample-{number}")
     yield Call(operation, dtype, largest_sample(operation), "rows-apart", partial(rows_apart, operation))
-    several = with_rows(operation)
-    if several is None or operation.host:  # host lengths would not match the changed number of rows
+    if operation.host:  # host lengths would not match the changed number of rows
         return
-    for count in (1, 0):
-        yield Call(operation, dtype, several, f"rows-{count}", partial(first_rows, operation, count))
-    yield Call(operation, dtype, several, "large", partial(scaled, operation, 4096.0))
+    for form, several in with_rows(operation).items():
+        for count in (1, 0):
+            yield Call(operation, dtype, several, f"{form}rows-{count}", partial(first_rows, operation, count))
+        yield Call(operation, dtype, several, f"{form}large", partial(scaled, operation, 4096.0))
 
 
 def special_calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
     """Yield a call with NaN and a call with infinity in one row, if the operation has floating-point results."""
-    number = with_rows(operation)
-    if number is None:
-        return
-    sample = nth_sample(operation, Draw(), number)
-    if first_floating(operation, sample) is not None and _floats(reference(operation, clone_tensors(sample))):
-        for name, value in (("nan", float("nan")), ("infinity", float("inf"))):
-            yield Call(operation, dtype, number, name, partial(with_special, operation, value))
+    for form, number in with_rows(operation).items():
+        sample = nth_sample(operation, Draw(), number)
+        if first_floating(operation, sample) is not None and _floats(reference(operation, clone_tensors(sample))):
+            for name, value in (("nan", float("nan")), ("infinity", float("inf"))):
+                yield Call(operation, dtype, number, f"{form}{name}", partial(with_special, operation, value))
 
 
 @lru_cache(maxsize=512)
@@ -87,13 +87,18 @@ def largest_sample(operation: Operation) -> int:
 
 
 @lru_cache(maxsize=512)
-def with_rows(operation: Operation) -> int | None:
-    """Return the index of the first sample with several rows, or None if the operation is not row-wise."""
+def with_rows(operation: Operation) -> Mapping[str, int]:
+    """Return the index of the first sample with several rows, of each form of weights, by what names of calls add.
+
+    Empty if the operation is not row-wise.
+    """
+    found: dict[str, int] = {}
     for number, sample in enumerate(operation.samples(Draw())):
+        form = f"{sample[-1]}, " if operation.takes_forms and sample[-1] != FLOAT else ""
         places = row_dims(operation, sample)
         if any(sample[place].shape[dim] > 1 for place, dim in places.items()):
-            return number
-    return None
+            found.setdefault(form, number)
+    return MappingProxyType(found)
 
 
 def row_dims(operation: Operation, sample: Sample) -> dict[int, int]:

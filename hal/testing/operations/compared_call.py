@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hal.drivers.backend import Backend
 from hal.nn import WeightUse
 from hal.ops.declaration.operation import Operation
+from hal.ops.forms import FLOAT
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.tolerance import error
 from hal.testing.case import Failure
@@ -24,9 +25,13 @@ MARGIN = 64
 def prepare_weights(backend: Backend, operation: Operation, given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Return the arguments with weights in the backend's form, as after loading a model."""
     values = dict(zip(operation.signature.parameters, given, strict=True))
-    for name in operation.weights:
-        if values[name] is not None:
-            values[name] = backend.prepare_weight(values[name].clone(), WeightUse(operation.prepared_as, name, dtype))
+    form = given[-1] if operation.takes_forms else FLOAT
+    if form == FLOAT and operation.prepared_as != operation.name:
+        return list(given)  # a table in floating point is looked up as it was loaded
+    weights = {name: values[name].clone() for name in operation.weights if values[name] is not None}
+    together = [weights] if form != FLOAT else [{name: each} for name, each in weights.items()]
+    for each in together:
+        values |= backend.prepare_weights(each, WeightUse(operation.prepared_as, dtype, form))
     return list(values.values())
 
 

@@ -151,7 +151,8 @@ def _fill(
                 piece.put(tensor, 0, sources[piece.source][taken])
         placed, consumer = tensor.to(backend.device.torch), binding.weight.consumer
         if consumer is not None:
-            placed = backend.prepare_weight(placed, WeightUse(consumer.operation, consumer.argument, dtype))
+            name = consumer.argument
+            placed = backend.prepare_weights({name: placed}, WeightUse(consumer.operation, dtype))[name]
         set_tensor(binding.module, binding.name, placed)
 
 

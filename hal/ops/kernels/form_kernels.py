@@ -1,0 +1,91 @@
+"""Kernels that take weights of some forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from hal.errors import OperationError
+from hal.ops.declaration.operation import Operation, operation
+from hal.ops.forms import FLOAT, Form
+from hal.ops.kernels.kernel_table import Kernel
+
+Takes = Callable[[Form], bool]
+"""Returns whether a kernel takes weights of a form."""
+
+
+def plain(form: Form) -> bool:
+    """Return whether a form is that of floating-point weights, which have no scales."""
+    return form == FLOAT
+
+
+@attrs.frozen(eq=False)
+class FormKernels:
+    """The kernels of an operation, by the forms of weights that they take.
+
+    Attributes:
+        operation: the operation, given by its name: ``linear``, ``grouped_linear``, ``embedding`` or another whose
+            options are a :class:`hal.ops.Form`.
+        kernels: which forms each takes, and the kernel, which takes the operation's arguments by position. The first
+            that takes the form of a call runs.
+        otherwise: the kernel of weights in other forms; None for the operation's body.
+
+    Raises:
+        OperationError: the operation takes no form.
+    """
+
+    operation: Operation = attrs.field(converter=operation)
+    kernels: Sequence[tuple[Takes, Kernel]]
+    otherwise: Kernel | None = None
+    _known: dict[Form, Kernel | None] = attrs.field(factory=dict, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.operation.takes_forms:
+            raise OperationError(
+                f"kernels for forms of weights are given for {self.operation.name}, which takes none",
+                "register one kernel, or a hal.vendor.PartialKernel",
+            )
+
+    def taking(self, form: Form) -> Kernel | None:
+        """Return the kernel that takes weights of a form, or None."""
+        if form not in self._known:
+            self._known[form] = next((kernel for takes, kernel in self.kernels if takes(form)), None)
+        return self._known[form]
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """The options that no kernel supports: none that has a name; see :meth:`unsupported`."""
+        return ()
+
+    def unsupported(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the form of a call, as text, if no kernel takes it.
+
+        Args:
+            arguments: those of the operation's graph node, by name.
+        """
+        form = Form(*(arguments[each.name] for each in attrs.fields(Form)))
+        return (str(form),) if self.taking(form) is None else ()
+
+    def bound(self, body: Kernel) -> Callable[..., Any]:
+        """Return a function of the operation's arguments that chooses the kernel of each call.
+
+        Its attribute ``chosen`` is a function of the same arguments that returns the kernel.
+
+        Args:
+            body: runs the operation's body.
+        """
+        known, other = dict[Form, Kernel](), self.otherwise or body
+
+        def chosen(*arguments: Any) -> Kernel:
+            form = arguments[-1]
+            if (found := known.get(form)) is None:
+                found = known[form] = self.taking(form) or other
+            return found
+
+        def run(*arguments: Any, **out: Any) -> Any:
+            return chosen(*arguments)(*arguments, **out)
+
+        run.chosen = chosen  # type: ignore[attr-defined]
+        return run
