@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from hal.checkpoint.cache_dtype import check_cache_dtype, check_scales, quantize_cache
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import AUTO as AUTO_WEIGHTS
-from hal.checkpoint.converted_weights import weights_bytes
 from hal.checkpoint.driver_layers import put_layers
 from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.gguf.packed_layers import pack_layers
 from hal.checkpoint.model_registry import check_model_class, make_model
 from hal.checkpoint.model_sources import AUTO, find_model_class
-from hal.checkpoint.quantized_layers import QuantizedLayer, check_divisible, quantize_layers
+from hal.checkpoint.quantized_layers import AUTO as AUTO_WEIGHTS
+from hal.checkpoint.quantized_layers import TARGETS, QuantizedLayer, quantize_layers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
 from hal.checkpoint.validate import check_fit, check_tied, check_values
@@ -35,6 +34,7 @@ from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, Experts
 from hal.parallel.mesh import Mesh
+from hal.quantization.forms import name_of
 
 log = logging.getLogger("hal.checkpoint")
 
@@ -61,7 +61,7 @@ def load_model(
 ) -> CausalLM:
     """Load a checkpoint onto a backend's device.
 
-    Quantized layers stay quantized: the layers of their schemes replace the linear ones. If the backend replaces layers
+    Quantized layers stay quantized: they hold the checkpoint's form. If the backend replaces layers
     (``Backend.layers``), the model contains the replacements, and runs on that backend only.
 
     Args:
@@ -104,7 +104,6 @@ def load_model(
     mode, mesh = backend.config.parallel.experts, backend.mesh
     if mode != "split" and mesh.size > 1:
         distribute_experts(model, mode, mesh)
-    check_divisible(quantized, mesh.tensor.size)
     bindings = _stored_bindings(model, quantized, checkpoint)
     check_fit(checkpoint, model, bindings)
     check_tied(checkpoint, model, dtype)
@@ -163,7 +162,6 @@ def build_model(
     model, checkpoint, quantized = _build(checkpoint, model_class, source, quantized_weights, cache_dtype, limits)
     check_fit(checkpoint, model, _stored_bindings(model, quantized, checkpoint))
     if tensor.size > 1:
-        check_divisible(quantized, tensor.size)
         shrink(model, Mesh(tensor=tensor))
     return model
 
@@ -181,12 +179,11 @@ def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str =
         CheckpointError: the checkpoint is damaged, or does not fit its architecture.
         ModelError: the model class cannot be imported, or is not a CausalLM.
     """
-    model, _, quantized = _build(checkpoint, None, source, AUTO_WEIGHTS, "auto")
+    model, _, _ = _build(checkpoint, None, source, AUTO_WEIGHTS, "auto")
     mesh = Mesh.planned(parallel.tensor, parallel.data, experts=parallel.experts != "split")
     try:
         if parallel.experts != "split":
             distribute_experts(model, parallel.experts, mesh)
-        check_divisible(quantized, mesh.tensor.size)
         shrink(model, mesh)
     finally:
         mesh.close()
@@ -232,15 +229,16 @@ def _with_head(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _log_conversion(quantized: Mapping[str, QuantizedLayer], computing: torch.dtype) -> None:
     """Log what a conversion of quantized weights does to their size."""
-    converted = {each: each.conversion.target for each in quantized.values() if each.conversion is not None}
+    converted = [each for each in quantized.values() if each.converted]
     if converted:
-        after = sum(weights_bytes(each.module, computing) for each in converted)
-        before = sum(weights_bytes(each.described, computing) for each in converted)
+        after = sum(each.module.nbytes(each.module.form, computing) for each in converted)
+        before = sum(each.module.nbytes(each.stored_as.form, computing) for each in converted)
+        targets = {name for name, form in TARGETS.items() if any(each.module.form == form for each in converted)}
         log.info(
             "the weights of %d quantized layers (%s) become %s: %d MiB in place of %d MiB",
             len(converted),
-            ", ".join(sorted({each.scheme.name for each in converted})),
-            " and ".join(sorted(set(converted.values()))),
+            ", ".join(sorted({name_of(each.stored_as.form) for each in converted})),
+            " and ".join(sorted(targets)),
             after >> 20,
             before >> 20,
         )

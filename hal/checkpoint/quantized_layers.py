@@ -1,74 +1,78 @@
-"""Quantized layers of a model during loading: they replace linear layers, and their schemes finish them."""
+"""Quantized layers of a model during loading: which they are, the form that each keeps, and what reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 import attrs
 import torch
+from torch import nn
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import AUTO, DEQUANTIZED, KEPT, Conversion
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.limits import UNLIMITED, Limits
-from hal.errors import CheckpointError, ConfigError, ModelError
-from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, QuantizedLinear, Weight
+from hal.errors import CheckpointError, ConfigError
+from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
 from hal.nn.linear import EXPERTS
 from hal.nn.weights.share import EQUALLY
 from hal.nn.weights.weight import source_name
+from hal.ops.forms import FLOAT, Form
 from hal.parallel.mesh import Mesh
-from hal.quantization.checkpoint_format import CheckpointFormat, Quantization
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.scheme import Scheme
+from hal.quantization.checkpoint_format import Quantization
+from hal.quantization.conversion import converted
+from hal.quantization.forms import INT8, INT8_DYNAMIC, check_width, name_of
+from hal.quantization.stored_layer import StoredAs, StoredLayer, Tensors
+
+AUTO: Final = "auto"
+KEPT: Final = "kept"
+TARGETS: Final[Mapping[str, Form]] = {"dequantized": FLOAT, "w8a16": INT8, "w8a8_dynamic": INT8_DYNAMIC}
+"""The forms that ``quantized_weights`` converts weights to."""
 
 
-def linear_layers(model: CausalLM) -> Iterator[tuple[str, Linear | GroupedLinear]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     """Yield the layers that a checkpoint quantizes by default: all linear ones except the output projection."""
+    output = getattr(model, "output_projection", None)
     for path, module in model.named_modules():
         ours = type(module) in (Linear, MergedLinear, GroupedLinear)  # A subclass computes something else, and stays.
-        if isinstance(module, Linear | GroupedLinear) and ours and path.rpartition(".")[2] != model.output_projection:
+        if isinstance(module, Linear | GroupedLinear) and ours and path.rpartition(".")[2] != output:
             yield path, module
 
 
 def part_names(path: str, layer: Linear | GroupedLinear) -> tuple[str, ...]:
     """Return the names of the checkpoint's layers that make up ``layer``, at ``path`` in the model."""
-    return tuple(source_name(path, each).rpartition(".")[0] for each in layer.weights["weight"].sources)
+    return tuple(source_name(path, each).rpartition(".")[0] for each in layer.declare_stored("weight").sources)
 
 
 @attrs.frozen(eq=False)
 class QuantizedLayer:
-    """A layer of a model that a scheme has replaced.
+    """A layer of a model whose weight the checkpoint keeps in another form.
 
     Attributes:
-        module: the layer that the model runs.
+        module: the layer, which holds the form that it computes with.
         names: the names of its parts in the checkpoint.
-        scheme: the checkpoint's scheme.
-        representation: how the checkpoint stores it.
-        described: the layer that the scheme made: the same, unless weights are converted.
-        conversion: the conversion of the weights, or None.
+        stored_as: the form of the stored weight, and what reads it.
     """
 
-    module: Any
+    module: Linear | GroupedLinear
     names: tuple[str, ...]
-    scheme: Scheme
-    representation: Representation
-    described: Any
-    conversion: Conversion | None = None
+    stored_as: StoredAs
+
+    @property
+    def converted(self) -> bool:
+        """Whether the weight is converted to another form when it is loaded."""
+        return self.module.form != self.stored_as.form
 
     @property
     def declared(self) -> Mapping[str, Weight]:
         """The declarations of the layer's own tensors."""
-        found: Mapping[str, Weight] = getattr(self.module, "weights", {})
-        return found
+        return self.module.weights
 
-    def _shared(self) -> Any:
-        """Return the layer that the scheme made, shared by ranks as the model's is."""
-        if self.described is not self.module:
-            for name in ("shard", "sizes"):
-                setattr(self.described, name, getattr(self.module, name))
-        return self.described
+    def holds(self, name: str, weight: Weight) -> bool:
+        """Return whether a tensor that is read is the layer's own, so that it is assembled on the device."""
+        mine = self.declared.get(name)
+        return not self.converted and name in ("weight", "bias") and mine is not None and mine.dtype == weight.dtype
 
     def stored(self, path: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Weight]:
         """Return the declarations of the tensors to read, with the dtypes that they have in the checkpoint.
@@ -77,12 +81,8 @@ class QuantizedLayer:
             path: the layer's path in the model.
             tensors: the checkpoint's tensors.
         """
-        described = self._shared()
-        held = {name for name, buffer in described.named_buffers(recurse=False)}
-        declared: Mapping[str, Weight] = getattr(described, "weights", {})
-        own = {name: each for name, each in declared.items() if each.sources and name in held}
-        found = {}
-        for name, weight in {**own, **self.representation.declare(described)}.items():
+        read, found = self._read(), dict[str, Weight]()
+        for name, weight in read.items():
             infos = [tensors[full] for each in weight.sources if (full := source_name(path, each)) in tensors]
             if weight.optional and not infos:
                 continue
@@ -90,6 +90,8 @@ class QuantizedLayer:
                 dtypes = [DTYPES[info.dtype] for info in infos if DTYPES[info.dtype] in weight.stored]
                 kept = (dtypes or weight.stored)[0]
                 weight = attrs.evolve(weight, dtype=kept, stored=(kept,) if dtypes else weight.stored)
+            if self.holds(name, weight):
+                weight = attrs.evolve(weight, consumer=self.declared[name].consumer)
             found[name] = weight
         return found
 
@@ -103,39 +105,33 @@ class QuantizedLayer:
         Raises:
             CheckpointError: a number is out of range, or the parts of the layer are inconsistent.
         """
-        described = self._shared()
-        declared = {**getattr(described, "weights", {}), **self.representation.declare(described)}
-        absent = dict.fromkeys(name for name, each in declared.items() if each.sources)
         first = 0
-        if getattr(self.module, "shard", None) == EXPERTS:
+        if self.module.shard == EXPERTS:
+            assert self.module.num_experts is not None
             first, _ = EQUALLY.interval(self.module.num_experts, mesh.expert.rank, mesh.expert.size)
-        stored = StoredLayer(described, self.names, {**absent, **tensors}, first)
-        decoded = attrs.evolve(stored, tensors=self.representation.decode(stored))
-        finished = self.scheme.finish(decoded)
-        if self.conversion is not None:
-            weight = finished["weight"]
-            assert weight is not None
-            num_experts = None if described.num_experts is None else weight.shape[0]
-            finished = self.conversion.tensors(finished, self.names[0], described.in_features, num_experts)
-        if unknown := sorted(finished.keys() - self.declared.keys()):
-            raise ModelError(
-                f"the scheme {self.scheme.name} computes {unknown[0]}, which {type(self.module).__name__} does not "
-                "declare",
-                "add it to the layer's weights",
-            )
-        return finished
+        stored = attrs.evolve(self._stored(), tensors=tensors, first_expert=first)
+        decoded = self.stored_as.reader.decode(stored)
+        return converted(stored, decoded, self.module.form) if self.converted else decoded
+
+    def _stored(self) -> StoredLayer:
+        return StoredLayer(self.module, self.stored_as.form, self.converted, self.names)
+
+    def _read(self) -> Mapping[str, Weight]:
+        read = self.stored_as.reader.declare(self._stored())
+        given = "bias" in read or not self.module.biased or self.stored_as.form.inputs == "static_int8"
+        return read if given else {"bias": self.module.stored_bias, **read}
 
 
 def quantize_layers(
     model: CausalLM, checkpoint: Checkpoint, weights: QuantizedWeights = AUTO, limits: Limits = UNLIMITED
 ) -> dict[str, QuantizedLayer]:
-    """Replace the layers of a model that the checkpoint quantizes, and return the replacements by path.
+    """Let the layers of a model that the checkpoint quantizes hold their forms, and return them by path.
 
     Args:
         model: without values.
         checkpoint: describes which layers are quantized.
         weights: what becomes of their weights; ``quantized_weights`` of a configuration.
-        limits: those of a backend, with the schemes that ``auto`` converts.
+        limits: those of a backend, with the names of forms that ``auto`` converts.
 
     Raises:
         CheckpointError: the checkpoint does not say how a layer is quantized, or quantizes the parts of a merged layer
@@ -162,16 +158,37 @@ def quantize_layers(
     for path, linear in layers:
         whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
         # The description names layers, and fused experts are none.
-        fused = whole is not None and whole.is_floating_point
-        replaced = None if fused else _quantized(path, linear, *described, held, weights, limits.requantized)
-        if replaced is not None:
-            model.set_submodule(path, replaced.module)
-            found[path] = replaced
+        if whole is not None and whole.is_floating_point:
+            continue
+        names = part_names(path, linear)
+        stored_as = _stored_as(names, described[1], held)
+        if stored_as is not None:
+            requantized = weights == AUTO and name_of(stored_as.form) in limits.requantized
+            target = TARGETS.get("w8a8_dynamic" if requantized else weights, stored_as.form)
+            found[path] = quantized_layer(linear, names, stored_as, target)
     return found
 
 
-def _scheme(name: str, quantization: Quantization, held: Mapping[str, TensorInfo]) -> Scheme | None:
-    """Return the scheme of a checkpoint layer. Its tensors say whether it is quantized, and the description how.
+def _stored_as(
+    names: tuple[str, ...], quantization: Quantization, held: Mapping[str, Mapping[str, TensorInfo]]
+) -> StoredAs | None:
+    """Return how the parts of a layer are stored, all in the same way.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    found = {name: _of_part(name, quantization, held.get(name, {})) for name in names}
+    if len({*found.values()}) > 1:
+        parts = ", ".join(f"{name} {name_of(each.form) if each else 'not'}" for name, each in found.items())
+        raise CheckpointError(
+            f"layers that are merged into one are quantized differently: {parts}",
+            "quantize all of them in the same way, or none",
+        )
+    return found[names[0]]
+
+
+def _of_part(name: str, quantization: Quantization, held: Mapping[str, TensorInfo]) -> StoredAs | None:
+    """Return how a checkpoint layer is stored. Its tensors say whether it is quantized, and the description how.
 
     Args:
         name: the layer.
@@ -186,76 +203,25 @@ def _scheme(name: str, quantization: Quantization, held: Mapping[str, TensorInfo
     floating = weight is not None and weight.is_floating_point
     if floating and held.keys() <= {"weight", "bias"} and not quantization.states_dtype(stored):
         return None
-    scheme = quantization.scheme(stored)
-    if scheme is None and not floating and (others := held.keys() - {"bias"}):
+    found = quantization.stored_as(stored)
+    if found is None and not floating and (others := held.keys() - {"bias"}):
         raise CheckpointError(
             f"{quantization.exclusion(stored)} excludes {stored}, which has quantized {', '.join(sorted(others))[:80]}",
             "correct the description, or download the checkpoint again",
         )
-    return scheme
-
-
-def _quantized(
-    path: str,
-    linear: Linear | GroupedLinear,
-    format: CheckpointFormat,
-    quantization: Quantization,
-    held: Mapping[str, Mapping[str, TensorInfo]],
-    weights: QuantizedWeights,
-    requantized: Collection[str],
-) -> QuantizedLayer | None:
-    names = part_names(path, linear)
-    schemes = {name: _scheme(name, quantization, held.get(name, {})) for name in names}
-    if len({*schemes.values()}) > 1:
-        found = ", ".join(f"{name} {scheme.name if scheme else 'not'}" for name, scheme in schemes.items())
-        raise CheckpointError(
-            f"layers that are merged into one are quantized differently: {found}",
-            "quantize all of them in the same way, or none",
-        )
-    scheme = schemes[names[0]]
-    if scheme is None:
-        return None
-    if isinstance(linear, GroupedLinear) and linear.bias is not None and not scheme.expert_biases:
-        raise ConfigError(
-            f"{path} has biases, and hal computes experts of the scheme {scheme.name} without",
-            "load the unquantized checkpoint",
-        )
-    if weights == AUTO and scheme.name in requantized:
-        # The int8 layers of experts have no biases.
-        biased = isinstance(linear, GroupedLinear) and linear.bias is not None
-        weights = DEQUANTIZED if biased else "w8a8_dynamic"
-    representation = format.representation(scheme)
-    if representation is None:
-        raise ConfigError(
-            f"the quantization scheme {scheme.name} has no representation in the checkpoint format {format.name}",
-            f"add it to the representations of {type(scheme).__module__} or of {type(format).__module__}",
-        )
-    conversion = None if weights in (AUTO, KEPT, scheme.name) else Conversion(scheme, weights)
-    return quantized_layer(linear, names, scheme, representation, conversion)
+    return found
 
 
 def quantized_layer(
-    linear: Linear | GroupedLinear,
-    names: tuple[str, ...],
-    scheme: Scheme,
-    representation: Representation,
-    conversion: Conversion | None,
+    linear: Linear | GroupedLinear, names: tuple[str, ...], stored_as: StoredAs, target: Form
 ) -> QuantizedLayer:
-    """Return the replacement of a layer. For the arguments, see :class:`QuantizedLayer`."""
-    with torch.device("meta"):
-        described = scheme.grouped_layer(linear) if isinstance(linear, GroupedLinear) else scheme.layer(linear)
-        module = described if conversion is None else conversion.layer(linear)
-    if isinstance(described, QuantizedLinear):
-        described.converted = conversion is not None
-    return QuantizedLayer(module, names, scheme, representation, described, conversion)
+    """Let a layer hold its weight in a form, and return it. For the arguments, see :class:`QuantizedLayer`.
 
-
-def check_divisible(layers: Mapping[str, QuantizedLayer], ranks: int) -> None:
-    """Raise ConfigError if ranks would split a layer whose scheme's replacement they cannot split."""
-    for layer in layers.values():
-        if ranks > 1 and not hasattr(layer.module, "split"):
-            raise ConfigError(
-                f"{ranks} ranks cannot split {type(layer.module).__name__}, the layer of the quantization scheme "
-                f"{layer.scheme.name} for {layer.names[0]}",
-                "set parallel.tensor to 1, or derive the layer from hal.nn.QuantizedLinear, and call its join",
-            )
+    Raises:
+        ConfigError: the layer's size does not fit the form.
+    """
+    check_width(stored_as.form, linear.in_features)
+    if target != FLOAT:
+        with torch.device("meta"):
+            linear.keep(target)
+    return QuantizedLayer(linear, names, stored_as)

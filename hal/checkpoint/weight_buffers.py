@@ -24,7 +24,7 @@ class WeightBuffers:
 
     def __init__(self, backend: Backend, sizes: Mapping[torch.dtype, Iterable[int]], most: int) -> None:
         self._device = backend.device.torch
-        self._prepares = type(backend).prepare_weight is not Backend.prepare_weight
+        self._prepares = type(backend).prepare_weights is not Backend.prepare_weights
         self._elements = {
             dtype: max((size for size in each if size * dtype.itemsize <= most), default=0)
             for dtype, each in sizes.items()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from hal import ops
 from hal.checkpoint.quantized_layers import QuantizedLayer
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError
 from hal.nn import WeightUse
+from hal.ops.forms import FLOAT
 from hal.parallel.mesh import Mesh
-from hal.quantization.representation import Tensors
+from hal.quantization.stored_layer import Tensors
 
 log = logging.getLogger("hal.checkpoint")
 
@@ -106,9 +108,9 @@ class LayerFilling:
     ) -> None:
         self.module, self.path, self.bindings = bindings[0].module, bindings[0].path, tuple(bindings)
         self._declared = {each.name: each.weight for each in bindings} if quantized is None else quantized.declared
-        # A scheme computes with tensors that the layer does not read itself on the CPU.
-        on_device = {name for name, each in self._declared.items() if each.sources}
-        made = [Filling(each, computing, mesh, present, on_device=each.name in on_device) for each in bindings]
+        # What a reader computes with is on the CPU.
+        own = {each for each in bindings if quantized is None or quantized.holds(each.name, each.weight)}
+        made = [Filling(each, computing, mesh, present, on_device=each in own) for each in bindings]
         self.fillings = sorted((each for each in made if each.pieces), key=lambda each: each.nbytes)
         self.pieces: dict[str, list[tuple[Filling, Piece]]] = {}
         for each in self.fillings:
@@ -124,14 +126,16 @@ class LayerFilling:
 
     def load(self, backend: Backend, buffers: WeightBuffers) -> bool:
         """Make the complete tensors the layer's. Return whether the backend changes the format of any."""
-        changed = False
-        for name, value in self._finished().items():
-            if value is not None:
-                moved, use = value.to(backend.device.torch, self._dtype(name, value)), self._use(name)
-                prepared = moved if use is None else backend.prepare_weight(moved, use)
-                changed |= prepared is not moved
-                value = buffers.kept(prepared)
-            set_tensor(self.module, name, value)
+        changed, finished = False, self._finished()
+        for name in finished.keys() | ({"weight_zero_point"} if self.quantized is not None else set()):
+            if finished.get(name) is None and hasattr(self.module, name):
+                set_tensor(self.module, name, None)
+        for use, names in self._together(finished):
+            moved = {each: self._moved(names[each], finished, backend) for each in names}
+            prepared = moved if use is None else backend.prepare_weights(moved, use)
+            for argument, value in prepared.items():
+                changed |= value is not moved.get(argument)
+                set_tensor(self.module, names.get(argument, argument), buffers.kept(value))
         for each in self.fillings:
             buffers.give_back(each.tensor)
         self.release()
@@ -176,19 +180,24 @@ class LayerFilling:
 
     def replace(self, backend: Backend) -> None:
         """Write the complete tensors into the layer's memory."""
-        for name, value in self.finish().items():
-            held, use = getattr(self.module, name), self._use(name)
-            if value is None or value is held:
+        finished = self.finish()
+        for use, names in self._together(finished):
+            if all(finished[name] is getattr(self.module, name) for name in names.values()):
                 continue
-            moved = value.to(backend.device.torch, self._dtype(name, value))
+            moved = {each: self._moved(name, finished, backend) for each, name in names.items()}
             if use is None:
-                held.copy_(moved)
-            else:
-                backend.replace_weight(held, moved, use)
+                for argument, value in moved.items():
+                    getattr(self.module, names[argument]).copy_(value)
+                continue
+            given = {name: getattr(self.module, name) for name in ops.operation(use.operation).weights}
+            held = {each: given.get(each) for each in given} if use.form != FLOAT else {}
+            held |= {each: getattr(self.module, name) for each, name in names.items()}
+            backend.replace_weights({each: value for each, value in held.items() if value is not None}, moved, use)
         tied = self._tied_use
         if tied is not None and (prepared := getattr(self.module, tied.attribute)) is not None:
-            use = WeightUse(tied.consumer.operation, tied.consumer.argument, self._computing, shared=True)
-            backend.replace_weight(prepared, getattr(self.module, self.fillings[0].name), use)
+            use, argument = WeightUse(tied.consumer.operation, self._computing, shared=True), tied.consumer.argument
+            new = getattr(self.module, self.fillings[0].name)
+            backend.replace_weights({argument: prepared}, {argument: new}, use)
 
     def _finished(self) -> Tensors:
         tensors = {each.name: each.tensor for each in self.fillings}
@@ -198,9 +207,26 @@ class LayerFilling:
         """Return the dtype of a finished tensor: that of computation, if the layer declares none for weights."""
         return self._computing if self._declared[name].dtype is None and rounds(value.dtype) else value.dtype
 
-    def _use(self, name: str) -> WeightUse | None:
-        consumer = self._declared[name].consumer
-        return None if consumer is None else WeightUse(consumer.operation, consumer.argument, self._computing)
+    def _moved(self, name: str, finished: Tensors, backend: Backend) -> Tensor:
+        value = finished[name]
+        assert value is not None
+        return value.to(backend.device.torch, self._dtype(name, value))
+
+    def _together(self, finished: Tensors) -> Iterator[tuple[WeightUse | None, dict[str, str]]]:
+        """Yield each use with the tensors that a backend prepares together: their names by argument."""
+        form, whole = getattr(self.module, "form", FLOAT), dict[str, str]()
+        for name, value in finished.items():
+            if value is None:
+                continue
+            consumer = self._declared[name].consumer
+            if consumer is None:
+                yield None, {name: name}
+            elif form != FLOAT:
+                whole[consumer.argument] = name
+            else:
+                yield WeightUse(consumer.operation, self._computing), {consumer.argument: name}
+        if whole:
+            yield WeightUse(self.module.operation, self._computing, form), whole  # type: ignore[arg-type]
 
     def _prepare_tied(self, backend: Backend) -> bool:
         """Prepare a tied weight for its second use, as a copy. Return whether the backend changed its format."""
@@ -208,8 +234,8 @@ class LayerFilling:
         if use is None:
             return False
         tensor = getattr(self.module, self.fillings[0].name).data
-        told = WeightUse(use.consumer.operation, use.consumer.argument, self._computing, shared=True)
-        prepared = backend.prepare_weight(tensor, told)
+        told = WeightUse(use.consumer.operation, self._computing, shared=True)
+        prepared = backend.prepare_weights({use.consumer.argument: tensor}, told)[use.consumer.argument]
         if prepared is tensor:
             return False
         setattr(self.module, use.attribute, prepared)

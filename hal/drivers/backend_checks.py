@@ -175,6 +175,6 @@ def check_block_size(driver: str, size: int | None, sizes: Sequence[int]) -> Non
 
 def _is_replaceable(layer: type[nn.Module]) -> bool:
     """Return whether it is a layer of ``hal.nn`` that is neither a model nor a quantized projection."""
-    from hal.nn import CausalLM, QuantizedLinear  # imported late: few backends replace layers
+    from hal.nn import CausalLM  # imported late: few backends replace layers
 
-    return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM | QuantizedLinear)
+    return layer.__module__.startswith("hal.nn.") and not issubclass(layer, CausalLM)

@@ -140,9 +140,7 @@ class QuantizedEmbedding(Embedding):
 
     def _lookup(self, rows: Tensor) -> Tensor:
         table = self.table
-        return ops.embedding(
-            rows, table.weight, table.weight_scale, table.weight_zero_point, self.dtype, table.form
-        )
+        return ops.embedding(rows, table.weight, table.weight_scale, table.weight_zero_point, self.dtype, table.form)
 
     def as_linear(self, x: Tensor) -> Tensor:
         """Map ``[..., width]`` to logits ``[..., vocab_size]``."""

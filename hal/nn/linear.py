@@ -89,12 +89,17 @@ class Projection(nn.Module):
         """Whether its weight is not of floating-point numbers."""
         return self.form.numbers != "float"
 
+    @property
+    def biased(self) -> bool:
+        """Whether it has a bias."""
+        return self.bias is not None
+
     def keep(self, form: Form) -> None:
         """Hold the weight in a form from now on, as buffers, so that all parameters have the compute dtype.
 
         Called before the loader fills the tensors, which :attr:`kept` declares.
         """
-        biased = self.bias is not None
+        biased = self.biased
         for name in ("weight", "bias"):
             delattr(self, name)
         self.form = form
@@ -107,34 +112,47 @@ class Projection(nn.Module):
     @property
     def kept(self) -> Mapping[str, Weight]:
         """The declarations of the tensors of its form. The loader computes all but a bias of floating-point numbers."""
-        form, static = self.form, self.form.inputs == "static_int8"
-        leading = () if self.num_experts is None else (self.num_experts,)
-        rows, columns = self.out_features, self.in_features
+        form, kind = self.form, self.form.kind
+
+        def computed(name: str, axes: str = f"{OUT} {IN}", **options: Any) -> Weight:
+            return self.declare(None, axes, consumer=Consumer(self.operation, name), **options)
+
+        groups = {OUT: form.rows or self.out_features, IN: form.group(self.in_features)}
         scales = torch.float32 if form.scales == "float" else torch.uint8
-
-        def computed(name: str, dtype: torch.dtype, *shape: int, axes: str = f"{OUT} {IN}") -> Weight:
-            consumer = Consumer(self.operation, name) if name in ops.operation(self.operation).weights else None
-            return self.declare(None, axes, dtype=dtype, shape_of=shape or None, consumer=consumer)
-
         found = {
-            "weight": computed("weight", form.kind.dtype, *leading, rows, form.packed(columns)),
-            "weight_scale": computed("weight_scale", scales, *leading, *form.blocks(rows, columns)),
+            "weight": computed("weight", packing={IN: (kind.count, kind.elements)}, dtype=kind.dtype),
+            "weight_scale": computed("weight_scale", group_sizes=groups, dtype=scales),
         }
         if form.zero_points:
-            blocks = form.blocks(rows, columns)
-            found["weight_zero_point"] = computed("weight_zero_point", torch.int8, *leading, *blocks)
-        if static:
-            found["bias"] = computed("bias", torch.int32, axes=OUT)
+            found["weight_zero_point"] = computed("weight_zero_point", group_sizes=groups, dtype=torch.int8)
+        if form.inputs == "static_int8":
+            found["bias"] = computed("bias", OUT, dtype=torch.int32)
             found["input_scale"] = self.declare(None, IN, dtype=torch.float32)
             found["input_offset"] = self.declare(None, IN, dtype=torch.int32)
         else:
-            consumer = Consumer(self.operation, "bias")
-            found["bias"] = self.declare(
-                "bias", OUT, dtype=torch.float32, column=True, added=True, consumer=consumer
-            )
+            found["bias"] = self.stored_bias
         if form.ordered:
             found["input_order"] = self.declare(None, IN, dtype=torch.int64)
         return found
+
+    @property
+    def stored_bias(self) -> Weight:
+        """The declaration of the bias of a quantized layer that is no integer."""
+        consumer = Consumer(self.operation, "bias")
+        return self.declare("bias", OUT, dtype=torch.float32, column=True, added=True, consumer=consumer)
+
+    def nbytes(self, form: Form, dtype: torch.dtype) -> int:
+        """Return the bytes of the weight in a form, of all ranks, with scales and zero points.
+
+        Args:
+            form: the form.
+            dtype: that of floating-point numbers.
+        """
+        return form.nbytes(self.out_features, self.in_features, dtype) * (self.num_experts or 1)
+
+    def declare_stored(self, name: str) -> Weight:
+        """Return the declaration of a checkpoint's tensor of floating-point numbers, as they are read."""
+        return self.declare(name, fused=getattr(self, "fused", None))
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype | None]:
         """Return x as the form takes it, the scale of each token or None, and the dtype of the result."""

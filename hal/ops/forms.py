@@ -70,7 +70,9 @@ class Form:
             OperationError: no package declares numbers of this name.
         """
         if (found := _NUMBERS.get(self.numbers)) is None:
-            raise OperationError(f"no numbers {self.numbers!r} of weights are declared", nearest(self.numbers, _NUMBERS))
+            raise OperationError(
+                f"no numbers {self.numbers!r} of weights are declared", nearest(self.numbers, _NUMBERS)
+            )
         return found
 
     @property
@@ -99,6 +101,20 @@ class Form:
     def packed(self, in_features: int) -> int:
         """Return how many elements a row of numbers takes."""
         return -(-in_features // self.kind.count) * self.kind.elements
+
+    def nbytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a weight, with its scales in float32 and zero points in int8.
+
+        Args:
+            out_features: its rows.
+            in_features: its columns.
+            dtype: that of floating-point numbers.
+        """
+        if self == FLOAT:
+            return out_features * in_features * dtype.itemsize
+        rows, columns = self.blocks(out_features, in_features)
+        of_scale = (4 if self.scales == "float" else 1) + self.zero_points
+        return out_features * self.packed(in_features) * self.kind.dtype.itemsize + rows * columns * of_scale
 
     def width(self, weight: Tensor) -> int:
         """Return the columns of a weight in this form."""

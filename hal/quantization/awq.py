@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from hal.errors import ConfigError
-from hal.nn import QuantizedLinear, Weight
+from hal.nn import Weight
 from hal.nn.linear import IN, OUT
-from hal.nn.low_bits import WeightOnlyTensors
-from hal.ops.weight_only import INT4S
+from hal.ops.forms import INT4S, Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
-from hal.quantization.packed_integers import (
-    FLOATS,
-    by_expert,
-    signed_weight,
-    transposed,
-    unsigned,
-)
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.value_checks import POSITIVE
+from hal.quantization.forms import in_groups
+from hal.quantization.packed_integers import signed_weight, signed_zero_points, transposed, unsigned
+from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
+from hal.quantization.value_checks import FLOATS, POSITIVE
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of eight outputs in an int32."""
@@ -36,34 +29,35 @@ UNPACKED = 1 << 18
 """The numbers that are unpacked at once."""
 
 
-class AwqTensors(Representation):
+class AwqTensors(Reader):
     """``qweight``, ``qzeros`` and ``scales``."""
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, WeightOnlyTensors)
-        axes, groups, eight = f"{IN} {OUT}", {IN: layer.group_size}, {OUT: INT4S}
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        axes, declare, eight = f"{IN} {OUT}", stored.layer.declare, {OUT: INT4S}
+        zeros = {"group_sizes": stored.groups, "packing": eight, "dtype": torch.int32}
         return {
-            "qweight": layer.declare("qweight", axes, packing=eight, dtype=torch.int32),
-            "qzeros": layer.declare("qzeros", axes, group_sizes=groups, packing=eight, dtype=torch.int32),
-            "scales": layer.declare("scales", axes, group_sizes=groups, stored=FLOATS, checks=(POSITIVE,)),
+            "qweight": declare("qweight", axes, packing=eight, dtype=torch.int32),
+            "qzeros": declare("qzeros", axes, **zeros),
+            "scales": declare("scales", axes, group_sizes=stored.groups, stored=FLOATS, checks=(POSITIVE,)),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        scale = by_expert(stored, transposed, stored["scales"])
-        zero = by_expert(stored, _zero_points, stored["qzeros"])
+        zero = stored.by_expert(_zero_points, stored["qzeros"])
         return {
-            **stored.tensors,
-            "weight": by_expert(stored, _weight, stored["qweight"]),
-            "weight_scale": scale,
-            "weight_zero_point": zero if bool(zero.any()) else None,
+            "weight": stored.by_expert(_weight, stored["qweight"]),
+            "weight_scale": stored.by_expert(transposed, stored["scales"]),
+            "weight_zero_point": stored.checked_zero_points(zero),
+            "bias": stored.tensors.get("bias"),
         }
+
+
+READER = AwqTensors()
 
 
 class Awq(CheckpointFormat):
     """The format of AWQ."""
 
     name = "awq"
-    representations = MappingProxyType({"w4a16": AwqTensors(None)})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
@@ -86,15 +80,13 @@ class Awq(CheckpointFormat):
                 "remove the wrong one, or download the checkpoint again",
             )
         size = section.value("group_size", "q_group_size")
-        scheme, _ = self.known()["w4a16"]
-        configured = scheme.configured({"group_size": size, "symmetric": symmetric})
-        return ExcludedLayers(configured, section.lists("modules_to_not_convert"))
+        form = in_groups(Form("int4"), {"group_size": size, "symmetric": symmetric})
+        return ExcludedLayers(StoredAs(form, READER), section.lists("modules_to_not_convert"))
 
 
 def _zero_points(qzeros: Tensor) -> Tensor:
     """Return zero points, int8 ``[out_features, groups]``, from int32 ``[groups, out_features / 8]``."""
-    signed: Tensor = (unsigned(qzeros, BITS, ORDER).t() - (1 << BITS - 1)).to(torch.int8)
-    return signed.contiguous()
+    return signed_zero_points(unsigned(qzeros, BITS, ORDER).t(), BITS)
 
 
 def _weight(qweight: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from hal.errors import ConfigError
-from hal.quantization.representation import Representation
-from hal.quantization.scheme import Scheme
-from hal.quantization.scheme_registry import schemes
+from hal.ops.forms import Form
+from hal.quantization.forms import NAMES
+from hal.quantization.stored_layer import StoredAs, Writer
 
 
 @attrs.frozen
@@ -42,15 +42,15 @@ class Quantization(ABC):
     unapplied: tuple[str, ...] = ()
 
     @abstractmethod
-    def scheme(self, layer: str) -> Scheme | None:
-        """Return the scheme of the checkpoint layer ``layer``, or None if it is not quantized.
+    def stored_as(self, layer: str) -> StoredAs | None:
+        """Return how the checkpoint layer ``layer`` is stored, or None if it is not quantized.
 
         Raises:
             CheckpointError: hal does not support its quantization, or the description lacks the layer.
         """
 
     def exclusion(self, layer: str) -> str:
-        """Return the statement by which :meth:`scheme` returns None for a layer, for errors."""
+        """Return the statement by which :meth:`stored_as` returns None for a layer, for errors."""
         return "the description"
 
     def states_dtype(self, layer: str) -> bool:
@@ -94,18 +94,35 @@ class ConfigSection:
         return {f"{key} of {self.name}": self.content.get(key) for key in keys}
 
 
+@attrs.frozen
+class Written:
+    """The quantized layers of a checkpoint that is written.
+
+    Attributes:
+        scheme: the name of their form.
+        form: the form.
+        others: the names and forms of layers that have another one, by name in the checkpoint.
+    """
+
+    scheme: str
+    form: Form
+    others: Mapping[str, tuple[str, Form]] = attrs.field(factory=dict)
+
+
 class CheckpointFormat(ABC):
     """A format of quantized checkpoints, registered in the entry-point group ``hal.formats`` under its name.
+
+    It translates names: from a description to forms of weights, and from a file's tensors to those of a form.
 
     Attributes:
         name: the entry point's name.
         config_keys: the keys of config.json about quantization that it has beside ``quantization_config``.
-        representations: how the format stores schemes that do not represent themselves in it, by scheme.
+        writers: what writes layers in the format, by the name of the form; see :data:`hal.quantization.forms.NAMES`.
     """
 
     name: ClassVar[str]
     config_keys: ClassVar[tuple[str, ...]] = ()
-    representations: ClassVar[Mapping[str, Representation]] = MappingProxyType({})
+    writers: ClassVar[Mapping[str, Writer]] = MappingProxyType({})
 
     @abstractmethod
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
@@ -121,32 +138,23 @@ class CheckpointFormat(ABC):
         """
 
     def describe(
-        self,
-        config: Mapping[str, Any],
-        scheme: Scheme,
-        kept: Iterable[str],
-        tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme],
+        self, config: Mapping[str, Any], written: Written, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
         """Return the JSON files that describe a checkpoint of this format, by name, including config.json.
 
         Args:
             config: config.json of the original checkpoint.
-            scheme: the scheme of the quantized layers.
+            written: the quantized layers.
             kept: linear layers that are not quantized.
             tensors: whether each tensor belongs to a quantized layer, by name.
-            others: the schemes of quantized layers that have another one, by name.
 
         Raises:
-            ConfigError: hal does not write the format, which is the default, or other schemes in it.
+            ConfigError: hal does not write the format, which is the default, or other forms in it.
         """
         raise ConfigError(f"hal does not write the checkpoint format {self.name}", "choose another --format")
 
-    def representation(self, scheme: Scheme) -> Representation | None:
-        """Return how this format stores a scheme, or None if it does not."""
-        return self.representations.get(scheme.name) or scheme.represented(self.name)
 
-    def known(self) -> dict[str, tuple[Scheme, Representation]]:
-        """Return the registered schemes that this format stores, by name."""
-        found = ((scheme, self.representation(scheme)) for scheme in schemes().values())
-        return {scheme.name: (scheme, each) for scheme, each in found if each is not None}
+def supported() -> str:
+    """Return the supported forms, as a remedy of an error."""
+    known = "; ".join(f"{summary} ({name})" for name, (_, summary) in NAMES.items())
+    return f"hal supports {known}"

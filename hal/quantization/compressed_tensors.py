@@ -5,23 +5,42 @@ Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.checkpoint_format import CacheQuantization, CheckpointFormat, ConfigSection, Quantization
-from hal.quantization.format_registry import supported
+from hal.ops.forms import Form
+from hal.quantization.checkpoint_format import (
+    CacheQuantization,
+    CheckpointFormat,
+    ConfigSection,
+    Quantization,
+    Written,
+    supported,
+)
+from hal.quantization.forms import INT8, INT8_DYNAMIC, INT8_STATIC, in_blocks, in_groups
+from hal.quantization.fp8 import Fp8Scales
 from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.int8_rows import CompressedStatic, Int8Rows
 from hal.quantization.layer_patterns import LayerPattern, other_names
-from hal.quantization.scheme import Scheme
+from hal.quantization.packed_tensors import PackedTensors, WholeTensors
+from hal.quantization.stored_layer import StoredAs, Writer
 
 _WHERE = "quantization_config in config.json"
-COMPRESSED_TENSORS = "compressed-tensors"
 CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 """Int8 weights with a scale per row."""
+TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+"""Int8 activations with a scale of a tensor, symmetric or not."""
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""Int8 activations with a scale per token."""
+ROUNDED = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+"""Activations beside weights in groups, which may be rounded in each token, and which hal does not round."""
+WHOLE, PACKED = "int-quantized", "pack-quantized"
+"""The formats that have each number as an int8, and that pack numbers into int32."""
 # Defaults of keys. A type, a number of bits and a strategy are required.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
@@ -38,15 +57,16 @@ ZERO_POINT = "weight_zero_point"
 
 @attrs.frozen
 class ConfigGroup:
-    """The representation of a scheme as a group of ``config_groups``.
+    """A group of ``config_groups``: what it says of weights that hal reads in one way.
 
     Attributes:
         weights: required keys and values of ``weights``.
         input_activations: the same for ``input_activations``; None if the group must not have any.
         format: the ``format`` of the group, or else of the whole section.
-        others: further formats, which the scheme gets as the setting ``format``.
-        settings: keys of ``weights`` with any value, which the scheme gets: see :meth:`Scheme.configured
-            <hal.quantization.scheme.Scheme.configured>`.
+        others: further formats.
+        settings: keys of ``weights`` with any value.
+        rounded: of activations that may be rounded, too, which hal does not do: their required keys and values.
+        any_inputs: whether the group is as similar to one with activations.
     """
 
     weights: Mapping[str, Any]
@@ -54,10 +74,12 @@ class ConfigGroup:
     format: str = "int-quantized"
     settings: frozenset[str] = frozenset()
     others: tuple[str, ...] = ()
+    rounded: Mapping[str, Any] | None = None
+    any_inputs: bool = False
 
     def has_parts_of(self, group: Mapping[str, Any]) -> bool:
         """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
-        return (group.get("input_activations") is None) == (self.input_activations is None)
+        return self.any_inputs or (group.get("input_activations") is None) == (self.input_activations is None)
 
     def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
         """Yield the differences of the checkpoint's group ``name``, as :func:`effective` returns it, from this one."""
@@ -66,16 +88,27 @@ class ConfigGroup:
         for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
             found = group.get(part)
             if wanted is None:
-                if found is not None:
+                if found is None:
+                    continue
+                if self.rounded is None:
                     yield f"{_WHERE} has {part} of {name}"
+                elif not isinstance(found, dict):
+                    yield f"the {part} of {name} are {found!r:.60}, not a section"
+                else:
+                    yield from differences(found, self.rounded, tuple(found), f"{part} of {name}")
             elif not isinstance(found, dict):
                 yield f"{_WHERE} has no {part} of {name}"
             else:
                 yield from differences(found, wanted, self.settings, f"{part} of {name}")
 
-    def written(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the group as JSON, with the settings of its scheme."""
-        unset = dict.fromkeys((*_UNSET, "observer"))
+    def written(self, form: Form) -> dict[str, Any]:
+        """Return the group of a form as JSON."""
+        unset, settings = dict.fromkeys((*_UNSET, "observer")), {}
+        if "group_size" in self.settings:
+            strategy = "group" if form.columns else "channel"
+            settings = {"strategy": strategy, "group_size": form.columns or None, "symmetric": not form.zero_points}
+        elif "strategy" in self.settings:
+            settings = {"strategy": "channel"}
         activations = self.input_activations
         return {
             "targets": ["Linear"],
@@ -118,11 +151,72 @@ class LayerTargets:
         return next((f"re:{pattern.text}" for pattern in self.patterns if pattern.match(layer)), None)
 
 
+Reads = Callable[[Mapping[str, Any]], StoredAs]
+"""Returns how layers are stored, from a group's ``weights`` with its ``format`` and ``input_activations``."""
+
+
+def _integers(numbers: str, inputs: str = "float") -> Reads:
+    def read(given: Mapping[str, Any]) -> StoredAs:
+        return StoredAs(in_groups(Form(numbers, inputs=inputs), given), WHOLES if given["format"] == WHOLE else PACKEDS)
+
+    return read
+
+
+def _float8(given: Mapping[str, Any]) -> StoredAs:
+    return StoredAs(in_blocks(given), Fp8Scales(str(given.get("strategy")), "weight_scale"))
+
+
+def _static(given: Mapping[str, Any]) -> StoredAs:
+    symmetric = (given.get("input_activations") or {}).get("symmetric") is True
+    return StoredAs(INT8_STATIC, CompressedStatic(ZERO_POINT, symmetric=symmetric))
+
+
+_GROUPS = frozenset({"strategy", "group_size", "actorder"})
+_ORDERED = frozenset({"strategy", "group_size", "symmetric", "actorder"})
+_PACKED = {"type": "int", "dynamic": False}
+ROWS, WHOLES, PACKEDS = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors()
+KINDS: Mapping[str, tuple[ConfigGroup, Reads, Writer]] = MappingProxyType(
+    {
+        "fp8": (
+            ConfigGroup(
+                {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
+                None,
+                "float-quantized",
+                frozenset({"strategy", "block_structure"}),
+                rounded={"num_bits": 8, "type": "float"},
+                any_inputs=True,
+            ),
+            _float8,
+            Fp8Scales("channel", "weight_scale"),
+        ),
+        "w4a16": (
+            ConfigGroup({"num_bits": 4, **_PACKED}, None, PACKED, _ORDERED, (WHOLE,), rounded=ROUNDED),
+            _integers("int4"),
+            PACKEDS,
+        ),
+        "w4a8_dynamic": (
+            ConfigGroup({"num_bits": 4, "symmetric": True, **_PACKED}, TOKEN, WHOLE, _GROUPS, (PACKED,)),
+            _integers("int4", "int8"),
+            WHOLES,
+        ),
+        "w8a16": (ConfigGroup(CHANNEL_WEIGHTS, None), lambda given: StoredAs(INT8, ROWS), ROWS),
+        "w8a16_group": (
+            ConfigGroup({"num_bits": 8, **_PACKED}, None, PACKED, _ORDERED, (WHOLE,), rounded=ROUNDED),
+            _integers("int8"),
+            PACKEDS,
+        ),
+        "w8a8": (ConfigGroup(CHANNEL_WEIGHTS, TENSOR), _static, CompressedStatic(ZERO_POINT)),
+        "w8a8_dynamic": (ConfigGroup(CHANNEL_WEIGHTS, TOKEN), lambda given: StoredAs(INT8_DYNAMIC, ROWS), ROWS),
+    }
+)
+"""What hal reads, and writes, by the name of its form."""
+
+
 class CompressedTensorsQuantization(Quantization):
     """Quantization by ``quantization_config``.
 
     Args:
-        groups: the schemes and their layers. A group that names a layer takes precedence over one for ``Linear``.
+        groups: how layers are stored, and which. A group that names a layer takes precedence over one for ``Linear``.
         ignore: the layers that are not quantized.
         cache: how keys and values are kept.
         unapplied: see :class:`Quantization`.
@@ -130,7 +224,7 @@ class CompressedTensorsQuantization(Quantization):
 
     def __init__(
         self,
-        groups: Sequence[tuple[Scheme, LayerTargets]],
+        groups: Sequence[tuple[StoredAs, LayerTargets]],
         ignore: LayerTargets,
         cache: CacheQuantization | None = None,
         unapplied: tuple[str, ...] = (),
@@ -139,14 +233,14 @@ class CompressedTensorsQuantization(Quantization):
         self._groups = tuple(groups)
         self._ignore = ignore
 
-    def scheme(self, layer: str) -> Scheme | None:
+    def stored_as(self, layer: str) -> StoredAs | None:
         if self._ignored(layer) is not None:
             return None
         for name in (layer, *other_names(layer)):
-            for scheme, targets in self._groups:
+            for found, targets in self._groups:
                 if targets.entry(name) is not None:
-                    return scheme
-        return next((scheme for scheme, targets in self._groups if targets.every), None)
+                    return found
+        return next((found for found, targets in self._groups if targets.every), None)
 
     def exclusion(self, layer: str) -> str:
         entry = self._ignored(layer)
@@ -159,9 +253,10 @@ class CompressedTensorsQuantization(Quantization):
 
 
 class CompressedTensors(CheckpointFormat):
-    """The format compressed-tensors. Schemes describe themselves by a :class:`ConfigGroup`."""
+    """The format compressed-tensors."""
 
-    name = COMPRESSED_TENSORS
+    name = "compressed-tensors"
+    writers = MappingProxyType({name: writer for name, (_, _, writer) in KINDS.items()})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
@@ -181,8 +276,8 @@ class CompressedTensors(CheckpointFormat):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
         read, unapplied = [], []
         for name, group in groups.items():
-            scheme, rounded = self._scheme(group, name, content.get("format"))
-            read.append((scheme, LayerTargets.of(group.get("targets"), "targets")))
+            found, rounded = _stored_as(group, name, content.get("format"))
+            read.append((found, LayerTargets.of(group.get("targets"), "targets")))
             if (given := group.get("input_activations")) and not rounded:
                 kind = f"{given.get('num_bits')!r:.60} bits, {given.get('type')!s:.60}"
                 unapplied.append(f"input_activations of {name} ({kind}) in {_WHERE}")
@@ -190,19 +285,14 @@ class CompressedTensors(CheckpointFormat):
         return CompressedTensorsQuantization(read, LayerTargets.of(ignored, "ignore"), cache, tuple(unapplied))
 
     def describe(
-        self,
-        config: Mapping[str, Any],
-        scheme: Scheme,
-        kept: Iterable[str],
-        tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme],
+        self, config: Mapping[str, Any], written: Written, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        group: ConfigGroup = self.known()[scheme.name][1].description
-        groups = {"group_0": {**group.written(scheme.settings), "output_activations": None}}
-        for number, (name, other) in enumerate(sorted(others.items()), 1):
-            own: ConfigGroup = self.known()[other.name][1].description
-            written = {**own.written(other.settings), "targets": [name], "format": own.format}
-            groups[f"group_{number}"] = {**written, "output_activations": None}
+        group, _, _ = KINDS[written.scheme]
+        groups = {"group_0": {**group.written(written.form), "output_activations": None}}
+        for number, (name, (scheme, form)) in enumerate(sorted(written.others.items()), 1):
+            own, _, _ = KINDS[scheme]
+            section = {**own.written(form), "targets": [name], "format": own.format}
+            groups[f"group_{number}"] = {**section, "output_activations": None}
         section = {
             "quant_method": self.name,
             "format": group.format,
@@ -213,32 +303,31 @@ class CompressedTensors(CheckpointFormat):
         }
         return {"config.json": {**config, "quantization_config": section}}
 
-    def _scheme(self, group: Mapping[str, Any], name: str, format: Any) -> tuple[Scheme, bool]:
-        """Return the scheme of a group, and whether it rounds activations.
 
-        Raises:
-            ConfigError: no scheme fits. It has a difference from the most similar one.
-        """
-        parts = {part: group.get(part) for part in ("weights", "input_activations")}
-        found_parts = {part: effective(each, f"{part} of {name}") for part, each in parts.items() if each}
-        group = {**group, "input_activations": None, **found_parts}
-        if group.get("output_activations"):
-            problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
-            raise ConfigError(problem, supported())
-        kind = group.get("format") or format
-        if isinstance(kind, str) and kind.startswith(_FLOAT4):
-            raise ConfigError(f"{_WHERE} has the format {kind!r:.60}, which hal does not support", supported())
-        found = []
-        for scheme, representation in self.known().values():
-            wanted: ConfigGroup = representation.description
-            problems = list(wanted.problems(group, name, kind))
-            rounds = wanted.input_activations is not None
-            found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, scheme, rounds))
-        *_, problems, nearest, rounds = min(found, key=lambda each: each[:3])
-        if problems:
-            raise ConfigError(problems[0], supported())
-        given = {**group["weights"], "format": kind, "input_activations": group["input_activations"]}
-        return nearest.configured(given), rounds
+def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> tuple[StoredAs, bool]:
+    """Return how the layers of a group are stored, and whether their activations are rounded.
+
+    Raises:
+        ConfigError: hal reads none such. It has a difference from the most similar one.
+    """
+    parts = {part: group.get(part) for part in ("weights", "input_activations")}
+    found_parts = {part: effective(each, f"{part} of {name}") for part, each in parts.items() if each}
+    group = {**group, "input_activations": None, **found_parts}
+    if group.get("output_activations"):
+        problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
+        raise ConfigError(problem, supported())
+    kind = group.get("format") or format
+    if isinstance(kind, str) and kind.startswith(_FLOAT4):
+        raise ConfigError(f"{_WHERE} has the format {kind!r:.60}, which hal does not support", supported())
+    found = []
+    for wanted, reads, _ in KINDS.values():
+        problems = list(wanted.problems(group, name, kind))
+        rounds = wanted.input_activations is not None
+        found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, reads, rounds))
+    *_, problems, nearest, rounds = min(found, key=lambda each: each[:3])
+    if problems:
+        raise ConfigError(problems[0], supported())
+    return nearest({**group["weights"], "format": kind, "input_activations": group["input_activations"]}), rounds
 
 
 def effective(section: Any, where: str) -> Any:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from hal.errors import CheckpointError
 from hal.quantization.checkpoint_format import Quantization
 from hal.quantization.int8_arithmetic import AGAIN
-from hal.quantization.scheme import Scheme
+from hal.quantization.stored_layer import StoredAs
 
 
 class ExcludedLayers(Quantization):
-    """One scheme for all layers but those of lists.
+    """One way to store all layers but those of lists.
 
     Args:
-        scheme: the scheme.
+        stored_as: how the layers are stored.
         lists: by what errors call them, lists of names of layers, or of consecutive parts of names, such as ``lm_head``
             or ``layers.0.mlp.``. A part ``*`` stands for any one. A list may be None.
 
@@ -22,8 +22,8 @@ class ExcludedLayers(Quantization):
         CheckpointError: one is not a list of names.
     """
 
-    def __init__(self, scheme: Scheme, lists: Mapping[str, object]) -> None:
-        self._scheme = scheme
+    def __init__(self, stored_as: StoredAs | None, lists: Mapping[str, object]) -> None:
+        self._stored_as = stored_as
         self._excluded: list[tuple[list[str], str]] = []
         for where, names in lists.items():
             entries = [] if names is None else names
@@ -31,8 +31,8 @@ class ExcludedLayers(Quantization):
                 raise CheckpointError(f"{where} is {names!r:.60}, not a list of names", AGAIN)
             self._excluded += [(each.strip(".").split("."), f"{each!r:.80} in {where}") for each in entries]
 
-    def scheme(self, layer: str) -> Scheme | None:
-        return None if self.excludes(layer) else self._scheme
+    def stored_as(self, layer: str) -> StoredAs | None:
+        return None if self.excludes(layer) else self._stored_as
 
     def exclusion(self, layer: str) -> str:
         return self.excludes(layer) or super().exclusion(layer)

@@ -8,9 +8,8 @@ from typing import Any
 
 from hal.config.plugins import Plugins, instance_of
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization, supported
 from hal.quantization.int8_arithmetic import AGAIN
-from hal.quantization.scheme_registry import schemes
 
 GROUP = "hal.formats"
 FORMATS: Plugins[CheckpointFormat] = Plugins(GROUP, "checkpoint format", instance_of(CheckpointFormat, GROUP))
@@ -22,13 +21,6 @@ first."""
 def formats() -> Mapping[str, CheckpointFormat]:
     """Return the registered formats, by name. Logs a warning for each that cannot be loaded."""
     return FORMATS.load_all().plugins
-
-
-def supported() -> str:
-    """Return the supported schemes and formats, as a remedy of an error."""
-    known = "; ".join(f"{scheme.summary} ({name})" for name, scheme in schemes().items())
-    stored = " and ".join(name for name, each in formats().items() if each.known())
-    return f"hal supports {known}, in the formats {stored}"
 
 
 def config_keys() -> tuple[str, ...]:

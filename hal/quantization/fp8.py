@@ -1,24 +1,98 @@
-"""The format of float8 weights in blocks, with ``quant_method`` ``fp8`` in config.json, as DeepSeek publishes them.
+"""Float8 weights with scales of blocks, output channels or tensors; ``quant_method`` ``fp8`` has them as DeepSeek does.
 
 Source: the documentation of transformers' FineGrainedFP8Config; ``weight_scale_inv`` multiplies, despite its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
-from hal.errors import ConfigError
+import attrs
+import torch
+from torch import Tensor
+
+from hal.errors import CheckpointError, ConfigError
+from hal.nn import Weight
+from hal.nn.linear import IN, OUT
+from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
-from hal.quantization.fp8_scales import Fp8Scales
+from hal.quantization.forms import in_blocks
+from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
+from hal.quantization.value_checks import FLOATS, NUMBERS, POSITIVE
+
+
+@attrs.frozen(slots=False)
+class Fp8Scales(Reader, Writer):
+    """``weight``, and its scales as blocks, output channels or a number. Activations stay floating-point.
+
+    Attributes:
+        strategy: ``block``, ``channel`` or ``tensor``: what has one scale.
+        name: the name of the tensor of scales.
+    """
+
+    strategy: str
+    name: str
+
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        layer, form = stored.layer, stored.form
+        fused = getattr(layer, "fused", None)
+        if fused is not None and self.strategy != "block":
+            raise ConfigError(
+                f"the checkpoint has {fused} of all experts as one tensor in float8 with a scale by {self.strategy}",
+                "use a checkpoint with blocks (weight_block_size), or with a tensor for each expert",
+            )
+        scales: dict[str, Any] = {
+            "dtype": torch.float32,
+            "stored": (*FLOATS, torch.float8_e8m0fnu),
+            "checks": (POSITIVE,),
+        }
+        weight = layer.declare("weight", fused=fused, dtype=torch.float8_e4m3fn)
+        if self.strategy == "block":
+            of_all = None if fused is None else f"{fused}_{self.name.removeprefix('weight_')}"
+            blocks = {OUT: form.rows, IN: form.columns}
+            scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, **scales)
+        elif self.strategy == "channel":
+            scale = layer.declare(self.name, OUT, column=True, **scales)
+        else:
+            scale = layer.declare(self.name, "", every_rank=True, column=True, **scales)
+        if fused is not None:
+            return {"values": weight, "scales": scale}
+        # Static scales of activations, which stay floating-point.
+        given: dict[str, Any] = {"stored": NUMBERS, "optional": True, "every_rank": True, "column": True}
+        static = layer.declare("input_scale", "", dtype=torch.float32, **given)
+        return {"values": weight, "scales": scale, "input_scale": static}
+
+    def decode(self, stored: StoredLayer) -> Tensors:
+        weight, scale = stored["values"].view(torch.uint8), stored["scales"]
+        if self.strategy == "tensor":
+            scale = stored.rows_of(scale, weight)
+        if self.strategy != "block":
+            scale = scale.unsqueeze(-1)
+        return {"weight": weight, "weight_scale": scale, "bias": stored.tensors.get("bias")}
+
+    def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
+        """Quantize a layer with a scale for each row: ``max|row| / 448``."""
+        wide = layer.weight.float()
+        largest = wide.abs().amax(-1, keepdim=True)
+        if not bool(largest.isfinite().all()):
+            raise CheckpointError(
+                f"{layer.name} has values that are not finite", "use a checkpoint with finite weights"
+            )
+        scale = torch.where(largest == 0, 1.0, largest / torch.finfo(torch.float8_e4m3fn).max)
+        found = {"weight": (wide / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+        return found | layer.biases
+
+    def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
+        return tensors["weight"][rows].view(torch.uint8)
 
 
 class Fp8Blocks(CheckpointFormat):
     """The format of float8 weights."""
 
     name = "fp8"
-    representations = MappingProxyType({"fp8": Fp8Scales(None, ("weight_scale_inv", "weight_scale"))})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
@@ -26,10 +100,10 @@ class Fp8Blocks(CheckpointFormat):
         if (kind := section.value("fmt", default="e4m3")) != "e4m3":
             raise ConfigError(f"{section.name} has fmt {kind!r:.60}, which hal does not support", "use e4m3")
         block = section.value("weight_block_size")
-        scheme, _ = self.known()["fp8"]
-        strategy = "tensor" if block is None else "block"
-        configured = scheme.configured({"strategy": strategy, "block_structure": block})
-        found = ExcludedLayers(configured, section.lists("modules_to_not_convert", "ignored_layers"))
+        strategy, scales = ("tensor", "weight_scale") if block is None else ("block", "weight_scale_inv")
+        form = in_blocks({"strategy": strategy, "block_structure": block})
+        stored_as = StoredAs(form, Fp8Scales(strategy, scales))
+        found = ExcludedLayers(stored_as, section.lists("modules_to_not_convert", "ignored_layers"))
         if (activations := section.value("activation_scheme")) is not None:
             found.unapplied = (f"activation_scheme {activations!r:.60} of {section.name}",)
         return found

@@ -8,84 +8,69 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import QuantizedLinear, Weight
+from hal.nn import Weight
 from hal.nn.linear import IN, OUT
-from hal.nn.low_bits import WeightOnlyTensors
+from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.forms import in_groups
+from hal.quantization.input_order import every_rank, group_index, input_order, ordered
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern, other_names
-from hal.quantization.packed_integers import (
-    FLOATS,
-    by_expert,
-    in_groups,
-    in_one,
-    input_groups,
-    signed_weight,
-    signed_zero_points,
-    transposed,
-    unsigned,
-)
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.scheme import Scheme
-from hal.quantization.value_checks import POSITIVE, group_index
+from hal.quantization.packed_integers import in_one, signed_weight, signed_zero_points, transposed, unsigned
+from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
+from hal.quantization.value_checks import FLOATS, POSITIVE
 
 VERSIONS = ("gptq", "gptq_v2")
-SCHEMES = {4: "w4a16", 8: "w8a16_group"}
+NUMBERS = {4: Form("int4"), 8: Form("int8")}
 
 
-class GptqTensors(Representation):
-    """``qweight``, ``qzeros``, ``scales`` and ``g_idx``."""
+@attrs.frozen(slots=False)
+class GptqTensors(Reader):
+    """``qweight``, ``qzeros``, ``scales`` and ``g_idx``.
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, WeightOnlyTensors)
-        axes, packed = f"{IN} {OUT}", in_one(layer.bits)
-        if layer.in_features % packed:
+    Attributes:
+        version: that of the format.
+    """
+
+    version: str
+
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        axes, packed, declare = f"{IN} {OUT}", in_one(stored.form.kind.bits), stored.layer.declare
+        if stored.layer.in_features % packed:
             raise ConfigError(
-                f"a layer has {layer.in_features} inputs, and GPTQ packs {packed} of {layer.bits} bits into a number",
+                f"a layer has {stored.layer.in_features} inputs, and GPTQ packs {packed} of {stored.form.kind.bits} "
+                "bits into a number",
                 "exclude the layer when you quantize",
             )
-        groups: dict[str, Any] = {
-            "group_sizes": {IN: layer.group_size},
-            "every_rank": layer.any_groups and layer.shard == IN,
-        }
-        zero: dict[str, Any] = {"packing": {OUT: packed}, "dtype": torch.int32}
-        index: dict[str, Any] = {
-            "optional": not layer.ordered,
-            "dtype": torch.int32,
-            "stored": (torch.int32, torch.int64),
-        }
+        groups: dict[str, Any] = {"group_sizes": stored.groups, "every_rank": every_rank(stored)}
         return {
-            "qweight": layer.declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
-            "qzeros": layer.declare("qzeros", axes, **groups, **zero),
-            "scales": layer.declare("scales", axes, stored=FLOATS, checks=(POSITIVE,), **groups),
-            "g_idx": layer.declare("g_idx", IN, every_rank=not layer.any_groups, checks=group_index(layer), **index),
+            "qweight": declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
+            "qzeros": declare("qzeros", axes, packing={OUT: packed}, dtype=torch.int32, **groups),
+            "scales": declare("scales", axes, stored=FLOATS, checks=(POSITIVE,), **groups),
+            "g_idx": group_index(stored, "g_idx", dtype=torch.int32),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        layer = stored.layer
-        assert isinstance(layer, WeightOnlyTensors)
-        bits, scale = layer.bits, by_expert(stored, transposed, stored["scales"])
-        inputs = input_groups(stored, "g_idx", "g_idx")
-        packed = by_expert(stored, transposed, stored["qweight"])
-        zero = by_expert(stored, lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
+        bits, inputs = stored.form.kind.bits, input_order(stored, "g_idx", "g_idx")
+        packed = stored.by_expert(transposed, stored["qweight"])
+        zero = stored.by_expert(lambda each: transposed(unsigned(each, bits).to(torch.uint8)), stored["qzeros"])
         # Version 1 stores the largest number for 0. Some of its files with symmetric weights store the middle as it is.
-        as_it_is = layer.symmetric and bool((zero == 1 << bits - 1).all())
-        if self.description == VERSIONS[0] and not as_it_is:
+        as_it_is = not stored.form.zero_points and bool((zero == 1 << bits - 1).all())
+        if self.version == VERSIONS[0] and not as_it_is:
             zero = zero + 1 & (1 << bits) - 1
         weight = signed_weight(packed, bits, packed.shape[-1] * in_one(bits))
         return {
-            **stored.tensors,
-            "weight": in_groups(stored, weight, inputs["input_order"]),
-            "weight_scale": scale,
-            "weight_zero_point": signed_zero_points(zero, bits),
+            "weight": ordered(stored, weight, inputs.get("input_order")),
+            "weight_scale": stored.by_expert(transposed, stored["scales"]),
+            "weight_zero_point": stored.checked_zero_points(signed_zero_points(zero, bits)),
+            "bias": stored.tensors.get("bias"),
             **inputs,
         }
 
@@ -97,32 +82,32 @@ class LayerRule:
     Attributes:
         pattern: the expression.
         where: what errors call it.
-        scheme: returns the scheme; None if the layers are not quantized.
+        stored_as: returns how the layers are stored; None if they are not quantized.
     """
 
     pattern: LayerPattern
     where: str
-    scheme: Callable[[], Scheme] | None
+    stored_as: Callable[[], StoredAs] | None
 
 
 class GptqQuantization(ExcludedLayers):
-    """A scheme, and others for the layers of rules. The first rule that matches a layer applies.
+    """One way for all layers, and others for the layers of rules. The first rule that matches a layer applies.
 
     Args:
-        scheme: the scheme of the other layers.
+        stored_as: how the other layers are stored.
         lists: see :class:`ExcludedLayers`.
         rules: the rules.
     """
 
-    def __init__(self, scheme: Scheme, lists: Mapping[str, object], rules: Sequence[LayerRule]) -> None:
-        super().__init__(scheme, lists)
+    def __init__(self, stored_as: StoredAs, lists: Mapping[str, object], rules: Sequence[LayerRule]) -> None:
+        super().__init__(stored_as, lists)
         self._rules = tuple(rules)
 
-    def scheme(self, layer: str) -> Scheme | None:
-        found, rule = super().scheme(layer), self._rule(layer)
+    def stored_as(self, layer: str) -> StoredAs | None:
+        found, rule = super().stored_as(layer), self._rule(layer)
         if found is None or rule is None:
             return found
-        return None if rule.scheme is None else rule.scheme()
+        return None if rule.stored_as is None else rule.stored_as()
 
     def exclusion(self, layer: str) -> str:
         rule = self._rule(layer)
@@ -132,7 +117,7 @@ class GptqQuantization(ExcludedLayers):
         """Return the rule for a layer. One that excludes layers must match the name that the checkpoint has."""
         for name in (layer, *other_names(layer)):
             for rule in self._rules:
-                if (rule.scheme is not None or name == layer) and rule.pattern.match(name):
+                if (rule.stored_as is not None or name == layer) and rule.pattern.match(name):
                     return rule
         return None
 
@@ -141,7 +126,8 @@ class Gptq(CheckpointFormat):
     """The format of GPTQ, in its first version."""
 
     name = "gptq"
-    representations = MappingProxyType(dict.fromkeys(SCHEMES.values(), GptqTensors(VERSIONS[0])))
+    version = VERSIONS[0]
+    """The version that it reads."""
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != "gptq":
@@ -157,18 +143,20 @@ class Gptq(CheckpointFormat):
         if (rotation := section.value("rotation")) is not None:
             problem = f"{section.name} has the rotation {rotation!r:.60}, which hal does not support"
             raise ConfigError(problem, "use a checkpoint that was quantized without rotation")
-        return GptqQuantization(self._scheme(section), section.lists("modules_to_not_convert"), [*self._rules(section)])
+        return GptqQuantization(
+            self._stored_as(section), section.lists("modules_to_not_convert"), [*self._rules(section)]
+        )
 
-    def _scheme(self, section: ConfigSection) -> Scheme:
+    def _stored_as(self, section: ConfigSection) -> StoredAs:
         bits = section.value("bits")
-        if type(bits) is not int or bits not in SCHEMES:
+        if type(bits) is not int or bits not in NUMBERS:
             raise ConfigError(
                 f"{section.name} has weights of {bits!r:.60} bits, which hal does not support", "use 4 or 8 bits"
             )
         # Without sym, the stored zero points say whether weights are symmetric.
         settings = {"group_size": section.value("group_size"), "symmetric": section.value("sym", default=False)}
         settings["actorder"] = "group" if section.value("desc_act") else None
-        return self.known()[SCHEMES[bits]][0].configured(settings)
+        return StoredAs(in_groups(NUMBERS[bits], settings), GptqTensors(self.version))
 
     def _rules(self, section: ConfigSection) -> Iterator[LayerRule]:
         dynamic = section.value("dynamic", default={}) or {}
@@ -186,20 +174,14 @@ class Gptq(CheckpointFormat):
             if (version := _version(attrs.evolve(own, content=changes), self.version)) != self.version:
                 problem = f"{own.name} has another checkpoint_format, {version!r:.60}"
                 raise ConfigError(problem, "use a checkpoint whose layers are stored alike")
-            yield LayerRule(pattern, where, partial(self._scheme, own))
-
-    @property
-    def version(self) -> str:
-        """The version that it reads."""
-        found: str = self.representations["w4a16"].description
-        return found
+            yield LayerRule(pattern, where, partial(self._stored_as, own))
 
 
 class GptqV2(Gptq):
     """The format of GPTQ in its second version, with unchanged zero points."""
 
     name = "gptq_v2"
-    representations = MappingProxyType(dict.fromkeys(SCHEMES.values(), GptqTensors(VERSIONS[1])))
+    version = VERSIONS[1]
 
 
 def _version(section: ConfigSection, default: str = VERSIONS[0]) -> Any:

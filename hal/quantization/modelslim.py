@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hal.config.untrusted_files import read_json
 from hal.errors import CheckpointError, ConfigError
-from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
-from hal.quantization.format_registry import supported
+from hal.ops.forms import Form
+from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization, Written, supported
+from hal.quantization.forms import INT8, INT8_DYNAMIC, INT8_STATIC, in_groups
 from hal.quantization.int8_arithmetic import AGAIN
-from hal.quantization.scheme import Scheme
+from hal.quantization.int8_rows import Int8Rows, ModelSlimStatic
+from hal.quantization.modelslim_int4 import PackedRows
+from hal.quantization.stored_layer import Reader, StoredAs
 
 FILE = "quant_model_description.json"
 PATTERN = "quant_model_description*.json"
-MODELSLIM = "modelslim"
 ZERO_POINT = "weight_offset"
 """The tensor of the zero points of a weight."""
 INT4 = "W4A8_DYNAMIC"
@@ -33,18 +36,29 @@ _OTHERS = ("kv_quant_type", "kv_cache_type", "fa_quant_type")
 """Keys for quantization of the cache and of attention, which hal does not support."""
 
 
+_ROWS, _STATIC = Int8Rows(ZERO_POINT, writes_zero_point=True), ModelSlimStatic(ZERO_POINT)
+TYPES: Mapping[str, tuple[Form, Reader]] = MappingProxyType(
+    {
+        INT4: (Form("int4", inputs="int8"), PackedRows(ZERO_POINT)),
+        "W8A16": (INT8, _ROWS),
+        "W8A8": (INT8_STATIC, _STATIC),
+        "W8A8_DYNAMIC": (INT8_DYNAMIC, _ROWS),
+    }
+)
+"""The form of weights, without groups, and what reads them, by type."""
+
+
 class ModelSlimQuantization(Quantization):
     """Quantization by a type for every tensor.
 
     Args:
         section: the description, with the file's name or its key in config.json, for errors.
-        schemes: the schemes by type.
     """
 
-    def __init__(self, section: ConfigSection, schemes: Mapping[str, Scheme]) -> None:
-        self._section, self._schemes = section, schemes
+    def __init__(self, section: ConfigSection) -> None:
+        self._section = section
 
-    def scheme(self, layer: str) -> Scheme | None:
+    def stored_as(self, layer: str) -> StoredAs | None:
         name, file, types = f"{layer}.weight", self._section.name, self._section.content
         if name not in types:
             raise CheckpointError(f"{file} has no quantization type for {name}", AGAIN)
@@ -58,18 +72,20 @@ class ModelSlimQuantization(Quantization):
                 "convert it to AWQ or GPTQ with msModelSlim's example/ms_to_vllm.py, or quantize the original with "
                 "W4A8_DYNAMIC or W8A16, or with hal quantize --scheme w4a16",
             )
-        if not isinstance(found, str) or found not in self._schemes:
+        if not isinstance(found, str) or found not in TYPES:
             raise CheckpointError(
                 f"{file} has the quantization type {found!r:.60} for {name}, which hal does not support",
-                f"use one of {', '.join((_FLOAT, *self._schemes))}: {supported()}",
+                f"use one of {', '.join((_FLOAT, *TYPES))}: {supported()}",
             )
         if found == INT4 and types.get("version") != VERSION:
             raise CheckpointError(
                 f"{file} has the version {types.get('version')!r:.60}, in which hal does not read {found} for {name}",
                 f"quantize it with a msModelSlim that writes the version {VERSION}",
             )
+        form, reader = TYPES[found]
         # Types without groups have no use for their size, which is 0 where no type has groups.
-        return self._schemes[found].configured({"group_size": types.get("group_size") or -1})
+        grouped = in_groups(form, {"group_size": types.get("group_size") or -1}) if found == INT4 else form
+        return StoredAs(grouped, reader)
 
     def exclusion(self, layer: str) -> str:
         return f"{_FLOAT!r} in {self._section.name}"
@@ -79,10 +95,11 @@ class ModelSlimQuantization(Quantization):
 
 
 class ModelSlim(CheckpointFormat):
-    """The format of ModelSlim. Schemes describe themselves by the name of a type."""
+    """The format of ModelSlim."""
 
-    name = MODELSLIM
+    name = "modelslim"
     config_keys = ("quantize",)
+    writers = MappingProxyType({"w8a16": _ROWS, "w8a8": _STATIC, "w8a8_dynamic": _ROWS})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         files = sorted(folder.glob(PATTERN))
@@ -105,21 +122,16 @@ class ModelSlim(CheckpointFormat):
         for key in _OTHERS:
             if (value := found.content.get(key)) not in (None, "", _FLOAT):
                 raise ConfigError(f"{found.name} has {key} {value!r:.60}, which hal does not support", supported())
-        return ModelSlimQuantization(found, {each.description: scheme for scheme, each in self.known().values()})
+        return ModelSlimQuantization(found)
 
     def describe(
-        self,
-        config: Mapping[str, Any],
-        scheme: Scheme,
-        kept: Iterable[str],
-        tensors: Mapping[str, bool],
-        others: Mapping[str, Scheme],
+        self, config: Mapping[str, Any], written: Written, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        if others:
+        if written.others:
             raise ConfigError(
-                f"hal writes one scheme in the format {self.name}, and {next(iter(others))} has another",
+                f"hal writes one form of weights in the format {self.name}, and {next(iter(written.others))} has another",
                 "use --format compressed-tensors",
             )
-        kind = self.known()[scheme.name][1].description
+        kind = written.scheme.upper()
         types = {name: kind if quantized else _FLOAT for name, quantized in sorted(tensors.items())}
         return {"config.json": dict(config), FILE: {"model_quant_type": kind, "version": VERSION, **types}}

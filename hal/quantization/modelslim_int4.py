@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.nn import QuantizedLinear, Weight
-from hal.nn.linear import IN, OUT
-from hal.nn.low_bits import WeightOnlyTensors
-from hal.quantization.modelslim import ZERO_POINT
-from hal.quantization.packed_integers import FLOATS, by_expert
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.value_checks import POSITIVE, SYMMETRIC
+from hal.nn import Weight
+from hal.nn.linear import OUT
+from hal.quantization.stored_layer import Reader, StoredLayer, Tensors
+from hal.quantization.value_checks import FLOATS, POSITIVE, SYMMETRIC
 
 BITS = 4
 COLUMNS = "columns"
@@ -27,43 +24,47 @@ UNPACKED = 1 << 20
 """Numbers that are repacked at once."""
 
 
-class PackedRows(Representation):
+class PackedRows(Reader):
     """``weight`` with two rows in one of int8, ``weight_scale``, ``weight_offset`` and ``scale_bias``.
 
-    Weights in groups have ``weight_scale_second`` and ``weight_offset_second``, too. The scheme computes the
-    sums that ``scale_bias`` has.
+    Weights in groups have ``weight_scale_second`` and ``weight_offset_second``, too. ``scale_bias`` follows from these.
+
+    Args:
+        zero_point: the name of the zero points.
     """
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, WeightOnlyTensors)
+    def __init__(self, zero_point: str) -> None:
+        self.zero_point = zero_point
+
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        layer, declare = stored.layer, stored.layer.declare
         rows: dict[str, Any] = {"dtype": torch.float32, "stored": FLOATS, "column": True}
-        columns = {COLUMNS: ROW_COLUMNS if layer.by_inputs else 1}
+        sums: dict[str, Any] = {"dtype": torch.float32, "stored": FLOATS, "optional": True}
+        sums["sizes"] = {COLUMNS: ROW_COLUMNS if layer.by_inputs else 1}
         found = {
-            "packed": layer.declare("weight", packing={OUT: 2}, dtype=torch.int8),
-            "scales": layer.declare("weight_scale", OUT, checks=(POSITIVE,), **rows),
-            "offsets": layer.declare(ZERO_POINT, OUT, optional=True, checks=(SYMMETRIC,), **rows),
-            "scale_bias": layer.declare(
-                "scale_bias", f"{OUT} {COLUMNS}", sizes=columns, dtype=torch.float32, stored=FLOATS, optional=True
-            ),
+            "packed": declare("weight", packing={OUT: 2}, dtype=torch.int8),
+            "scales": declare("weight_scale", OUT, checks=(POSITIVE,), **rows),
+            "offsets": declare(self.zero_point, OUT, optional=True, checks=(SYMMETRIC,), **rows),
+            "scale_bias": declare("scale_bias", f"{OUT} {COLUMNS}", **sums),
         }
-        if layer.group_size < layer.in_features:
-            groups: dict[str, Any] = {"group_sizes": {IN: layer.group_size}, "dtype": torch.float32, "stored": FLOATS}
-            found["second_scales"] = layer.declare("weight_scale_second", checks=(POSITIVE,), **groups)
-            found["second_offsets"] = layer.declare(
-                "weight_offset_second", optional=True, checks=(SYMMETRIC,), **groups
-            )
+        if stored.group_size < layer.in_features:
+            groups: dict[str, Any] = {"group_sizes": stored.groups, "dtype": torch.float32, "stored": FLOATS}
+            found["second_scales"] = declare("weight_scale_second", checks=(POSITIVE,), **groups)
+            found["second_offsets"] = declare("weight_offset_second", optional=True, checks=(SYMMETRIC,), **groups)
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
         scale = stored["scales"].unsqueeze(-1)
         second = stored.tensors.get("second_scales")
-        if second is not None:
-            scale = scale * second
-        return {**stored.tensors, "weight": by_expert(stored, _repacked, stored["packed"]), "weight_scale": scale}
+        return {
+            "weight": stored.by_expert(_repacked, stored["packed"]),
+            "weight_scale": scale if second is None else scale * second,
+            "bias": stored.tensors.get("bias"),
+        }
 
 
 def _repacked(packed: Tensor) -> Tensor:
-    """Return a weight as :func:`hal.ops.quant_linear_int4` takes it. Some rows after the others, to use less memory.
+    """Return a weight as :func:`hal.ops.linear` takes it. Some rows after the others, to use less memory.
 
     Args:
         packed: int8 ``[out_features / 2, in_features]``. The low four bits are of the even rows.

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from hal.nn import QuantizedLinear, ValueCheck, Weight
+from hal.nn import ValueCheck, Weight
 from hal.nn.linear import IN, OUT
-from hal.nn.low_bits import Mxfp4GroupedLinear
-from hal.ops.experts.mxfp4 import FLOAT4S, GROUP
+from hal.ops.forms import FLOAT4S
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.forms import MXFP4
 from hal.quantization.int8_arithmetic import AGAIN
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.scheme import Scheme
+from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
 BYTES = "bytes"
 NOT_A_NUMBER = 255
@@ -28,53 +27,39 @@ NUMBERS = ValueCheck(
 )
 
 
-class FusedBlocks(Representation):
+class FusedBlocks(Reader):
     """``gate_up_proj_blocks`` and ``gate_up_proj_scales`` of all experts, and the same for ``down_proj``."""
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, Mxfp4GroupedLinear)
-        groups, half = {IN: GROUP}, {BYTES: GROUP // FLOAT4S}
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        layer, half = stored.layer, {BYTES: MXFP4.columns // FLOAT4S}
+        fused = getattr(layer, "fused", None)
+        given: dict[str, Any] = {"group_sizes": stored.groups, "dtype": torch.uint8}
         found = {
-            "blocks": layer.declare(
-                None,
-                f"{OUT} {IN} {BYTES}",
-                fused=f"{layer.fused}_blocks",
-                group_sizes=groups,
-                sizes=half,
-                dtype=torch.uint8,
-            ),
-            "exponents": layer.declare(
-                None,
-                f"{OUT} {IN}",
-                fused=f"{layer.fused}_scales",
-                group_sizes=groups,
-                dtype=torch.uint8,
-                checks=(NUMBERS,),
-            ),
+            "blocks": layer.declare(None, f"{OUT} {IN} {BYTES}", fused=f"{fused}_blocks", sizes=half, **given),
+            "exponents": layer.declare(None, f"{OUT} {IN}", fused=f"{fused}_scales", checks=(NUMBERS,), **given),
         }
-        if layer.has_bias:
-            found["bias"] = layer.declare("bias", OUT, fused=f"{layer.fused}_bias", dtype=torch.float32, added=True)
+        if layer.biased:
+            found["bias"] = layer.declare("bias", OUT, fused=f"{fused}_bias", dtype=torch.float32, added=True)
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        return {**stored.tensors, "weight": stored["blocks"].flatten(-2), "weight_scale": stored["exponents"]}
+        blocks, exponents = stored["blocks"].flatten(-2), stored["exponents"]
+        return {"weight": blocks, "weight_scale": exponents, "bias": stored.tensors.get("bias")}
 
 
 class ExpertsOnly(ExcludedLayers):
     """MXFP4 of experts that are stored as one tensor, whose parts have the name of their mixture."""
 
-    def scheme(self, layer: str) -> Scheme | None:
-        return super().scheme(layer) if layer.endswith(".experts") else None
+    def stored_as(self, layer: str) -> StoredAs | None:
+        return super().stored_as(layer) if layer.endswith(".experts") else None
 
 
 class Mxfp4(CheckpointFormat):
     """The format of gpt-oss."""
 
     name = "mxfp4"
-    representations = MappingProxyType({"mxfp4": FusedBlocks(None)})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
             return None
-        scheme, _ = self.known()["mxfp4"]
-        return ExpertsOnly(scheme, section.lists("modules_to_not_convert"))
+        return ExpertsOnly(StoredAs(MXFP4, FusedBlocks()), section.lists("modules_to_not_convert"))

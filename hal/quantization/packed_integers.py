@@ -1,26 +1,18 @@
-"""The arithmetic of packed weights: unsigned numbers in int32, and the order of their inputs."""
+"""The arithmetic of integer weights: unsigned numbers packed into int32, and quantization in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError
-from hal.nn.low_bits import WeightOnlyTensors
-from hal.ops.weight_only import INT4S
-from hal.quantization.representation import StoredLayer
-from hal.quantization.value_checks import CONVERTED
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that scales keep."""
 SHARES = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 8: (1.0,)}
 """The parts of the largest number of a group that :func:`quantize_groups` tries as the range, by bits."""
 ELEMENTS = 1 << 22
 """The elements of a weight that are quantized at once."""
-ROWS = 64
-"""The rows of a weight whose columns are ordered at once."""
 # In each number of an int32, the difference of the highest bit: between unsigned numbers and two's complement.
 _SIGNS = {4: -0x77777778, 8: -0x7F7F7F80}
 
@@ -45,7 +37,7 @@ def unsigned(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) ->
 
 
 def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Return a weight as :func:`hal.ops.weight_only_linear` takes it, in the memory of the packed one.
+    """Return a weight as :func:`hal.ops.linear` takes it, in the memory of the packed one.
 
     Args:
         packed: int32 ``[..., out_features, ceil(width * bits / 32)]``, contiguous: unsigned numbers, among which the
@@ -66,33 +58,13 @@ def packed_signed(numbers: Tensor, bits: int) -> Tensor:
     return found.view(torch.int32)
 
 
-def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor | None:
-    """Return unsigned zero points for the numbers that :func:`signed_weight` returns; None if all are 0 then."""
-    signed = (zero_points - (1 << bits - 1)).to(torch.int8).contiguous()
-    return signed if bool(signed.any()) else None
-
-
-def by_expert(stored: StoredLayer, compute: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return what a function computes of a layer's tensor; of experts, one after the other, to use less memory.
-
-    The results take the memory of the tensor, which is contiguous, if they have as many elements of its dtype.
-    """
-    if stored.layer.num_experts is None:
-        return compute(tensor)
-    found: Tensor | None = None
-    for expert, given in enumerate(tensor):
-        each = compute(given)
-        if found is None:
-            alike = each.dtype == tensor.dtype and each.numel() == given.numel()
-            shape = (len(tensor), *each.shape)
-            found = tensor.view(shape) if alike else each.new_empty(shape)
-        found[expert] = each
-    assert found is not None
-    return found
+def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor:
+    """Return unsigned zero points for the numbers that :func:`signed_weight` returns."""
+    return (zero_points - (1 << bits - 1)).to(torch.int8).contiguous()
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """Return a contiguous copy of a matrix with its dimensions exchanged, for :func:`by_expert`."""
+    """Return a contiguous copy of a matrix with its dimensions exchanged, for :meth:`StoredLayer.by_expert <hal.quantization.stored_layer.StoredLayer.by_expert>`."""
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -142,68 +114,3 @@ def _quantized_rows(name: str, weight: Tensor, bits: int, size: int, dtype: torc
         best, scale = torch.where(better, numbers, best), torch.where(better, tried, scale)
         error = torch.minimum(found, error)
     return best.flatten(-2), scale.squeeze(-1)
-
-
-def input_groups(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | None]:
-    """Return the order of the inputs of a layer, or their groups, where the weight is dequantized.
-
-    Args:
-        stored: the layer. The groups have been checked, by :func:`hal.quantization.value_checks.group_index`.
-        key: the key of the group of each input, for each part, in ``stored.tensors``.
-        name: the tensor's name in the checkpoint.
-
-    Returns:
-        ``input_order``: the inputs, those of the first group first; None if they have that order.
-        ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; or None.
-
-    Raises:
-        CheckpointError: parts have different orders.
-    """
-    index, layer = stored.tensors[key], stored.layer
-    assert isinstance(layer, WeightOnlyTensors)
-    found: dict[str, Tensor | None] = {"input_order": None, "input_groups": None}
-    if index is None or not layer.ordered:
-        return found
-    rows, parts = index.long().flatten(0, -2), index.shape[-2]
-    for row, groups in enumerate(rows):
-        if not torch.equal(groups, rows[row - row % parts]):
-            names = stored.names[stored.first_expert * parts :]
-            raise CheckpointError(
-                f"{names[row]}.{name} orders the inputs by activations otherwise than {names[row - row % parts]}, with "
-                "which it is merged",
-                "use a checkpoint that was quantized with desc_act false, or with actorder null or weight",
-            )
-    if layer.any_groups:
-        return {**found, "input_groups": rows[::parts].reshape(*index.shape[:-2], -1)}
-    order = rows[0].argsort(stable=True)
-    return found if torch.equal(order, torch.arange(len(order))) else {**found, "input_order": order}
-
-
-def in_groups(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:
-    """Return a weight with its columns in an order of the inputs, in the memory of the given one.
-
-    Args:
-        stored: the layer.
-        weight: that of :func:`signed_weight`.
-        order: that of :func:`input_groups`.
-
-    Raises:
-        CheckpointError: this rank has some of the columns only.
-    """
-    if order is None:
-        return weight
-    packed = weight.dtype is torch.int32
-    if weight.shape[-1] * (INT4S if packed else 1) != len(order):
-        raise CheckpointError(
-            f"{stored.names[0]} orders its inputs by activations (act-order), and ranks cannot divide them",
-            f"{CONVERTED}, or parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
-        )
-    first, second = order[::2], order[1::2]
-    for rows in (weight.view(torch.uint8) if packed else weight).split(ROWS):
-        columns = rows.t().contiguous()  # whole rows are copied much faster than single numbers
-        if packed:
-            numbers = torch.stack((columns & 15, columns >> 4), 1).flatten(0, 1)
-            rows.copy_((numbers.index_select(0, first) | numbers.index_select(0, second) << 4).t())
-        else:
-            rows.copy_(columns.index_select(0, order).t())
-    return weight

@@ -1,16 +1,17 @@
-"""Rules for the values of scales, zero points and group indices: what a representation declares in ``checks``."""
+"""Rules for the values of scales and zero points: what a reader declares in ``checks``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hal.nn import ValueCheck
-from hal.nn.low_bits import WeightOnlyTensors
+from hal.nn import Projection, ValueCheck
 from hal.quantization.int8_arithmetic import AGAIN
 
-CONVERTED = "set quantized_weights to dequantized, w8a16 or w8a8_dynamic"
-_CONSECUTIVE = "use a checkpoint that was quantized with desc_act false, or with actorder null or weight"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that scales keep."""
+NUMBERS = (torch.float64, *FLOATS, torch.int8, torch.int32, torch.int64)
+"""The dtypes of zero points and offsets of int8 layers."""
 
 
 def _finite(values: Tensor, above: bool) -> bool:
@@ -37,45 +38,9 @@ def integers(low: int, high: int) -> ValueCheck:
     return ValueCheck(holds, f"has values other than integers from {low} to {high}", AGAIN)
 
 
-def dimensions(layer: WeightOnlyTensors) -> ValueCheck:
+def dimensions(layer: Projection) -> ValueCheck:
     """Return the rule that a tensor is the shape of the weight of a layer, or of one of its parts."""
     sizes = {layer.out_features} if layer.merged or not layer.parts else set(layer.layers.values())
     allowed = [[size, layer.in_features] for size in sorted(sizes)]
     expected = " or ".join(map(str, allowed))
     return ValueCheck(lambda values: values.tolist() in allowed, f"has a shape other than {expected}", AGAIN)
-
-
-def group_index(layer: WeightOnlyTensors) -> tuple[ValueCheck, ...]:
-    """Return the rules for the group of each input of a layer."""
-    size, width = layer.group_size, layer.in_features
-    count = -(-width // size)
-
-    def consecutive() -> Tensor:
-        return torch.arange(width, device="cpu") // size
-
-    found = [
-        ValueCheck(
-            lambda values: bool(((values >= 0) & (values < count)).all()),
-            f"has groups other than 0 to {count - 1}",
-            AGAIN,
-        ),
-    ]
-    if layer.any_groups:
-        return tuple(found)
-    found.append(
-        ValueCheck(
-            lambda values: torch.equal(values.long().bincount(minlength=count), consecutive().bincount()),
-            f"has groups of other sizes than {size}",
-            AGAIN,
-        )
-    )
-    if not layer.ordered or layer.num_experts is not None:
-        what = "experts" if layer.num_experts is not None else "a layer whose description says otherwise (desc_act)"
-        found.append(
-            ValueCheck(
-                lambda values: torch.equal(values.long(), consecutive()),
-                f"orders the inputs of {what} by activations (act-order)",
-                _CONSECUTIVE if layer.num_experts is None else f"{CONVERTED}, or {_CONSECUTIVE}",
-            )
-        )
-    return tuple(found)

@@ -27,15 +27,15 @@ from hal.drivers.backend import active_backend
 from hal.drivers.registry import open_backend
 from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Gate
+from hal.ops.forms import Form
 from hal.progress import Say, going_on, silent, since_start
-from hal.quantization.checkpoint_format import CheckpointFormat
+from hal.quantization.checkpoint_format import CheckpointFormat, Written
 from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.format_registry import FORMATS, formats
+from hal.quantization.forms import GROUPED, NAMES, in_groups
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.packed_integers import row_ranges
-from hal.quantization.representation import Representation
-from hal.quantization.scheme import Scheme
-from hal.quantization.scheme_registry import SCHEMES, schemes
+from hal.quantization.stored_layer import FloatLayer, Writer
 from hal.quantize.calibration import input_ranges
 
 CALIBRATION_TOKENS = 8192
@@ -97,8 +97,7 @@ def quantize_checkpoint(
     Args:
         source: a floating-point checkpoint.
         target: a folder that does not exist or is empty. It is created only once everything is written.
-        scheme: ``w4a16``, ``w4a8_dynamic``, ``w8a16_group``, ``fp8``, ``w8a16``, ``w8a8``, ``w8a8_dynamic``, or
-            another package's registered scheme that can be written.
+        scheme: ``w4a16``, ``w4a8_dynamic``, ``w8a16_group``, ``fp8``, ``w8a16``, ``w8a8``, or ``w8a8_dynamic``.
         format: ``compressed-tensors``, ``modelslim``, or another package's registered format that stores the scheme.
         calibration: text that is representative of the model's use; required by ``w8a8``.
         calibration_tokens: number of its tokens to read, from the beginning; None reads 8192.
@@ -117,8 +116,8 @@ def quantize_checkpoint(
         CheckpointError: the source cannot be read or is already quantized, or the target cannot be written.
         NumericsError: an activation is not finite.
     """
-    chosen, written, representation = _check_request(scheme, format, calibration, calibration_tokens)
-    chosen = _in_groups(chosen, group_size)
+    written, writer = _check_request(scheme, format, calibration, calibration_tokens)
+    form = _in_groups(scheme, group_size)
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     if checkpoint.quantization is not None:
         raise ConfigError(f"{checkpoint.path} is already quantized", "use a floating-point checkpoint")
@@ -128,10 +127,10 @@ def quantize_checkpoint(
     check_no_fused_experts(model, checkpoint.path)
     checkpoint = named_by_model(checkpoint, model)
     check_tied(checkpoint, model, checkpoint.dtype)
-    layers, kept = _chosen_layers(model, keep, chosen)
+    layers, kept = _chosen_layers(model, keep, form)
     say = since_start(say)
     sources = {f"{name}.weight": name for name in layers}
-    calibrated = _Job(checkpoint, chosen, written, representation, layers, sources, {}, kept, {}, {})
+    calibrated = _Job(checkpoint, Written(scheme, form), written, writer, layers, sources, {}, kept, {})
     job = _with_head(calibrated, model) if head else calibrated
     if calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
@@ -154,28 +153,24 @@ class _Job:
         sources: the layers to quantize, by the name of the tensor with the weight.
         activations: static scales of activations, by path in the model.
         kept: linear layers that the user keeps.
-        others: the schemes of layers that have another one, with the representation, by name in the checkpoint.
         errors: those of the layers that have been written.
     """
 
     checkpoint: Checkpoint
-    scheme: Scheme
+    written: Written
     format: CheckpointFormat
-    representation: Representation
+    writer: Writer
     layers: Mapping[str, str]
     sources: Mapping[str, str]
     activations: Mapping[str, Activation]
     kept: Sequence[str]
-    others: Mapping[str, tuple[Scheme, Representation]]
     errors: dict[str, float]
 
 
 def _with_head(job: _Job, model: CausalLM) -> _Job:
     """Return the job with the output projection, which other layers do not limit."""
     name = model.output_projection
-    scheme = schemes()[HEAD].configured({"group_size": -1, "symmetric": True})
-    representation = job.format.representation(scheme)
-    if representation is None:
+    if HEAD not in job.format.writers:
         raise ConfigError(
             f"the format {job.format.name} does not store an output projection in {HEAD}",
             "use --format compressed-tensors, or omit --head",
@@ -187,27 +182,26 @@ def _with_head(job: _Job, model: CausalLM) -> _Job:
         job,
         layers={**job.layers, name: name},
         sources={**job.sources, source: name},
-        others={name: (scheme, representation)},
+        written=attrs.evolve(job.written, others={name: (HEAD, NAMES[HEAD][0])}),
     )
 
 
-def _in_groups(scheme: Scheme, group_size: int | None) -> Scheme:
-    """Return the scheme with groups of a size, if it has groups."""
-    if "group_size" not in scheme.settings:
+def _in_groups(scheme: str, group_size: int | None) -> Form:
+    """Return the form of a name, with groups of a size if it has groups."""
+    form, _ = NAMES[scheme]
+    if scheme not in GROUPED:
         if group_size is not None:
-            raise ConfigError(
-                f"the scheme {scheme.name} has no groups, but group_size is {group_size}", "omit --group-size"
-            )
-        return scheme
+            raise ConfigError(f"the scheme {scheme} has no groups, but group_size is {group_size}", "omit --group-size")
+        return form
     size = GROUP_SIZE if group_size is None else group_size
     if size != -1 and size < 1:
         raise ConfigError(f"group_size is {size}", "use a positive number of inputs, or -1 for a whole row")
-    return scheme.configured({"group_size": size, "symmetric": True})
+    return in_groups(form, {"group_size": size})
 
 
-def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tuple[dict[str, str], list[str]]:
+def _chosen_layers(model: CausalLM, keep: Sequence[str], form: Form) -> tuple[dict[str, str], list[str]]:
     """Return the layers to quantize, with their paths in the model, and those that ``keep`` names."""
-    excluded, size = ExcludedLayers(scheme, {"--keep": list(keep)}), scheme.settings.get("group_size")
+    excluded, size = ExcludedLayers(None, {"--keep": list(keep)}), form.columns
     layers, kept = dict[str, str](), list[str]()
     beside = set(_encoder_layers(model))
     for path, layer in linear_layers(model):
@@ -220,7 +214,7 @@ def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tupl
             raise ConfigError(
                 f"{left[0]} is kept, but {other} is not, and hal merges them", "keep all of them, or none"
             )
-        if not left and size is not None and layer.in_features % size:
+        if not left and size and layer.in_features % size:
             raise ConfigError(
                 f"{names[0]} has {layer.in_features} inputs, which is no multiple of the group_size {size}",
                 f"use a divisor of {layer.in_features}, or -1 for one group per row; or keep the layer with --keep",
@@ -228,7 +222,7 @@ def _chosen_layers(model: CausalLM, keep: Sequence[str], scheme: Scheme) -> tupl
         kept += left
         layers |= {} if left else dict.fromkeys(names, path)
     for each in keep:
-        alone = ExcludedLayers(scheme, {"--keep": [each]})
+        alone = ExcludedLayers(None, {"--keep": [each]})
         if not any(map(alone.excludes, kept)):
             raise ConfigError(f"no layer that would be quantized has the name {each!r}", nearest(each, layers))
     return layers, kept
@@ -242,27 +236,23 @@ def _encoder_layers(model: CausalLM) -> list[str]:
 
 def _check_request(
     scheme: str, format: str, calibration: str | None, tokens: int | None
-) -> tuple[Scheme, CheckpointFormat, Representation]:
-    writable: dict[str, dict[str, Representation]] = {}
-    for each in formats().values():
-        for name, (_, representation) in each.known().items():
-            if representation.writes:
-                writable.setdefault(name, {})[each.name] = representation
+) -> tuple[CheckpointFormat, Writer]:
+    writable = {name for each in formats().values() for name in each.writers}
     if scheme not in writable:
-        if scheme in SCHEMES.names():
-            SCHEMES.load(scheme)  # which raises if it is broken; one that cannot be written is an unknown one here
-        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), writable))
+        raise ConfigError(f"unknown scheme {scheme!r}", nearest(str(scheme), sorted(writable)))
     if format not in FORMATS.names():
         raise ConfigError(f"unknown format {format!r}", nearest(format, FORMATS.names()))
-    if format not in writable[scheme]:
-        raise ConfigError(
-            f"the scheme {scheme} cannot be written in the format {format}", f"use {' or '.join(writable[scheme])}"
-        )
-    chosen = writable[scheme][format]
+    written = formats()[format]
+    if scheme not in written.writers:
+        able = " or ".join(name for name, each in formats().items() if scheme in each.writers)
+        raise ConfigError(f"the scheme {scheme} cannot be written in the format {format}", f"use {able}")
+    chosen = written.writers[scheme]
     others = " or ".join(
         name
-        for name in schemes()
-        if any(each.calibrated != chosen.calibrated for each in writable.get(name, {}).values())
+        for name in NAMES
+        if any(
+            each.writers[name].calibrated != chosen.calibrated for each in formats().values() if name in each.writers
+        )
     )
     if chosen.calibrated and calibration is None:
         raise ConfigError(
@@ -277,7 +267,7 @@ def _check_request(
         )
     if tokens is not None and tokens < 1:
         raise ConfigError(f"the number of calibration tokens is {tokens}", "use at least 1")
-    return schemes()[scheme], formats()[format], chosen
+    return written, chosen
 
 
 @contextmanager
@@ -323,7 +313,7 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job, say: S
     if missing:
         raise CheckpointError(f"the model does not run {missing[0]} on the calibration text", "use w8a8_dynamic")
     dtype = checkpoint.dtype
-    return {path: job.representation.activation(low, high, dtype) for path, (low, high) in ranges.items()}
+    return {path: job.writer.activation(low, high, dtype) for path, (low, high) in ranges.items()}
 
 
 def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dict[str, bool]:
@@ -344,9 +334,10 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
                 quantized[name] = False
             if (layer := job.sources.get(name)) is not None:
                 activation, bias = job.activations.get(job.layers[layer]), _bias(checkpoint, layer)
-                scheme, representation = job.others.get(layer, (job.scheme, job.representation))
-                found = representation.write(name, values, bias, activation, checkpoint.dtype, scheme.settings)
-                job.errors[layer] = _error(representation, found, scheme.settings, values)
+                scheme, form = job.written.others.get(layer, (job.written.scheme, job.written.form))
+                writer = job.format.writers[scheme]
+                found = writer.write(FloatLayer(name, values, bias, checkpoint.dtype, activation), form)
+                job.errors[layer] = _error(writer, found, form, values)
                 written |= {f"{layer}.{each}": tensor.contiguous() for each, tensor in found.items()}
                 quantized |= {f"{layer}.{each}": True for each in found}
         try:
@@ -361,13 +352,11 @@ def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dic
     return quantized
 
 
-def _error(
-    representation: Representation, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], wanted: Tensor
-) -> float:
+def _error(writer: Writer, tensors: Mapping[str, Tensor], form: Form, wanted: Tensor) -> float:
     difference = size = 0.0
     for rows in row_ranges(wanted):
         wide = wanted[rows].float()
-        found = representation.written_weight(tensors, settings, rows)
+        found = writer.written(tensors, form, rows)
         difference += float((found - wide).square().sum())
         size += float(wide.square().sum())
     return math.sqrt(difference / max(size, 1e-60))
@@ -379,11 +368,11 @@ def _bias(checkpoint: Checkpoint, layer: str) -> Tensor | None:
 
 
 def _write_rest(job: _Job, model: CausalLM, tensors: Mapping[str, bool], folder: Path) -> None:
-    others = {name: scheme for name, (scheme, _) in job.others.items()}
+    others = job.written.others
     config = _untied(job.checkpoint.config) if others else dict(job.checkpoint.config)
     gates = (path for path, layer in model.named_modules() if isinstance(layer, Gate))
     kept = [*({model.output_projection} - others.keys()), *job.kept, *gates, *_encoder_layers(model)]
-    for name, value in job.format.describe(config, job.scheme, kept, tensors, others).items():
+    for name, value in job.format.describe(config, job.written, kept, tensors).items():
         _write_json(folder / name, value)
     job.checkpoint.files.write_beside(folder)
 

@@ -29,7 +29,7 @@ from hal.bench.figures.routing import (
 )
 from hal.bench.plan import Setting
 from hal.device.device import Device
-from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding, QuantizedLinear
+from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
@@ -207,18 +207,18 @@ def prefill_operations(
     )
 
 
-def _projections(model: CausalLM) -> list[Linear | QuantizedLinear]:
+def _projections(model: CausalLM) -> list[Linear]:
     """Return the projections, except those of experts, which are counted by their rows."""
-    found = (each for each in model.modules() if isinstance(each, Linear | QuantizedLinear))
+    found = (each for each in model.modules() if isinstance(each, Linear))
     return [each for each in found if each.num_experts is None]
 
 
-def _numbers(layer: Linear | QuantizedLinear) -> int:
+def _numbers(layer: Linear) -> int:
     """Return the numbers of a projection's weight."""
-    return _weight(layer).numel() * math.prod(layer.weights["weight"].packing.values())
+    return _weight(layer).shape[0] * layer.in_features
 
 
-def _weight(layer: Linear | QuantizedLinear) -> Tensor:
+def _weight(layer: Linear) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight

@@ -7,80 +7,66 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
-from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.converted_weights import KEPT, Conversion, weights_bytes
 from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.gguf.gguf_files import GgufFiles
-from hal.checkpoint.quantized_layers import QuantizedLayer, linear_layers, part_names, quantized_layer
+from hal.checkpoint.quantized_layers import KEPT, TARGETS, QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.limits import Limits
-from hal.nn import CausalLM, Embedding, GroupedLinear, Linear, QuantizedEmbedding, QuantizedLinear, Weight
+from hal.nn import CausalLM, Embedding, Linear, QuantizedEmbedding, Weight
 from hal.nn.linear import IN
-from hal.nn.low_bits import DequantizedGroupedLinear, DequantizedLinear, WeightOnlyTensors
-from hal.ops.weight_only import pack_int4
-from hal.quantization.packed_integers import by_expert
-from hal.quantization.representation import Representation, StoredLayer, Tensors
-from hal.quantization.scheme import Scheme
-from hal.quantization.schemes.weight_only import W4A16, W8A16Group
+from hal.ops.forms import FLOAT, Form, pack_int4
+from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
 log = logging.getLogger("hal.checkpoint")
 
 
-class Blocks(Representation):
+@attrs.frozen(slots=False)
+class Blocks(Reader):
     """Numbers, scales and zero points of blocks, as :class:`~hal.checkpoint.gguf.gguf_files.GgufFiles` reads them.
 
-    The description is the type of the tensors.
+    Attributes:
+        kind: the type of the tensors.
     """
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        assert isinstance(layer, WeightOnlyTensors)
-        blocks, scales = {IN: SIZES[self.description]}, torch.float32 if self.description in WIDE else torch.float16
+    kind: str
+
+    @property
+    def form(self) -> Form:
+        """The form of the blocks."""
+        return Form(f"int{BITS[self.kind]}", columns=SIZES[self.kind], zero_points=self.kind in SHIFTED)
+
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        declare, blocks = stored.layer.declare, {IN: SIZES[self.kind]}
+        scales = torch.float32 if self.kind in WIDE else torch.float16
         found = {
-            "numbers": layer.declare("numbers", dtype=torch.int8),
-            "scales": layer.declare("scales", group_sizes=blocks, dtype=scales),
+            "numbers": declare("numbers", dtype=torch.int8),
+            "scales": declare("scales", group_sizes=blocks, dtype=scales),
         }
-        if not layer.symmetric:
-            found["zero_points"] = layer.declare("zero_points", group_sizes=blocks, dtype=torch.float32)
+        if stored.form.zero_points:
+            found["zero_points"] = declare("zero_points", group_sizes=blocks, dtype=torch.float32)
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        layer, numbers, scale = stored.layer, stored["numbers"], stored["scales"]
-        assert isinstance(layer, WeightOnlyTensors)
+        numbers = stored["numbers"]
         return {
-            **stored.tensors,
-            "weight": by_expert(stored, pack_int4, numbers) if layer.bits == 4 else numbers,
-            "weight_scale": scale,
+            "weight": stored.by_expert(pack_int4, numbers) if stored.form.numbers == "int4" else numbers,
+            "weight_scale": stored["scales"],
             "weight_zero_point": stored.tensors.get("zero_points"),
+            "bias": stored.tensors.get("bias"),
         }
 
 
-class Dequantizing(Representation):
+class Dequantizing(Reader):
     """The weight, which is dequantized as it is read."""
 
-    def declare(self, layer: QuantizedLinear) -> Mapping[str, Weight]:
-        return {"weight": layer.declare("weight", dtype=torch.float32)}
+    def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        return {"weight": stored.layer.declare("weight", dtype=torch.float32)}
 
-
-class Floating(Scheme):
-    """Floating-point weights, which are quantized as they are read."""
-
-    name = "gguf"
-    summary = "floating-point weights"
-    expert_biases = True
-
-    def layer(self, linear: Linear) -> DequantizedLinear:
-        return DequantizedLinear(linear)
-
-    def grouped_layer(self, linear: GroupedLinear) -> DequantizedGroupedLinear:
-        return DequantizedGroupedLinear(linear)
-
-    def dequantize(self, tensors: Tensors, width: int) -> Tensor:
-        weight = tensors["weight"]
-        assert weight is not None
-        return weight.float()
+    def decode(self, stored: StoredLayer) -> Tensors:
+        return stored.tensors
 
 
 def pack_layers(
@@ -115,19 +101,20 @@ def pack_layers(
     layers += [(path, each.linear()) for path, each in tables.items()]
     for path, linear in layers:
         names = part_names(path, linear)
+        kinds: set[str]
         if any(f"{name}.weight" not in tensors for name in names):
             continue  # check_fit names what is missing
         kinds = {files.type_of(tensors[f"{name}.weight"].stored or f"{name}.weight") for name in names}
         kind = next(iter(kinds))
         if weights != KEPT:
-            scheme: Scheme = Floating()
-            layer = quantized_layer(linear, names, scheme, Dequantizing(None), Conversion(scheme, weights))
+            layer = quantized_layer(linear, names, StoredAs(FLOAT, Dequantizing()), TARGETS[weights])
         elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
-            scheme = (W4A16 if BITS[kind] == 4 else W8A16Group)(SIZES[kind], symmetric=kind not in SHIFTED)
-            layer = quantized_layer(linear, names, scheme, Blocks(kind), None)
+            reader = Blocks(kind)
             if SIZES[kind] % limits.group_multiple:
-                widened.append((kind, weights_bytes(linear, computing), weights_bytes(layer.module, computing)))
+                sizes = (linear.nbytes(form, computing) for form in (FLOAT, reader.form))
+                widened.append((kind, *sizes))
                 continue
+            layer = quantized_layer(linear, names, StoredAs(reader.form, reader), reader.form)
             types.add(kind)
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
@@ -139,7 +126,6 @@ def pack_layers(
                 tensors.update(_parts(name, info, kind))
         else:
             continue
-        model.set_submodule(path, layer.module)
         found[path] = layer
     if weights == KEPT:
         kept = ", ".join(sorted(types)) or "none has a type that can"

@@ -158,12 +158,12 @@ def _cache(model: CausalLM, on: Backend) -> str:
 
 def _quantized(model: CausalLM) -> str:
     """Return a line with the bytes of the quantized layers, or nothing if there are none."""
-    from hal.nn import QuantizedLinear
+    from hal.nn import Projection
 
-    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    layers = [each for each in model.modules() if isinstance(each, Projection) and each.quantized]
     held = sum(tensor.nbytes for each in layers for tensor in each.buffers(recurse=False))
-    kinds = " and ".join(sorted({type(each).__name__ for each in layers}))
-    return f"{len(layers)} quantized layers take {held:,} bytes: {kinds}\n" if layers else ""
+    forms = "; ".join(sorted({str(each.form) for each in layers}))
+    return f"{len(layers)} quantized layers take {held:,} bytes: {forms}\n" if layers else ""
 
 
 def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:

@@ -108,7 +108,7 @@ class Weight:
             ``{"in_features": 128}`` for a scale of 128 inputs. The last group may have fewer.
         packing: by axis, how many of its elements one number holds, such as ``{"in_features": 8}`` for eight 4-bit
             numbers in an int32. ``assemble``, ``share`` and ``sizes`` count the elements of the axis.
-        shape_of: of a tensor that the loader computes, its shape, where that does not follow from the above.
+            ``(8, 3)`` for eight in three numbers.
         stored: the dtypes that the checkpoint may have. By default, any floating-point one for a floating-point tensor
             that is not 8-bit, else the tensor's own. Where ``dtype`` is None, the tensor keeps the checkpoint's.
         optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
@@ -134,8 +134,7 @@ class Weight:
     group: Literal["tensor", "expert"] = "tensor"
     sizes: tuple[int, ...] | None = None
     group_sizes: Mapping[str, int] = attrs.field(factory=dict)
-    packing: Mapping[str, int] = attrs.field(factory=dict)
-    shape_of: tuple[int, ...] | None = None
+    packing: Mapping[str, int | tuple[int, int]] = attrs.field(factory=dict)
     stored: tuple[torch.dtype, ...] = ()
     optional: bool = False
     column: bool = False
@@ -173,13 +172,18 @@ class Weight:
 
     def unit(self, axis: str) -> int:
         """Return how many elements of an axis belong to one element of the tensor."""
-        return self.group_sizes.get(axis) or self.packing.get(axis) or 1
+        return self.group_sizes.get(axis) or self._numbers(axis)[0]
+
+    def _numbers(self, axis: str) -> tuple[int, int]:
+        """Return how many elements of an axis how many numbers hold."""
+        packing = self.packing.get(axis) or 1
+        return packing if isinstance(packing, tuple) else (packing, 1)
 
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a tensor with these sizes of the axes."""
-        if self.shape_of is not None:
-            return self.shape_of
-        return tuple(-(-size // self.unit(axis)) for axis, size in zip(self.names, sizes, strict=True))
+        return tuple(
+            -(-size // self.unit(axis)) * self._numbers(axis)[1] for axis, size in zip(self.names, sizes, strict=True)
+        )
 
 
 def source_name(path: str, source: str) -> str:

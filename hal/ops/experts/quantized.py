@@ -28,8 +28,7 @@ def _routed(draw: Draw) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor
         sizes = (2 * width, hidden), (hidden, width)
         weights = [draw.integers(-127, 128, num_experts, *size, dtype=torch.int8) for size in sizes]
         scales = [
-            draw.integers(50, 200, num_experts, out, 1).float() * 1e-2 / 127 * width**-0.5
-            for out, width in sizes
+            draw.integers(50, 200, num_experts, out, 1).float() * 1e-2 / 127 * width**-0.5 for out, width in sizes
         ]
         x, scores = draw.normal(tokens, hidden), draw.normal(tokens, top_k).abs()
         yield (
@@ -217,9 +216,7 @@ def quant_expert_mlp_static(
     """
     rows, counts, positions = expert_permute(x, experts, gate_up.shape[0])
     quantized = quantize(rows, scale, offset)
-    merged = grouped_linear(
-        quantized, gate_up, counts, gate_up_bias, gate_up_scale, None, None, x.dtype, INT8_STATIC
-    )
+    merged = grouped_linear(quantized, gate_up, counts, gate_up_bias, gate_up_scale, None, None, x.dtype, INT8_STATIC)
     activated = silu_and_mul_quantize(merged, down_input_scale, down_input_offset)
     output = grouped_linear(activated, down, counts, down_bias, down_scale, None, None, x.dtype, INT8_STATIC)
     return expert_unpermute(output, positions, weights)

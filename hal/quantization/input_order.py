@@ -1,0 +1,147 @@
+"""The order of the inputs of weights whose groups were chosen by activations (act-order)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.errors import CheckpointError
+from hal.nn import ValueCheck, Weight
+from hal.nn.linear import IN
+from hal.ops.forms import INT4S
+from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.stored_layer import StoredLayer
+
+ROWS = 64
+"""The rows of a weight whose columns are ordered at once."""
+GROUPS = "input_groups"
+"""The group of each input, of a weight that is dequantized."""
+CONVERTED = "set quantized_weights to dequantized, w8a16 or w8a8_dynamic"
+_CONSECUTIVE = "use a checkpoint that was quantized with desc_act false, or with actorder null or weight"
+
+
+def group_index(stored: StoredLayer, name: str, **options: Any) -> Weight:
+    """Return the declaration of the group of each input of a layer.
+
+    Args:
+        stored: the layer.
+        name: the tensor's name in the checkpoint.
+        options: further attributes of :class:`hal.nn.Weight`.
+    """
+    return stored.layer.declare(
+        name,
+        IN,
+        every_rank=not stored.any_groups,
+        optional=not stored.form.ordered,
+        checks=_checks(stored),
+        stored=(torch.int32, torch.int64),
+        **options,
+    )
+
+
+def every_rank(stored: StoredLayer) -> bool:
+    """Return whether each rank needs the scales of all groups: its inputs may be in any."""
+    return stored.any_groups and stored.layer.shard == IN
+
+
+def _checks(stored: StoredLayer) -> tuple[ValueCheck, ...]:
+    size, width = stored.group_size, stored.layer.in_features
+    count, experts = -(-width // size), stored.layer.num_experts is not None
+
+    def consecutive() -> Tensor:
+        return torch.arange(width, device="cpu") // size
+
+    found = [
+        ValueCheck(
+            lambda values: bool(((values >= 0) & (values < count)).all()),
+            f"has groups other than 0 to {count - 1}",
+            AGAIN,
+        ),
+    ]
+    if stored.any_groups:
+        return tuple(found)
+    found.append(
+        ValueCheck(
+            lambda values: torch.equal(values.long().bincount(minlength=count), consecutive().bincount()),
+            f"has groups of other sizes than {size}",
+            AGAIN,
+        )
+    )
+    if not stored.form.ordered or experts:
+        what = "experts" if experts else "a layer whose description says otherwise (desc_act)"
+        found.append(
+            ValueCheck(
+                lambda values: torch.equal(values.long(), consecutive()),
+                f"orders the inputs of {what} by activations (act-order)",
+                f"{CONVERTED}, or {_CONSECUTIVE}" if experts else _CONSECUTIVE,
+            )
+        )
+    return tuple(found)
+
+
+def input_order(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | None]:
+    """Return the order of the inputs of a layer, or their groups, where the weight is dequantized.
+
+    Args:
+        stored: the layer. The groups have been checked, as :func:`group_index` declares.
+        key: the key of the group of each input, for each part, in ``stored.tensors``.
+        name: the tensor's name in the checkpoint.
+
+    Returns:
+        ``input_order``: the inputs, those of the first group first; None if they have that order.
+        ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; or None.
+
+    Raises:
+        CheckpointError: parts have different orders.
+    """
+    index = stored.tensors.get(key)
+    if not stored.form.ordered:
+        return {}
+    found: dict[str, Tensor | None] = {"input_order": None, GROUPS: None}
+    if index is None:
+        return found
+    rows, parts = index.long().flatten(0, -2), index.shape[-2]
+    for row, groups in enumerate(rows):
+        if not torch.equal(groups, rows[row - row % parts]):
+            names = stored.names[stored.first_expert * parts :]
+            raise CheckpointError(
+                f"{names[row]}.{name} orders the inputs by activations otherwise than {names[row - row % parts]}, with "
+                "which it is merged",
+                _CONSECUTIVE,
+            )
+    if stored.any_groups:
+        return {**found, GROUPS: rows[::parts].reshape(*index.shape[:-2], -1)}
+    order = rows[0].argsort(stable=True)
+    return found if torch.equal(order, torch.arange(len(order))) else {**found, "input_order": order}
+
+
+def ordered(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:
+    """Return a weight with its columns in an order of the inputs, in the memory of the given one.
+
+    Args:
+        stored: the layer.
+        weight: int8 or int4 numbers, as :func:`hal.ops.linear` takes them.
+        order: that of :func:`input_order`.
+
+    Raises:
+        CheckpointError: this rank has some of the columns only.
+    """
+    if order is None:
+        return weight
+    packed = weight.dtype is torch.int32
+    if weight.shape[-1] * (INT4S if packed else 1) != len(order):
+        raise CheckpointError(
+            f"{stored.names[0]} orders its inputs by activations (act-order), and ranks cannot divide them",
+            f"{CONVERTED}, or parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
+        )
+    first, second = order[::2], order[1::2]
+    for rows in (weight.view(torch.uint8) if packed else weight).split(ROWS):
+        columns = rows.t().contiguous()  # whole rows are copied much faster than single numbers
+        if packed:
+            numbers = torch.stack((columns & 15, columns >> 4), 1).flatten(0, 1)
+            rows.copy_((numbers.index_select(0, first) | numbers.index_select(0, second) << 4).t())
+        else:
+            rows.copy_(columns.index_select(0, order).t())
+    return weight

@@ -1,1 +1,0 @@
-"""The quantization schemes, one module each, and what those with a scale for each output share."""
