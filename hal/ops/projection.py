@@ -73,14 +73,14 @@ def linear(
     """Return ``x @ weight.T + bias``, accumulated in float32 and rounded once.
 
     The weight of another form than :data:`~hal.ops.forms.FLOAT` is ``(weight - weight_zero_point) * weight_scale``, and
-    a kernel may round it, its scales and zero points to the result's dtype. Of int8 inputs, the product is multiplied by
-    ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, too, products are summed exactly, and
+    a kernel may round it, its scales and zero points to the result's dtype. Of int8 inputs, the product is multiplied
+    by ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, products are summed exactly, and
     multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums.
 
     Args:
         x: ``[..., in_features]``: floating; or int8, the result of :func:`dynamic_quantize` or :func:`quantize`.
         weight: ``[out_features, in_features]``, of x's dtype, or numbers as the form keeps them: int8; for ``int4``,
-            int32 ``[out_features, in_features / 8]`` with the first number in the lowest four bits, in two's complement;
+            int32 ``[out_features, in_features / 8]``, the first number in the lowest four bits, in two's complement;
             for ``float8``, the bits of e4m3 in uint8; for ``float4``, uint8 ``[out_features, in_features / 2]``. Or as
             :meth:`hal.Backend.prepare_weights` returned it, as the next ones.
         bias: ``[out_features]``, floating, or int32 in units of ``weight_scale``; or None.

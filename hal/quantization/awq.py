@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class AwqTensors(Reader):
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         axes, declare, eight = f"{IN} {OUT}", stored.layer.declare, {OUT: INT4S}
-        zeros = {"group_sizes": stored.groups, "packing": eight, "dtype": torch.int32}
+        zeros: dict[str, Any] = {"group_sizes": stored.groups, "packing": eight, "dtype": torch.int32}
         return {
             "qweight": declare("qweight", axes, packing=eight, dtype=torch.int32),
             "qzeros": declare("qzeros", axes, **zeros),

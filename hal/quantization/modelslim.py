@@ -129,7 +129,7 @@ class ModelSlim(CheckpointFormat):
     ) -> dict[str, dict[str, Any]]:
         if written.others:
             raise ConfigError(
-                f"hal writes one form of weights in the format {self.name}, and {next(iter(written.others))} has another",
+                f"hal writes one scheme in the format {self.name}, and {next(iter(written.others))} has another",
                 "use --format compressed-tensors",
             )
         kind = written.scheme.upper()

@@ -64,7 +64,7 @@ def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor:
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """Return a contiguous copy of a matrix with its dimensions exchanged, for :meth:`StoredLayer.by_expert <hal.quantization.stored_layer.StoredLayer.by_expert>`."""
+    """Return a contiguous copy of a matrix with its dimensions exchanged, for ``StoredLayer.by_expert``."""
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw, uncovered_axes
+from hal.ops.declaration.samples import Draw, Sample, uncovered_axes
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.operations.calls import (
     clone_tensors,
@@ -102,12 +102,14 @@ def _of_state(operation: Operation) -> Iterator[str]:
 
 def _of_rows(operation: Operation) -> Iterator[str]:
     """Check that a row does not depend on other rows: the first row alone has the same result."""
-    number = with_rows(operation)
-    if number is None:
-        if operation.rowwise is not None:
-            yield f"no sample has two rows along {operation.rowwise}; add one"
-        return
-    sample = nth_sample(operation, Draw(), number)
+    numbers = with_rows(operation).values()
+    if not numbers and operation.rowwise is not None:
+        yield f"no sample has two rows along {operation.rowwise}; add one"
+    for number in numbers:
+        yield from _of_rows_in(operation, nth_sample(operation, Draw(), number))
+
+
+def _of_rows_in(operation: Operation, sample: Sample) -> Iterator[str]:
     whole = tensors(reference(operation, clone_tensors(sample)))
     try:
         part = tensors(reference(operation, clone_tensors(first_rows(operation, 1, sample))))
