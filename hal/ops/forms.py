@@ -82,8 +82,8 @@ class Form:
 
     @property
     def exact(self) -> bool:
-        """Whether products are sums of integers, which are exact in int32: int8 numbers and inputs, scales of rows."""
-        return self.numbers == "int8" and self.inputs != "float" and self.by_row
+        """Whether products are exact sums of integers: of int8 numbers and inputs, with scales of rows alone."""
+        return self.numbers == "int8" and self.inputs != "float" and self.by_row and not self.zero_points
 
     def group(self, in_features: int) -> int:
         """Return the columns that share a scale, of a weight with so many."""

@@ -40,13 +40,20 @@ class FormKernels:
     kernels: Sequence[tuple[Takes, Kernel]]
     otherwise: Kernel | None = None
     _known: dict[Form, Kernel | None] = attrs.field(factory=dict, init=False, repr=False)
+    _function: Kernel = attrs.field(init=False, repr=False)
 
-    def __attrs_post_init__(self) -> None:
+    @_function.default
+    def _with_body(self) -> Kernel:
         if not self.operation.takes_forms:
             raise OperationError(
                 f"kernels for forms of weights are given for {self.operation.name}, which takes none",
                 "register one kernel, or a hal.vendor.PartialKernel",
             )
+        return self.bound(self.operation.reference)
+
+    def __call__(self, *args: Any, **out: Any) -> Any:
+        """Run the operation."""
+        return self._function(*args, **out)
 
     def taking(self, form: Form) -> Kernel | None:
         """Return the kernel that takes weights of a form, or None."""
