@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.nn import Linear, QuantizedLinear
+from hal.checkpoint.quantized_layers import linear_layers
+from hal.nn import CausalLM, Linear, Projection
+from hal.ops.forms import dequantize
 from helpers.checkpoints import random_checkpoint, write_json
 
 Format = Literal["compressed-tensors", "modelslim"]
@@ -192,7 +194,7 @@ def fake_quantize(layer: Layer, scheme: Scheme, module: nn.Module, arguments: tu
     return (((x / scale).round() * scale).to(arguments[0].dtype),)
 
 
-def names_of(path: str, module: Linear | QuantizedLinear) -> list[str]:
+def names_of(path: str, module: Linear) -> list[str]:
     parent = path.rpartition(".")[0]
     return [f"{parent}.{part}" for part in getattr(module, "parts", ())] or [path]
 
@@ -204,3 +206,18 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in (lambda each: each.read(each.tensors))(Checkpoint.open(folder))}
+
+
+def kept_layers(model: CausalLM) -> dict[str, Any]:
+    """Return the layers whose weights are kept in another form than floating-point numbers, by path."""
+    return {path: each for path, each in model.named_modules() if isinstance(each, Projection) and each.quantized}
+
+
+def all_layers(model: CausalLM) -> dict[str, Any]:
+    """Return the layers that a checkpoint quantizes by default, whichever form they have, by path."""
+    return dict(linear_layers(model))
+
+
+def wide(layer: Any) -> Tensor:
+    """Return the weight that a layer's numbers and scales mean, in float32."""
+    return dequantize(layer.form, layer.weight, layer.weight_scale, layer.weight_zero_point)

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, packed, pair, stacked_pair, write
-from helpers.quantized import change_json, change_tensors, error
+from helpers.quantized import all_layers, change_json, change_tensors, error, kept_layers, wide
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,21 +18,8 @@ from torch import Tensor
 import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import CausalLM, QuantizedLinear
-from hal.nn.int4_linear import Int4GroupedLinear, Int4Linear
-from hal.nn.low_bits import (
-    DequantizedGroupedLinear,
-    DequantizedLinear,
-    Fp8GroupedLinear,
-    Fp8Linear,
-    Mxfp4GroupedLinear,
-    WeightOnlyGroupedLinear,
-    WeightOnlyLinear,
-)
-from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, Int8GroupedLinear
-from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear
-from hal.ops.experts import mxfp4
-from hal.ops.weight_only import pack_int4, unpack_int4
+from hal.nn import CausalLM, Projection
+from hal.ops.forms import INT4S, Form, pack_int4, unpack_int4
 from hal.parallel import Mesh
 
 TOKENS = [1, 7, 30, 4, 200, 19]
@@ -96,10 +83,6 @@ def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
     return torch.cat(found)
 
 
-def layers(model: CausalLM) -> dict[str, Any]:
-    return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
-
-
 def test_packing() -> None:
     numbers = torch.randint(-8, 8, (3, 5, 48), generator=torch.Generator().manual_seed(0))
     packed = pack_int4(numbers)
@@ -115,9 +98,10 @@ def test_packing() -> None:
 @each_format
 def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, format, **overrides)
-    found = layers(load(quantized))
-    single, grouped = (Fp8Linear, Fp8GroupedLinear) if format.is_float else (WeightOnlyLinear, WeightOnlyGroupedLinear)
-    assert {type(each) for each in found.values()} == ({single} if overrides is DENSE else {single, grouped})
+    found = kept_layers(load(quantized))
+    numbers = "float8" if format.is_float else f"int{format.bits}"
+    assert {(each.form.numbers, each.form.inputs) for each in found.values()} == {(numbers, "float")}
+    assert any(each.num_experts for each in found.values()) == (overrides is SPARSE)
     assert len(found) == 8
     assert error(logits(quantized), logits(plain)) < 1e-5
 
@@ -125,7 +109,7 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
 @pytest.mark.parametrize("format", ORDERED.values(), ids=ORDERED.keys())
 def test_inputs_in_the_order_of_activations(format: Format, tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, format, **{**DENSE, **larger(DENSE)})
-    found, exact = layers(load(quantized)), logits(plain)
+    found, exact = kept_layers(load(quantized)), logits(plain)
     assert all(each.input_order is not None for each in found.values())
     assert error(logits(quantized), exact) < 1e-5
     assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
@@ -175,12 +159,11 @@ def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Pa
 
     change_tensors(quantized, shuffle)
     change_tensors(plain, shuffle_plain)
-    wide = load(quantized, quantized_weights="dequantized")
     exact = load(plain)
-    for path, layer in layers(wide).items():
+    for path, layer in all_layers(load(quantized, quantized_weights="dequantized")).items():
         assert error(layer.weight, exact.get_submodule(path).weight) < 1e-6, path
     for target in ("w8a16", "w8a8_dynamic"):
-        assert len(layers(load(quantized, quantized_weights=target))) == 8
+        assert len(kept_layers(load(quantized, quantized_weights=target))) == 8
 
 
 @thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)|-4-")
@@ -191,8 +174,8 @@ def test_ranks_divide_converted_inputs_in_any_order(
     name: str, count: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     quantized, _ = pair(tmp_path, ORDERED[name], **{**overrides, **larger(overrides)})
-    whole = layers(load(quantized, quantized_weights="dequantized"))
-    parts = [layers(each) for each in ranks(quantized, count=count, quantized_weights="dequantized")]
+    whole = all_layers(load(quantized, quantized_weights="dequantized"))
+    parts = [all_layers(each) for each in ranks(quantized, count=count, quantized_weights="dequantized")]
     for path, layer in whole.items():
         mine = [each[path].weight for each in parts]
         if layer.shard == "in_features":
@@ -208,9 +191,9 @@ def test_ranks_divide_converted_inputs_in_any_order(
 def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Backend, tmp_path: Path) -> None:
     """Test each layer against its dequantized weight, and its dequantized activations, whole and split."""
     quantized, plain = pair(tmp_path, format, **overrides)
-    whole, wide = layers(load(quantized)), load(plain)
-    parts = [layers(each) for each in ranks(quantized)]
-    assert {type(each) for each in whole.values()} <= {Int4Linear, Int4GroupedLinear}
+    whole, exact = kept_layers(load(quantized)), load(plain)
+    parts = [kept_layers(each) for each in ranks(quantized)]
+    assert {(each.form.numbers, each.form.inputs) for each in whole.values()} == {("int4", "int8")}
     assert len(whole) == 8
     cpu.activate()
     for path, layer in whole.items():
@@ -218,14 +201,11 @@ def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Ba
         counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
         numbers, scale = hal.ops.dynamic_quantize(x)
         found = layer(x, *counts)
-        assert error(found, wide.get_submodule(path)(numbers * scale.unsqueeze(-1), *counts)) < 1e-5, path
+        assert error(found, exact.get_submodule(path)(numbers * scale.unsqueeze(-1), *counts)) < 1e-5, path
         if layer.shard != "in_features":  # Ranks that share inputs have other scales of activations.
             for each in parts:
                 each[path].group = None
             assert error(joined([each[path](x, *counts) for each in parts], parts[0][path]), found) < 1e-5, path
-        else:
-            sums = torch.stack([each[path].row_sums for each in parts]).sum(0)
-            assert torch.allclose(sums, layer.row_sums, atol=1e-5)
     assert error(logits(quantized, quantized_weights="dequantized"), logits(plain)) < 1e-6
 
 
@@ -234,13 +214,13 @@ def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Ba
 def test_int4_of_modelslim(group: int, overrides: dict[str, Any], tmp_path: Path) -> None:
     format = Format(WHOLE, group=group, symmetric=True, activations=True)
     quantized, plain = pair(tmp_path, format, **overrides)
-    wide = logits(plain)
+    exact = logits(plain)
     modelslim(quantized, group)
-    found = {type(each) for each in layers(load(quantized)).values()}
-    assert (found & {DynamicQuantizedLinear, DynamicQuantizedGroupedLinear} != set()) == (group == 0)
-    assert found & {Int4Linear, Int4GroupedLinear}
-    assert error(logits(quantized, quantized_weights="dequantized"), wide) < 1e-6
-    assert len(layers(ranks(quantized)[1])) == 8
+    found = {each.form for each in kept_layers(load(quantized)).values()}
+    assert (Form("int8", inputs="int8") in found) == (group == 0)
+    assert Form("int4", columns=group, inputs="int8") in found
+    assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
+    assert len(kept_layers(ranks(quantized)[1])) == 8
 
 
 def test_unpacked_int4_of_modelslim_is_refused(tmp_path: Path) -> None:
@@ -278,11 +258,11 @@ def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
 
 def test_experts_of_float8_in_one_tensor(cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = stacked_pair(tmp_path)
-    found = layers(load(quantized))
-    stacked = [path for path, each in found.items() if isinstance(each, Fp8GroupedLinear)]
+    found = kept_layers(load(quantized))
+    stacked = [path for path, each in found.items() if each.num_experts is not None]
     assert len(stacked) == 4
     assert error(logits(quantized), logits(plain)) < 1e-5
-    parts = [layers(each) for each in ranks(quantized)]
+    parts = [kept_layers(each) for each in ranks(quantized)]
     cpu.activate()
     for path in stacked:
         layer, counts = found[path], torch.tensor([2, 0, 1, 3])
@@ -301,7 +281,7 @@ def test_numbers_beyond_their_bits_are_refused(tmp_path: Path) -> None:
 
 def test_weights_stay_packed(tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, FORMATS["awq"], **DENSE)
-    down = layers(load(quantized))[DOWN]
+    down = kept_layers(load(quantized))[DOWN]
     assert (down.weight.dtype, down.weight.shape) == (torch.int32, (64, 16))
     assert (down.weight_scale.dtype, down.weight_scale.shape) == (torch.float16, (64, 4))
     assert down.weight_zero_point.dtype == torch.int8
@@ -310,19 +290,18 @@ def test_weights_stay_packed(tmp_path: Path) -> None:
 def test_experts_of_gpt_oss(cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = gpt_oss_pair(tmp_path)
     model = load(quantized)
-    found = layers(model)
-    assert {type(each) for each in found.values()} == {Mxfp4GroupedLinear}
+    found = kept_layers(model)
+    assert {each.form for each in found.values()} == {Form("float4", columns=32, scales="e8m0")}
     assert len(found) == 4
     path, layer = next(iter(found.items()))
     exact = load(plain).get_submodule(path).weight
-    assert torch.equal(mxfp4.widen(layer.weight, layer.weight_scale), exact)
+    assert torch.equal(wide(layer), exact)
     held = sum(each.nbytes for layer in found.values() for each in (layer.weight, layer.weight_scale))
     assert held / sum(load(plain).get_submodule(path).weight.numel() for path in found) == 4.25 / 8
     assert error(logits(quantized), logits(plain)) < 1e-5
     assert error(logits(quantized, "graph"), logits(quantized)) < 1e-5
-    wide = layers(load(quantized, quantized_weights="dequantized"))
-    assert torch.equal(wide[path].weight, exact)
-    parts, counts = [layers(each) for each in ranks(quantized)], torch.tensor([2, 0, 1, 3])
+    assert torch.equal(all_layers(load(quantized, quantized_weights="dequantized"))[path].weight, exact)
+    parts, counts = [kept_layers(each) for each in ranks(quantized)], torch.tensor([2, 0, 1, 3])
     cpu.activate()
     for path, layer in found.items():
         x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
@@ -333,11 +312,11 @@ def test_experts_of_gpt_oss(cpu: hal.Backend, tmp_path: Path) -> None:
 
 def test_layers_that_a_checkpoint_leaves_out(tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, FORMATS["awq"], **DENSE)
-    wide, narrow = (load_file(each / "model.safetensors") for each in (plain, quantized))
+    floats, narrow = (load_file(each / "model.safetensors") for each in (plain, quantized))
     kept = {name: each for name, each in narrow.items() if not name.startswith(DOWN)}
     section = {**FORMATS["awq"].section(), "modules_to_not_convert": ["layers.1.mlp.down_proj"]}
-    write(quantized, {**kept, f"{DOWN}.weight": wide[f"{DOWN}.weight"]}, section)
-    assert DOWN not in layers(load(quantized))
+    write(quantized, {**kept, f"{DOWN}.weight": floats[f"{DOWN}.weight"]}, section)
+    assert DOWN not in kept_layers(load(quantized))
     assert error(logits(quantized), logits(plain)) < 1e-5
 
 
@@ -348,27 +327,22 @@ def test_layers_that_a_checkpoint_leaves_out(tmp_path: Path) -> None:
 def test_converted_weights(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, FORMATS[name], **overrides)
     exact = logits(plain)
-    found = layers(load(quantized, quantized_weights="dequantized"))
-    assert {type(each) for each in found.values()} <= {DequantizedLinear, DequantizedGroupedLinear}
+    found = all_layers(load(quantized, quantized_weights="dequantized"))
+    assert not any(each.quantized for each in found.values())
     assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
-    kinds = (
-        ("w8a16", Int8Linear, Int8GroupedLinear),
-        ("w8a8_dynamic", DynamicQuantizedLinear, DynamicQuantizedGroupedLinear),
-    )
     reference = load(plain)
-    for target, *kind in kinds:
-        for path, layer in layers(load(quantized, quantized_weights=target)).items():
-            assert type(layer) in kind
+    for target, form in (("w8a16", Form("int8")), ("w8a8_dynamic", Form("int8", inputs="int8"))):
+        for path, layer in kept_layers(load(quantized, quantized_weights=target)).items():
+            assert layer.form == form
             assert layer.weight.dtype == torch.int8
-            wide = layer.weight.float() * layer.weight_scale.unsqueeze(-1)
-            assert error(wide, reference.get_submodule(path).weight) < 0.015
+            assert error(wide(layer), reference.get_submodule(path).weight) < 0.015
 
 
 def test_weights_dequantized_to_half_precision(tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
     model = load(quantized, quantized_weights="dequantized", dtype="bfloat16")
-    wide = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
-    assert torch.equal(layers(model)[DOWN].weight, wide.bfloat16())
+    exact = load_file(plain / "model.safetensors")[f"{DOWN}.weight"]
+    assert torch.equal(all_layers(model)[DOWN].weight, exact.bfloat16())
 
 
 def test_only_quantized_weights_are_converted(tmp_path: Path) -> None:
@@ -389,7 +363,7 @@ def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -
     return [load(folder, mesh, experts, **config) for mesh in meshes]
 
 
-def joined(parts: list[Tensor], layer: QuantizedLinear) -> Tensor:
+def joined(parts: list[Tensor], layer: Projection) -> Tensor:
     """Return the output of a whole layer from those of its ranks."""
     if layer.shard == "in_features":
         return torch.stack(parts).sum(0)
@@ -411,8 +385,8 @@ def test_ranks_cut_groups_as_they_cut_columns(
 ) -> None:
     quantized, _ = pair(tmp_path, format, **{**overrides, **(larger(overrides) if count > 2 else {})})
     given = {"quantized_weights": converted}
-    whole = layers(load(quantized, **given))
-    parts = [layers(each) for each in ranks(quantized, count=count, **given)]
+    whole = all_layers(load(quantized, **given))
+    parts = [all_layers(each) for each in ranks(quantized, count=count, **given)]
     assert len(whole) == 8
     cpu.activate()
     for path, layer in whole.items():
@@ -429,7 +403,7 @@ def test_ranks_cut_groups_as_they_cut_columns(
 @each_format
 def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, format, **SPARSE)
-    whole, parts = layers(load(quantized)), [layers(each) for each in ranks(quantized, "all_gather")]
+    whole, parts = kept_layers(load(quantized)), [kept_layers(each) for each in ranks(quantized, "all_gather")]
     stacked = [path for path, layer in whole.items() if layer.num_experts is not None]
     assert len(stacked) == 4
     for path in stacked:
