@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from helpers.checkpoints import random_checkpoint
 from helpers.gguf_writing import write_gguf
 from helpers.low_bits import DENSE, SPARSE
-from helpers.quantized import error
+from helpers.quantized import error, kept_layers, wide
 from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,11 +19,9 @@ from torch import Tensor
 import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import CausalLM, GroupedLinear, QuantizedLinear
-from hal.nn.low_bits import WeightOnlyGroupedLinear, WeightOnlyLinear
-from hal.nn.quantized_experts import Int8GroupedLinear
-from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear
+from hal.nn import CausalLM, GroupedLinear
 from hal.parallel import Mesh
+from hal.quantization.forms import NAMES
 
 TOKENS = [1, 7, 30, 4, 200, 19]
 KINDS = {"Q4_0": torch.int32, "Q4_1": torch.int32, "Q5_0": torch.int8, "Q5_1": torch.int8, "Q8_0": torch.int8}
@@ -44,24 +42,20 @@ def logits(file: Path, weights: str, compiler: str = "eager") -> Tensor:
         return runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()
 
 
-def layers(model: CausalLM) -> dict[str, Any]:
-    return {path: each for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
-
-
 @thorough(EXHAUSTIVE, r"\[sparse-(Q4_0|Q5_0|Q8_0)|\[dense-(Q5_1|Q4_1)")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])
 def test_kept_weights_are_the_dequantized_ones(overrides: dict[str, Any], kind: str, tmp_path: Path) -> None:
     file = write_gguf(random_checkpoint(tmp_path / "plain", **overrides), tmp_path / "model.gguf", kind=kind)
     model = load(file)
-    found = layers(model)
+    found = kept_layers(model)
     assert len(found) == 9
     assert found["model.embed_tokens.table"].out_features == model.vocab_size
     assert not any(each.numel() >= model.vocab_size for each in model.parameters())
-    assert {type(each) for each in found.values()} <= {WeightOnlyLinear, WeightOnlyGroupedLinear}
+    assert {each.form.columns for each in found.values()} == {32}
     assert {each.weight.dtype for each in found.values()} == {KINDS[kind]}
     assert all((each.weight_zero_point is None) == kind.endswith("_0") for each in found.values())
-    assert not layers(load(file, weights="auto"))
+    assert not kept_layers(load(file, weights="auto"))
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
 
 
@@ -69,7 +63,7 @@ def test_an_output_projection_of_its_own_stays_packed(tmp_path: Path) -> None:
     plain = random_checkpoint(tmp_path / "plain", **WITHOUT_BIAS, tie_word_embeddings=False)
     file = write_gguf(plain, tmp_path / "model.gguf", kind="Q8_0")
     model = load(file)
-    found = layers(model)
+    found = kept_layers(model)
     assert len(found) == 9
     assert found["lm_head"].weight.dtype is torch.int8
     assert model.get_parameter("model.embed_tokens.weight").dtype is torch.float32
@@ -80,12 +74,12 @@ def test_an_output_projection_of_its_own_stays_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", K_QUANTS)
 @pytest.mark.parametrize("overrides", [WITHOUT_BIAS, SPARSE], ids=["dense", "sparse"])
 def test_kept_k_quants_are_the_dequantized_ones(overrides: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    wide = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 1}
-    wide |= {"moe_intermediate_size": 256, "num_experts": 4} if overrides is SPARSE else {"intermediate_size": 256}
-    file = write_gguf(random_checkpoint(tmp_path / "plain", **{**overrides, **wide}), tmp_path / "k.gguf", kind=kind)
-    found = layers(load(file))
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 1}
+    sizes |= {"moe_intermediate_size": 256, "num_experts": 4} if overrides is SPARSE else {"intermediate_size": 256}
+    file = write_gguf(random_checkpoint(tmp_path / "plain", **{**overrides, **sizes}), tmp_path / "k.gguf", kind=kind)
+    found = kept_layers(load(file))
     assert len(found) == 5
-    assert {(each.weight.dtype, each.group_size) for each in found.values()} == {K_QUANTS[kind]}
+    assert {(each.weight.dtype, each.form.columns) for each in found.values()} == {K_QUANTS[kind]}
     assert all((each.weight_zero_point is None) == (kind == "Q6_K") for each in found.values())
     assert error(logits(file, "kept"), logits(file, "auto")) < 1e-5
 
@@ -114,19 +108,17 @@ def test_constant_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_weights_that_are_quantized_anew(kind: str, tmp_path: Path) -> None:
     """Any type of a file becomes int8. Types without blocks of 32 are dequantized where weights are kept."""
-    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 2, "num_hidden_layers": 1}
-    folder = random_checkpoint(tmp_path / "plain", **{**SPARSE, **wide})
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 2, "num_hidden_layers": 1}
+    folder = random_checkpoint(tmp_path / "plain", **{**SPARSE, **sizes})
     file = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
-    assert bool(layers(load(file))) == (kind == "Q8_0")
+    assert bool(kept_layers(load(file))) == (kind == "Q8_0")
     exact = load(file, weights="auto")
-    for target, kinds in (("w8a16", (Int8Linear, Int8GroupedLinear)), ("w8a8_dynamic", None)):
-        found = layers(load(file, weights=target))
+    for target in ("w8a16", "w8a8_dynamic"):
+        found = kept_layers(load(file, weights=target))
         assert len(found) == 4
         for path, layer in found.items():
-            assert kinds is None or type(layer) in kinds
-            numbers = layer.weight.float() * layer.weight_scale.unsqueeze(-1)
-            assert error(numbers, exact.get_submodule(path).weight) < 0.015
-        assert any(isinstance(each, Int8Linear | DynamicQuantizedLinear) for each in found.values())
+            assert layer.form == NAMES[target][0]
+            assert error(wide(layer), exact.get_submodule(path).weight) < 0.015
     assert isinstance(exact.get_submodule("model.layers.0.mlp.experts.down_proj"), GroupedLinear)
 
 
@@ -134,7 +126,7 @@ def test_ranks_cut_blocks(cpu: hal.Backend, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **SPARSE)
     file = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1")
     groups = [Group("pair", rank, 2, object()) for rank in range(2)]
-    whole, parts = layers(load(file)), [layers(load(file, Mesh(tensor=each))) for each in groups]
+    whole, parts = kept_layers(load(file)), [kept_layers(load(file, Mesh(tensor=each))) for each in groups]
     cpu.activate()
     for path, layer in whole.items():
         x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))

@@ -22,7 +22,9 @@ from hal.compile.rewrite.proof import check_rewrite
 from hal.compile.rewrite.rewrite import of_operation
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, AttentionOptions, Draw, GatedActivation, Sample
-from hal.vendor import PartialKernel
+from hal.ops.forms import Form
+from hal.ops.kernels.form_kernels import plain
+from hal.vendor import FormKernels, PartialKernel
 
 ATTENTION = ops.operation("paged_attention")
 
@@ -255,6 +257,36 @@ class TestPartialKernels:
             names = list(ATTENTION.node_form.signature.parameters)
             seen |= set(partial.unsupported(dict(zip(names, (*sample[:-1], *options), strict=True))))
         assert seen == set(partial.lacks)
+
+
+class TestFormKernels:
+    """A kernel runs the calls whose weight has a form that it takes; others run another kernel or the body."""
+
+    def test_the_kernel_of_a_form(self, cpu: hal.Backend) -> None:
+        def ones(ids: Tensor, weight: Tensor, *given: Any) -> Tensor:
+            return torch.ones(len(ids), weight.shape[1])
+
+        ids, weight, scale = torch.tensor([1]), torch.full((2, 4), 3, dtype=torch.int8), torch.full((2, 1), 2.0)
+        forms = Form("int8"), Form("int8", columns=2)
+        for otherwise in (None, lambda *given: ones(*given) * 7):
+            chooses = FormKernels("embedding", [(plain, ones), (forms[0].__eq__, ones)], otherwise)
+            backend = hal.Backend("forms", cpu.device, kernels={"embedding": chooses})
+            for run in (backend.ops.embedding, chooses):
+                found = [run(ids, weight, scale, None, torch.float32, form) for form in forms]
+                assert [each.unique().tolist() for each in found] == [[1], [6 if otherwise is None else 7]]
+            chosen = backend.resolve(ops.operation("embedding")).chosen  # type: ignore[attr-defined]
+            assert chosen(ids, weight, scale, None, None, forms[0]) is ones
+            of_node = [attrs.asdict(form) for form in forms]
+            assert [chooses.unsupported(each) for each in of_node] == [(), ("int8 in groups of 2",)]
+        with pytest.raises(OperationError, match="rms_norm, which takes none"):
+            FormKernels("rms_norm", [])
+
+    def test_zero_points_are_no_part_of_exact_sums(self) -> None:
+        form = Form("int8", zero_points=True, inputs="int8")
+        x, weight = torch.tensor([[3, -5]], dtype=torch.int8), torch.tensor([[7, 1]], dtype=torch.int8)
+        scale, zero = torch.ones(1, 1), torch.full((1, 1), 2.0)
+        found = ops.operation("linear").reference(x, weight, None, scale, zero, torch.ones(1), torch.float32, form)
+        assert found.item() == 3 * (7 - 2) - 5 * (1 - 2)
 
 
 def test_a_rewrite_finds_a_fused_operation_with_options(declared: ops.Operation, cpu: hal.Backend) -> None:

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.quantized import DESCRIPTION, FORMATS, Format, all_tensors, change_tensors, error, load, logits
+from helpers.quantized import DESCRIPTION, FORMATS, Format, all_tensors, change_tensors, error, kept_layers, load, logits
 from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import save_file
 
 import hal
 from hal.cli import main
 from hal.errors import CheckpointError
-from hal.nn import GroupedLinear, Router
-from hal.nn.quantized_experts import Int8GroupedLinear
-from hal.nn.quantized_linear import Int8Linear
+from hal.nn import GroupedLinear, Linear, Router
+from hal.quantization.forms import INT8
 from hal.testing.models.random_checkpoint import checkpoint
 
 DOWN = "model.layers.1.mlp.experts.3.down_proj"
@@ -66,10 +65,11 @@ def test_logits_are_those_of_the_dequantized_weights(
 ) -> None:
     folder = quantized(plain, tmp_path / "int8", format)
     model = load(folder)
-    kinds = [type(module) for module in model.modules()]
-    assert (kinds.count(Int8Linear), kinds.count(Int8GroupedLinear), kinds.count(Router)) == (6, 2, 1)
-    assert not kinds.count(GroupedLinear)
-    assert model.get_submodule("model.layers.1.mlp.experts.down_proj").weight_scale.shape == (8, 48)
+    kept = kept_layers(model)
+    assert [isinstance(each, GroupedLinear) for each in kept.values()].count(True) == 2
+    assert (len(kept), {each.form for each in kept.values()}) == (8, {INT8})
+    assert sum(isinstance(module, Router) for module in model.modules()) == 1
+    assert kept["model.layers.1.mlp.experts.down_proj"].weight_scale.shape == (8, 48, 1)
     found = logits(model, compiler)
     assert error(found, logits(load(dequantized(folder, tmp_path / "float", plain)), compiler)) < 1e-5
     assert 1e-4 < error(found, logits(load(plain), compiler)) < 0.05
@@ -80,7 +80,7 @@ def test_in_bfloat16(plain: Path, tmp_path: Path) -> None:
     folder = quantized(plain, tmp_path / "int8", "compressed-tensors")
     wide = load(dequantized(folder, tmp_path / "float", plain))
     model, draw = load(folder, dtype="bfloat16"), torch.Generator().manual_seed(1)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear) and module.quantized}
     assert len(layers) == 6
     for name, layer in layers.items():
         weight = wide.get_submodule(name).weight

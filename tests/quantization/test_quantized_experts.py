@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint
+from helpers.quantized import wide
 from helpers.reference import open_runner
 from safetensors.torch import load_file, save_file
 
 import hal
-from hal.errors import CheckpointError, ConfigError
+from hal.errors import CheckpointError
 from hal.nn import Gate, GroupedLinear
-from hal.nn.quantized_experts import DynamicQuantizedGroupedLinear, StaticQuantizedGroupedLinear
-from hal.quantization.scheme import Scheme
-from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
+from hal.quantization.forms import NAMES
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
 FORMATS: tuple[str, ...] = ("compressed-tensors", "modelslim")
-SCHEMES = {"w8a8": StaticQuantizedGroupedLinear, "w8a8_dynamic": DynamicQuantizedGroupedLinear}
+SCHEMES = ("w8a8", "w8a8_dynamic")
 TOKENS = list(range(3, 40))
 
 
@@ -48,8 +47,8 @@ def logits(path: Path) -> torch.Tensor:
 def test_all_experts_of_a_layer_share_a_layer(quantized: tuple[str, str, Path]) -> None:
     scheme, _, path = quantized
     model = open_runner(path).model
-    found = [module for module in model.modules() if isinstance(module, (GroupedLinear, *SCHEMES.values()))]
-    assert [type(each) for each in found] == [SCHEMES[scheme]] * 2
+    found = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    assert [each.form for each in found] == [NAMES[scheme][0]] * 2
     assert [tuple(each.weight.shape) for each in found] == [(8, 32, 32), (8, 32, 16)]
     assert {each.weight.dtype for each in found} == {torch.int8}
 
@@ -85,15 +84,14 @@ def test_dynamic_weights_are_the_rounded_ones(plain: Path, tmp_path: Path) -> No
         for name, tensor in tensors.items()
         if not name.endswith("_scale")
     }
-    wide = random_checkpoint(tmp_path / "rounded", **EXPERTS, mlp_only_layers=[0])
-    save_file(rounded, wide / "model.safetensors")
-    found, near, far = logits(path), logits(wide), logits(plain)
+    dequantized = random_checkpoint(tmp_path / "rounded", **EXPERTS, mlp_only_layers=[0])
+    save_file(rounded, dequantized / "model.safetensors")
+    found, near, far = logits(path), logits(dequantized), logits(plain)
     assert (found - near).square().mean() < (found - far).square().mean()
-    model, dense = open_runner(path).model, open_runner(wide).model
+    model, dense = open_runner(path).model, open_runner(dequantized).model
     experts = model.get_submodule("model.layers.1.mlp.experts.down_proj")
     expected = dense.get_submodule("model.layers.1.mlp.experts.down_proj").weight
-    assert isinstance(experts, DynamicQuantizedGroupedLinear)
-    torch.testing.assert_close(experts.weight.float() * experts.weight_scale.unsqueeze(-1), expected)
+    torch.testing.assert_close(wide(experts), expected)
 
 
 def test_experts_of_one_layer_are_quantized_alike(tmp_path: Path, plain: Path) -> None:
@@ -105,12 +103,3 @@ def test_experts_of_one_layer_are_quantized_alike(tmp_path: Path, plain: Path) -
     file.write_text(json.dumps(types))
     with pytest.raises(CheckpointError, match=r"quantized differently: .*experts\.3\.up_proj w8a16"):
         hal.load_model(path, hal.open("cpu"))
-
-
-def test_a_scheme_without_experts_says_so() -> None:
-    class Dense(W8A8Dynamic):
-        name = "dense_only"
-        grouped_layer = Scheme.grouped_layer
-
-    with torch.device("meta"), pytest.raises(ConfigError, match="dense_only does not quantize the projections of"):
-        Dense().grouped_layer(GroupedLinear(2, 4, {"up": 8}))

@@ -37,6 +37,7 @@ from helpers.quantized import (
     error,
     fake_quantize,
     load,
+    kept_layers,
     logits,
     make_pair,
     names_of,
@@ -51,11 +52,9 @@ import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import Linear, MergedLinear, QuantizedLinear
-from hal.nn.quantized_linear import DynamicQuantizedLinear, Int8Linear, StaticQuantizedLinear
+from hal.nn import Linear, MergedLinear
+from hal.quantization.forms import INT8_DYNAMIC, INT8_STATIC, NAMES
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
-
-LAYERS = {"w8a16": Int8Linear, "w8a8": StaticQuantizedLinear, "w8a8_dynamic": DynamicQuantizedLinear}
 
 
 @thorough(MODE, r"\[.*-True-(True|False)\]")
@@ -86,11 +85,11 @@ def test_a_model_computes_as_its_dequantized_weights_do(
 def test_a_layer_is_exact(format: Format, scheme: Scheme, bits: bool, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, format, scheme, bits=bits, attention_bias=True)
     model = load(pair.folder)
-    found = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    found = kept_layers(model)
     assert len(found) == 8, "four projections in each of the two layers"
     generator = torch.Generator().manual_seed(0)
     for path, module in found.items():
-        assert type(module) is LAYERS[scheme]
+        assert module.form == NAMES[scheme][0]
         assert module.weight.dtype == torch.int8
         layers = [pair.layers[name] for name in names_of(path, module)]
         x = torch.randn(5, module.weight.shape[1], generator=generator)
@@ -123,7 +122,8 @@ def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None
         tensors |= entries(pair.layers[name], name, format, "w8a8", bits=False)
     save_file(tensors, pair.folder / "model.safetensors")
     module = load(pair.folder).get_submodule("model.layers.0.self_attn.qkv_proj")
-    assert isinstance(module, StaticQuantizedLinear)
+    assert isinstance(module, Linear)
+    assert module.form == INT8_STATIC
     assert module.input_scale.unique().tolist() == [pytest.approx(0.05)]
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
     layers = [attrs.evolve(pair.layers[f"model.layers.0.self_attn.{part}"], input_scale=0.05) for part in scales]
@@ -140,7 +140,7 @@ def test_layers_that_stay(format: Format, tmp_path: Path) -> None:
         ignore = section("w8a8_dynamic", ignore=["lm_head", "re:.*layers.1.mlp.down"])
         change_json(pair.folder / "config.json", lambda config: config.update(quantization_config=ignore))
     model = load(pair.folder)
-    stays = {path for path, module in model.named_modules() if isinstance(module, Linear)}
+    stays = {path for path, module in model.named_modules() if isinstance(module, Linear) and not module.quantized}
     assert stays == {DOWN, "lm_head"}
     assert logits(model).isfinite().all()
 
@@ -158,9 +158,8 @@ def test_schemes_by_layer(tmp_path: Path) -> None:
     both = section("w8a8", config_groups=groups)
     change_json(pair.folder / "config.json", lambda config: config.update(quantization_config=both))
     model = load(pair.folder)
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            assert type(module) is (DynamicQuantizedLinear if ".mlp." in path else StaticQuantizedLinear)
+    for path, module in kept_layers(model).items():
+        assert module.form == (INT8_DYNAMIC if ".mlp." in path else INT8_STATIC)
     assert logits(model).isfinite().all()
 
 
@@ -173,7 +172,7 @@ def test_an_output_projection_in_int8(tmp_path: Path) -> None:
     save_file(tensors, pair.folder / "model.safetensors")
     change_json(pair.folder / DESCRIPTION, lambda types: types.update({"lm_head.weight": "W8A8_DYNAMIC"}))
     model = load(pair.folder)
-    assert isinstance(model.get_submodule("lm_head"), DynamicQuantizedLinear)
+    assert kept_layers(model)["lm_head"].form == INT8_DYNAMIC
     assert 0 < error(logits(model), logits(plain)) < 0.05
 
 
