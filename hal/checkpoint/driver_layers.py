@@ -37,7 +37,7 @@ def put_layers(model: CausalLM, backend: Backend) -> bool:
     with torch.device("meta"):
         for path, layer in reversed(list(model.named_modules(remove_duplicate=False))):
             make = backend.layers.get(type(layer))  # A subclass computes something else, and stays.
-            if make is None:
+            if make is None or getattr(layer, "quantized", False):  # It multiplies by numbers of another form.
                 continue
             if layer not in made:
                 made[layer] = _made(layer, make, backend.name, ranks=backend.mesh.size)

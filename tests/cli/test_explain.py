@@ -62,7 +62,7 @@ class TestExplain:
         quantized, _ = gpt_oss_pair(tmp_path)
         held = 2 * 4 * 3 * 64 * (64 * 17 // 32 + 4)
         assert self.run(str(quantized), "--backend", "cpu")[2] == (
-            f"4 quantized layers take {held:,} bytes: Mxfp4GroupedLinear"
+            f"4 quantized layers take {held:,} bytes: float4 in groups of 32"
         )
 
     def test_fused_operations_without_a_kernel(self, trained: Path, cpu: hal.Backend) -> None:

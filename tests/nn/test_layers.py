@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.quantized import kept_layers
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
@@ -17,7 +18,7 @@ import hal
 from hal.cli import main
 from hal.errors import ConfigError, DriverIncompatible
 from hal.nn import Embedding, GatedMLP, Linear, MergedLinear, RMSNorm, WeightUse
-from hal.nn.quantized_linear import DynamicQuantizedLinear
+from hal.quantization.forms import INT8_DYNAMIC
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
@@ -75,9 +76,9 @@ class Own(hal.Backend):
     def graph(self) -> hal.vendor.Graph:
         return self.cpu.graph()
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        self.prepared += 1
-        return weight
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        self.prepared += "weight" in weights
+        return weights
 
 
 @pytest.fixture
@@ -135,9 +136,10 @@ def test_projections_in_int8_stay(folder: Path, tmp_path: Path) -> None:
     wanted = logits(quantized, Own({}))
     backend = Own({GatedMLP: OwnMLP, Linear: OwnLinear, MergedLinear: OwnMerged, RMSNorm: OwnNorm})
     torch.testing.assert_close(logits(quantized, backend), wanted, rtol=0.02, atol=0.02)
-    kinds = {type(module) for module in hal.load_model(quantized, backend).modules()}
-    assert {OwnMLP, OwnNorm, DynamicQuantizedLinear} <= kinds
-    assert OwnMerged not in kinds
+    model = hal.load_model(quantized, backend)
+    kinds = {type(module) for module in model.modules()}
+    assert {OwnMLP, OwnNorm} <= kinds
+    assert {each.form for each in kept_layers(model).values()} == {INT8_DYNAMIC}
 
 
 def widened(layer: RMSNorm) -> RMSNorm:
@@ -164,7 +166,7 @@ def test_what_does_not_fit_is_refused(make: Any, message: str, folder: Path) -> 
         hal.load_model(folder, Own({RMSNorm: make}))
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, OwnNorm, DynamicQuantizedLinear, hal.nn.CausalLM, hal.nn.DecoderLM])
+@pytest.mark.parametrize("layer", [nn.Linear, OwnNorm, hal.nn.CausalLM, hal.nn.DecoderLM])
 def test_what_no_driver_replaces(layer: type[nn.Module]) -> None:
     with pytest.raises(DriverIncompatible, match=f"the driver own replaces {layer.__name__}"):
         Own({layer: lambda original: original})

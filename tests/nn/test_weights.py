@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
-from helpers.distributions import install
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -39,8 +38,6 @@ from hal.nn import (
 )
 from hal.nn.weights.assembly import MergedTransposed
 from hal.nn.weights.weight import source_name
-from hal.quantization.format_registry import formats
-from hal.quantization.scheme_registry import schemes
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 
@@ -471,30 +468,3 @@ def test_only_the_slice_is_read(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 1 <= int(result.stdout) < 24
-
-
-def test_the_registered_schemes() -> None:
-    assert {"w8a8", "w8a8_dynamic"} <= set(schemes())
-    for name, scheme in schemes().items():
-        assert scheme.name == name
-        assert scheme.summary
-        assert set(scheme.representations) <= set(formats())
-
-
-HALF = """
-from hal.quantization.representation import Representation
-from hal.quantization.schemes.w8a8_dynamic import W8A8Dynamic
-
-class Half(W8A8Dynamic):
-    name = "half"
-    representations = {"modelslim": Representation("HALF")}
-"""
-
-
-def test_a_scheme_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "half_a_scheme.py").write_text(HALF, encoding="utf-8")
-    install(tmp_path, "half", "[hal.quantization]\nhalf = half_a_scheme:Half\n", version="1")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "half" in schemes()
-    with pytest.raises(ConfigError, match=r"unknown scheme 'half'.*\n.*w8a8"):
-        quantize_checkpoint(tmp_path, tmp_path / "target", "half")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import rank_programs
 from helpers.checkpoints import EXPERTS, random_checkpoint
-from helpers.quantized import change_tensors
+from helpers.quantized import change_tensors, kept_layers
 from helpers.rank_processes import run, succeeded
 from helpers.stepping import states_of
 from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
@@ -24,7 +24,6 @@ from hal import ops
 from hal.checkpoint.loading import build_model, distribute_experts
 from hal.compile.trace import StepSizes, trace_step
 from hal.nn import Experts
-from hal.nn.quantized_experts import StaticQuantizedGroupedLinear
 from hal.ops import Draw
 from hal.ops.experts.routing import routing
 from hal.ops.tolerance import assert_agree
@@ -292,8 +291,8 @@ def _spread(tensors: dict[str, Tensor]) -> None:
 
 def _input_scales(rank: int, checkpoint: str, parallel: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     with hal.open({"backend": "cpu", "dtype": "float32", "parallel": parallel}) as backend:
-        layers = hal.load_model(checkpoint, backend).modules()
-        scales = [float(each.input_scale.amax()) for each in layers if isinstance(each, StaticQuantizedGroupedLinear)]
+        layers = kept_layers(hal.load_model(checkpoint, backend)).values()
+        scales = [float(each.input_scale.amax()) for each in layers if each.num_experts is not None]
     return scales, _memory(rank, checkpoint, parallel)
 
 

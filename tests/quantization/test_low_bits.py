@@ -19,7 +19,7 @@ import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
 from hal.nn import CausalLM, Projection
-from hal.ops.forms import INT4S, Form, pack_int4, unpack_int4
+from hal.ops.forms import Form, pack_int4, unpack_int4
 from hal.parallel import Mesh
 
 TOKENS = [1, 7, 30, 4, 200, 19]

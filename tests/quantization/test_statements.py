@@ -21,6 +21,7 @@ from helpers.quantized import (
     change_json,
     change_tensors,
     error,
+    kept_layers,
     load,
     logits,
     make_pair,
@@ -29,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Linear, QuantizedLinear
+from hal.nn import Linear
 
 COMPRESSED = "compressed-tensors"
 FIRST = "model.layers.0."
@@ -74,7 +75,7 @@ def restored(quantized: Path, plain: Path, *starts: str) -> None:
 
 
 def quantized_paths(folder: Path) -> set[str]:
-    return {path for path, each in load(folder).named_modules() if isinstance(each, QuantizedLinear)}
+    return set(kept_layers(load(folder)))
 
 
 # Zero points.
@@ -373,10 +374,11 @@ def test_lists_in_other_names_of_towers(
     described = {**one.section(), "format": "mixed-precision", "config_groups": groups, "ignore": ignore}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
     model = load(tmp_path)
-    kinds = {path: each.operation for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
-    assert {kind for path, kind in kinds.items() if ".mlp." in path} == {"linear_int8"}
-    assert {kind for path, kind in kinds.items() if ".self_attn." in path} == {"fp8_linear"}
+    kinds = {path: each.form.numbers for path, each in kept_layers(model).items()}
+    assert {kind for path, kind in kinds.items() if ".mlp." in path} == {"int8"}
+    assert {kind for path, kind in kinds.items() if ".self_attn." in path} == {"float8"}
     assert isinstance(model.get_submodule("visual.blocks.0.attn.qkv"), Linear)
+    assert "visual.blocks.0.attn.qkv" not in kinds
 
 
 # Values without effect, and what a reading leaves out.

@@ -26,8 +26,10 @@ from helpers.quantized import (
     all_tensors,
     change_tensors,
     error,
+    kept_layers,
     load,
     logits,
+    wide,
 )
 from helpers.thorough import DTYPE, MODE, thorough
 from torch import Tensor
@@ -38,14 +40,13 @@ from hal.checkpoint.loading import build_model
 from hal.checkpoint.quantized_layers import linear_layers
 from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, NumericsError
-from hal.nn import Linear, QuantizedLinear
-from hal.nn.low_bits import WeightOnlyLinear
-from hal.ops.weight_only import dequantize
+from hal.nn import Linear
+from hal.ops.forms import Form, dequantize
 from hal.quantization import packed_integers
+from hal.quantization.checkpoint_format import Written
 from hal.quantization.format_registry import formats
 from hal.quantization.int8_arithmetic import activation_for, quantize_weight
 from hal.quantization.packed_integers import packed_signed, quantize_groups, signed_weight
-from hal.quantization.scheme_registry import schemes
 from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -83,7 +84,7 @@ def test_round_trip(format: Format, scheme: Scheme, plain: Path, tmp_path: Path)
     assert set(weight_map) == set(after)
     model = load(folder)
     modules = dict(model.named_modules())
-    assert sum(isinstance(module, QuantizedLinear) for module in modules.values()) == 8
+    assert len(kept_layers(model)) == 8
     assert error(logits(model).float(), logits(load(plain)).float()) < 0.06
     meta = build_model(Checkpoint.open(folder))
     assert {path: type(module) for path, module in meta.named_modules()} == {
@@ -267,11 +268,10 @@ def test_the_output_projection_in_int8(tied: bool, tmp_path: Path) -> None:
     section = config["quantization_config"]
     assert section["ignore"] == []
     assert section["config_groups"]["group_1"]["targets"] == ["lm_head"]
-    head = load(made.path).get_submodule("lm_head")
-    assert isinstance(head, WeightOnlyLinear)
-    assert (head.bits, head.group_size, head.weight.dtype) == (8, table.shape[1], torch.int8)
+    head = kept_layers(load(made.path))["lm_head"]
+    assert head.form == Form("int8")
     wanted = table if tied else before["lm_head.weight"]
-    assert error(dequantize(head.weight, head.weight_scale, None, table.shape[1]), wanted.float()) < 0.01
+    assert error(wide(head), wanted.float()) < 0.01
     alone = quantize_checkpoint(plain, tmp_path / "without", "w4a16", group_size=16).path
     assert error(logits(load(made.path)).float(), logits(load(alone)).float()) < 0.02
 
@@ -283,9 +283,9 @@ def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="modelslim does not store an output projection in w8a16_group"):
         quantize_checkpoint(plain, tmp_path / "out", "w8a8", **options)
     assert not said
-    scheme = schemes()["w8a8"]
+    form = Form("int8")
     with pytest.raises(ConfigError, match="one scheme in the format modelslim, and lm_head has another"):
-        formats()["modelslim"].describe({}, scheme, [], {}, {"lm_head": scheme})
+        formats()["modelslim"].describe({}, Written("w8a8", form, {"lm_head": ("w8a16", form)}), [], {})
 
 
 @pytest.mark.parametrize(("bits", "width", "group"), [(4, 24, 8), (4, 24, 24), (8, 22, 11)])
@@ -299,7 +299,8 @@ def test_ranges_of_rows(bits: int, width: int, group: int, monkeypatch: pytest.M
     assert all(map(torch.equal, found, whole))
     numbers, scale = found
     packed = signed_weight(packed_signed(numbers, bits), bits, width)
-    assert error(dequantize(packed, scale, None, group), weight) < (0.15 if bits == 4 else 0.01)
+    form = Form(f"int{bits}", columns=group)
+    assert error(dequantize(form, packed, scale), weight) < (0.15 if bits == 4 else 0.01)
 
 
 def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:
