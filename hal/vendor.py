@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
     from hal.execution.context import FormContext
-    from hal.ops.kernels.form_kernels import FormKernels
+    from hal.ops.kernels.form_kernels import AddedKernel, FormKernels
     from hal.ops.kernels.partial_kernel import PartialKernel
     from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 __all__ = [
     "API_VERSION",
+    "AddedKernel",
     "Backend",
     "Bucket",
     "CapturedForm",
@@ -59,6 +60,7 @@ __all__ = [
 __getattr__ = imported_on_use(
     __name__,
     {
+        "AddedKernel": "hal.ops.kernels.form_kernels",
         "Backend": "hal.drivers.backend",
         "Bucket": "hal.execution.capture.captured_form",
         "CapturedForm": "hal.execution.capture.captured_form",

@@ -18,6 +18,7 @@ from hal import ops
 from hal.config import CompilationConfig, Config, load
 from hal.device.device import Device
 from hal.device.limits import DEFAULT_BLOCK_SIZE, Limits
+from hal.drivers.added_kernels import with_added
 from hal.drivers.backend_checks import (
     check_arguments,
     check_block_size,
@@ -149,6 +150,7 @@ class Backend(BackendResources):
         )
         if distributed is not None:
             kernels = {**collectives.KERNELS, **expert_exchange.KERNELS, **kernels}
+        kernels = with_added(name, kernels)
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)

@@ -96,3 +96,32 @@ class FormKernels:
 
         run.chosen = chosen  # type: ignore[attr-defined]
         return run
+
+
+@attrs.frozen(eq=False)
+class AddedKernel:
+    """A kernel that a package adds to another package's driver, registered in the entry-point group ``hal.kernels``.
+
+    Attributes:
+        backend: the driver's name.
+        operation: the operation's name: ``linear``, ``grouped_linear`` or ``embedding``.
+        takes: returns whether it takes weights of a form. It runs before the driver's own kernels of such forms.
+        kernel: takes the operation's arguments by position.
+    """
+
+    backend: str
+    operation: str
+    takes: Takes
+    kernel: Kernel
+
+    def before(self, others: Kernel | None) -> FormKernels:
+        """Return the kernels of the operation: this one, and those that the driver has."""
+        own: tuple[Takes, Kernel] = (self.takes, self._filling)
+        if isinstance(others, FormKernels):
+            return FormKernels(self.operation, (own, *others.kernels), others.otherwise)
+        return FormKernels(self.operation, (own, (lambda form: True, others)) if others is not None else (own,))
+
+    def _filling(self, *arguments: Any, out: Any = None) -> Any:
+        """Run the kernel, and write its result to a tensor that a replay gives."""
+        result = self.kernel(*arguments)
+        return result if out is None else out.copy_(result)
