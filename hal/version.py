@@ -2,9 +2,9 @@
 
 __version__ = "0.1.0"
 
-API_VERSION = (3, 0)
+API_VERSION = (4, 0)
 """The driver API of this release. Drivers with the same major version and no higher minor version load.
 
-Additions in a minor version have defaults, so a driver for 3.0 loads unchanged. ``hal.drivers.driver.ADDED`` lists
+Additions in a minor version have defaults, so a driver for 4.0 loads unchanged. ``hal.drivers.driver.ADDED`` lists
 them.
 """

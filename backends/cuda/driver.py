@@ -174,7 +174,7 @@ class CudaDriver(Driver):
     """The driver of NVIDIA's GPUs. ``auto`` prefers it to the CPU."""
 
     name = "cuda"
-    api_version = (3, 0)
+    api_version = (4, 0)
     priority = 10
     requires = ("torch>=2.11", "triton>=3.4")
     variables = ("CUDA_", "NVIDIA_", "FLASHINFER_", "TRITON_")

@@ -30,7 +30,7 @@ class NpuDriver(Driver):
     """The driver of the Ascend NPU. ``auto`` prefers it where it is available."""
 
     name = "npu"
-    api_version = (3, 0)
+    api_version = (4, 0)
     priority = 20
     requires = ("torch==2.13.*", "torch-npu==2.13.0")
     variables = ("ASCEND", "TORCH_NPU", "TASK_QUEUE_ENABLE")

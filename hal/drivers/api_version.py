@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import operator
+from types import MappingProxyType
 from typing import Any
 
 from hal.drivers.driver import Driver
 from hal.errors import DriverIncompatible
 from hal.version import API_VERSION
+
+CHANGED = MappingProxyType({4: ": `linear`, `grouped_linear` and `embedding` take weights in any form"})
+"""Summary of the changes in each major version of the driver API; ``docs/how-to/moving-to-N.md`` has the details."""
 
 
 def check_driver(name: str, group: str, cls: Any) -> None:
@@ -45,12 +49,15 @@ def check_driver(name: str, group: str, cls: Any) -> None:
     except (TypeError, ValueError):
         raise DriverIncompatible(
             f"the driver {name} has api_version = {cls.api_version!r}, which is not two integers",
-            "set api_version to two integers, such as (3, 0)",
+            "set api_version to two integers, such as (4, 0)",
         ) from None
     if major != API_VERSION[0]:
+        changed = CHANGED.get(major + 1, "")
+        page = f"; docs/how-to/moving-to-{major + 1}.md describes the migration" if changed else ""
         raise DriverIncompatible(
-            f"the driver {name} was written for driver API {major}.x; this torch-hal has {_version(API_VERSION)}",
-            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x",
+            f"the driver {name} was written for driver API {major}.x; this torch-hal has "
+            f"{_version(API_VERSION)}{changed}",
+            f"install a release of the driver for API {API_VERSION[0]}.x, or a torch-hal with API {major}.x{page}",
         )
     if minor > API_VERSION[1]:
         unknown = sorted(name for name in vars(cls) if not hasattr(Driver, name) and name not in Driver.__annotations__)

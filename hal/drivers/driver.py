@@ -40,7 +40,7 @@ class Driver(ABC):
 
     Attributes:
         name: the name in configurations, equal to the entry point's name. A driver whose names differ does not load.
-        api_version: the driver API that the driver implements, such as ``(3, 0)``.
+        api_version: the driver API that the driver implements, such as ``(4, 0)``.
         priority: ``auto`` selects the available driver with the highest priority.
         requires: the package versions that the driver supports, as requirements such as ``torch==2.13.*``. They are not
             enforced; ``hal doctor`` warns about installed packages that differ.

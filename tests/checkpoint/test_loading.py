@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,8 @@ def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: 
     """As it is or as a view, although the loader reuses the memory in which it was assembled."""
 
     class Views(hal.Backend):
-        def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-            return view(weight)
+        def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+            return {name: view(weight) for name, weight in weights.items()}
 
     folder = random_checkpoint(tmp_path, num_hidden_layers=64)  # so that each weight is a small part
     found = hal.load_model(folder, Views("views", cpu.device, kernels={}))

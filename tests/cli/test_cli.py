@@ -32,7 +32,7 @@ DRIVERS = """
 import hal, torch
 
 class Good(hal.vendor.Driver):
-    name, api_version, priority = "good", (3, 0), 5
+    name, api_version, priority = "good", (4, 0), 5
     def probe(self):
         return hal.vendor.Probe(True)
     def open(self, options):
@@ -73,7 +73,7 @@ EMULATING = """
 import hal
 
 class Emulating(hal.vendor.Driver):
-    name, api_version = "emulating", (3, 0)
+    name, api_version = "emulating", (4, 0)
     def probe(self):
         return hal.vendor.Probe(True)
     def open(self, options):
@@ -342,7 +342,7 @@ class TestLists:
         result = run("backends")
         assert result.exit_code == 0, result.exception
         lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
-        assert lines["good"].split() == ["good", "*", "yes", "5", "3.0"]
+        assert lines["good"].split() == ["good", "*", "yes", "5", "4.0"]
         assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "3.0"]
         assert lines["absent"].split()[:4] == ["absent", "no", "20", "3.0"]
         assert "there is no [card]" in lines["absent"]

@@ -42,7 +42,7 @@ def rms_norm(x, weight, eps):
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 class Noisy(hal.vendor.Driver):
-    name, api_version, priority = "noisy", (3, 0), -1
+    name, api_version, priority = "noisy", (4, 0), -1
     def probe(self):
         make_noise("probe")
         return hal.vendor.Probe(True, "it is loud")

@@ -36,7 +36,7 @@ class Options:
     emulator: bool = False
 
 class Acme(hal.vendor.Driver):
-    name, api_version, priority = "acme", (3, 0), 7
+    name, api_version, priority = "acme", (4, 0), 7
     requires = ("torch>=2", "a-package-that-is-not-there==1.0")
     variables = ("ACME_",)
 

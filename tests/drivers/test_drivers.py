@@ -42,7 +42,7 @@ class Card:
 
 class Acme(hal.vendor.Driver):
     name = "acme"
-    api_version = (3, 0)
+    api_version = (4, 0)
     priority = 10
 
     def probe(self):
@@ -63,19 +63,19 @@ class Raising(Acme):
         raise OSError("bus error")
 
 class NextMinor(Acme):
-    api_version = (3, 3)
+    api_version = (4, 3)
     def prefetch(self):
         return None
 
 class NextMajor(Acme):
-    api_version = (4, 0)
+    api_version = (5, 0)
 
 class LastMajor(Acme):
-    api_version = (2, 1)
+    api_version = (3, 1)
 
 class Unfinished(hal.vendor.Driver):
     name = "unfinished"
-    api_version = (3, 0)
+    api_version = (4, 0)
     def probe(self):
         return hal.vendor.Probe(True)
 
@@ -214,7 +214,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     assert found["absent"] == hal.vendor.Probe(False, "there is no Acme card", "buy one")
     assert "bus error" in found["raising"].reason
     assert "a_library_that_is_not_there" in found["broken"].reason
-    assert "3.1" in found["newer"].reason
+    assert "4.1" in found["newer"].reason
     assert "Nothing" in found["typo"].reason
     assert all(probe.reason and probe.hint for name, probe in found.items() if name != "cpu")
 
@@ -225,19 +225,19 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
         (
             "acme_driver:NextMinor",
             DriverIncompatible,
-            r"needs driver API 3\.3; .* has 3\.0 and lacks the additions of 3\.1, 3\.2, 3\.3; .* "
+            r"needs driver API 4\.3; .* has 4\.0 and lacks the additions of 4\.1, 4\.2, 4\.3; .* "
             r"never call its prefetch",
         ),
         (
             "acme_driver:NextMajor",
             DriverIncompatible,
-            r"written for driver API 4\.x; this torch-hal has 3\.0\n.* for API 3\.x, or a torch-hal with API 4\.x "
+            r"written for driver API 5\.x; this torch-hal has 4\.0\n.* for API 4\.x, or a torch-hal with API 5\.x "
             r"\(acme is registered by acme 1\.0\)$",
         ),
         (
             "acme_driver:LastMajor",
             DriverIncompatible,
-            r"written for driver API 2\.x; this torch-hal has 3\.0\n.* for API 3\.x, or a torch-hal with API 2\.x ",
+            r"API 3\.x; this torch-hal has 4\.0: .*take weights in any form\n.* docs/how-to/moving-to-4\.md ",
         ),
         ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
         ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.vendor\.Driver"),
@@ -357,7 +357,7 @@ def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: P
 
 
 def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_version, "API_VERSION", (3, 3))
+    monkeypatch.setattr(api_version, "API_VERSION", (4, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
 

@@ -6,7 +6,7 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import hal
 
 class Acme(hal.vendor.Driver):
     name = "acme"
-    api_version = (3, 0)
+    api_version = (4, 0)
     priority = 100
 
     def probe(self):
@@ -315,11 +315,11 @@ def returning(hook: str, value: Any) -> hal.Backend:
 
 
 SPEC = hal.step.StateSpec.key_value(2, 1, 8, torch.float32, 4, 16)
-USE = hal.nn.WeightUse("linear", "weight", torch.float32)
+USE = hal.nn.WeightUse("linear", torch.float32)
 CALLS: dict[str, tuple[Any, ...]] = {
     "graph": (),
     "allocate": (SPEC,),
-    "prepare_weight": (torch.ones(4, 4), USE),
+    "prepare_weights": ({"weight": torch.ones(4, 4)}, USE),
     "plain_weight": (torch.ones(4, 4),),
     "explain": (RuntimeError(),),
     "counting_launches": (),
@@ -351,25 +351,27 @@ def test_a_method_that_returns_what_it_must_not(hook: str, value: str) -> None:
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_a_method_without_self(kind: Any) -> None:
-    def prepare_weight(*given: Any) -> Any:
+    def prepare_weights(*given: Any) -> Any:
         return given[kind is classmethod]
 
-    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weight": kind(prepare_weight)})(None)
-    weight = torch.ones(4, 4)
-    assert backend.prepare_weight(weight, USE) is weight
+    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weights": kind(prepare_weights)})(None)
+    weights = {"weight": torch.ones(4, 4)}
+    assert backend.prepare_weights(weights, USE) is weights
 
 
 def test_a_method_that_is_called_by_keywords() -> None:
-    def prepare_weight(self: hal.Backend, weight: Tensor, use: hal.nn.WeightUse) -> Tensor:
-        return weight
+    def prepare_weights(
+        self: hal.Backend, weights: Mapping[str, Tensor], use: hal.nn.WeightUse
+    ) -> Mapping[str, Tensor]:
+        return weights
 
-    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weight": prepare_weight})(None)
-    weight = torch.ones(4, 4)
-    assert backend.prepare_weight(use=USE, weight=weight) is weight
+    backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weights": prepare_weights})(None)
+    weights = {"weight": torch.ones(4, 4)}
+    assert backend.prepare_weights(use=USE, weights=weights) is weights
 
 
 @pytest.mark.parametrize("value", [None, "x"])
-@pytest.mark.parametrize("hook", ["allocate", "prepare_weight"])
+@pytest.mark.parametrize("hook", ["allocate", "prepare_weights"])
 def test_a_model_on_a_driver_with_such_a_method(trained: Path, hook: str, value: Any) -> None:
     backend = returning(hook, value)
     with pytest.raises(DriverIncompatible, match=f"^{hook} of the driver acme returned {value!r}\n"):

@@ -482,8 +482,8 @@ class TestCacheLayout:
 
     def test_a_model_prepared_for_another_backend_is_refused(self, cpu: hal.Backend, trained: Path) -> None:
         class Prepares(hal.Backend):
-            def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-                return weight.clone()
+            def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+                return {name: weight.clone() for name, weight in weights.items()}
 
         model = hal.load_model(trained, Prepares("prepares", cpu.device, kernels={}))
         with pytest.raises(ConfigError, match="weights were prepared by the backend prepares"):

@@ -52,8 +52,8 @@ class FaultyBackend(CpuBackend):
     def graph(self) -> hal.vendor.Graph:
         return self.graph_of(whole=self._whole)
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        return -weight if self.prepares and use.argument == "weight" else weight
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        return {**weights, "weight": -weights["weight"]} if self.prepares and "weight" in weights else weights
 
     def nothing(self) -> dict[str, Any]:
         return {}

@@ -9,7 +9,7 @@ from hal.errors import DeviceError
 from hal.parallel import collectives
 
 class Late(hal.vendor.Driver):
-    name, api_version, priority = "late", (3, 0), -5
+    name, api_version, priority = "late", (4, 0), -5
 
     def probe(self):
         return hal.vendor.Probe(True, "")

@@ -178,7 +178,7 @@ from {__name__} import Own, OwnNorm
 from hal.nn import RMSNorm
 
 class Driver(hal.vendor.Driver):
-    name, api_version = "own", (3, 0)
+    name, api_version = "own", (4, 0)
 
     def probe(self):
         return hal.vendor.Probe(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,11 @@ class Notes(hal.Backend):
 
     def __init__(self, cpu: hal.Backend) -> None:
         super().__init__("notes", cpu.device, kernels=cpu.kernels)
-        self.told: list[tuple[WeightUse, torch.Size]] = []
+        self.told: list[tuple[str, WeightUse, torch.Size]] = []
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        self.told.append((use, weight.shape))
-        return weight.clone() if use.operation == "expert_linear" else weight
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        self.told += [(name, use, weight.shape) for name, weight in weights.items()]
+        return {name: weight.clone() if use.operation == "expert_linear" else weight for name, weight in weights.items()}
 
 
 def test_experts_are_stacked_merged_and_transposed(tmp_path: Path) -> None:
@@ -159,13 +160,13 @@ def test_experts_are_stacked_merged_and_transposed(tmp_path: Path) -> None:
             assert torch.equal(experts.gate_up[expert], torch.cat(parts))
             assert torch.equal(experts.down[expert], stored[f"{name}.down_transposed"].t())
     told = [
-        (each.argument, each.dtype, each.shared, *shape)
-        for each, shape in backend.told
+        (name, each.dtype, each.shared, *shape)
+        for name, each, shape in backend.told
         if each.operation == "expert_linear"
     ]
     weight = "weight", torch.float32, False, 4, 32
     assert sorted(told, key=str) == 3 * [(*weight, 16)] + 3 * [(*weight, 32)]
-    assert {each.operation for each, _ in backend.told} == {"expert_linear", "linear"}
+    assert {each.operation for _, each, _ in backend.told} == {"expert_linear", "linear"}
     assert model.prepared_by == "notes"
 
 

@@ -36,7 +36,7 @@ WITHOUT_LIBRARY = """
 import sys, types, hal
 
 class Acme(hal.vendor.Driver):
-    name, api_version = "acme", (3, 0)
+    name, api_version = "acme", (4, 0)
     def probe(self):
         return hal.vendor.Probe(True)
     def open(self, options):
