@@ -8,6 +8,7 @@ import attrs
 
 from hal import ops
 from hal.errors import ConfigError, nearest
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
 
 REFERENCE = "reference"
@@ -39,7 +40,7 @@ class Library:
 
 @attrs.frozen
 class Chosen:
-    """The chosen kernel of an operation, and the name of its library."""
+    """The chosen kernel of an operation, and the name of its library, or the names of one for each form of weights."""
 
     library: str
     kernel: Kernel
@@ -62,15 +63,32 @@ def choose(libraries: Sequence[Library], forced: Mapping[str, str]) -> dict[str,
             )
     chosen = {}
     for name in ops.catalogue():
-        if name in forced:
-            wanted = forced[name]
-            if wanted != REFERENCE:
-                chosen[name] = _forced(name, wanted, libraries)
+        wanted = forced.get(name)
+        if wanted == REFERENCE:
             continue
-        library = next((each for each in _in_order(name, libraries) if name in each.kernels), None)
-        if library is not None:
-            chosen[name] = Chosen(library.name, library.kernels[name])
+        having = [each for each in _in_order(name, libraries) if name in each.kernels]
+        if wanted is not None:
+            first = _forced(name, wanted, libraries)
+            having = [first, *(each for each in having if each is not first)]
+        if having:
+            chosen[name] = _of_forms(name, having, forced=wanted is not None)
     return chosen
+
+
+def _of_forms(operation: str, libraries: Sequence[Library], *, forced: bool) -> Chosen:
+    """Return the first library's kernel, with those of the others for weights in forms that it does not take.
+
+    A forced library that has a kernel for every form is chosen alone.
+    """
+    first = libraries[0]
+    kernel = first.kernels[operation]
+    found = {each.name: each.kernels[operation] for each in libraries}
+    by_form = {name: each for name, each in found.items() if isinstance(each, FormKernels)}
+    if not isinstance(kernel, FormKernels) or len(by_form) == 1 or (forced and kernel.otherwise):
+        return Chosen(first.name, kernel)
+    kernels = [pair for each in by_form.values() for pair in each.kernels]
+    otherwise = next((each.otherwise for each in by_form.values() if each.otherwise), None)
+    return Chosen(", other forms ".join(by_form), FormKernels(operation, kernels, otherwise))
 
 
 def _in_order(operation: str, libraries: Sequence[Library]) -> Sequence[Library]:
@@ -81,13 +99,13 @@ def _in_order(operation: str, libraries: Sequence[Library]) -> Sequence[Library]
     return libraries
 
 
-def _forced(operation: str, wanted: str, libraries: Sequence[Library]) -> Chosen:
+def _forced(operation: str, wanted: str, libraries: Sequence[Library]) -> Library:
     library = next((each for each in libraries if each.name == wanted), None)
     if library is None:
         known = [*(each.name for each in libraries), REFERENCE]
         raise ConfigError(f"kernels.{operation} is {wanted!r}, which is not a library", nearest(wanted, known))
     if operation in library.kernels:
-        return Chosen(library.name, library.kernels[operation])
+        return library
     usable = [each.name for each in libraries if operation in each.kernels]
     others = [f"{each.name} cannot ({each.problem})" for each in libraries if each.problem and each is not library]
     found = library.problem or f"{wanted} has no kernel for {operation}"

@@ -32,24 +32,13 @@ INDUCTOR = (
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",
-    "fp8_grouped_linear",
-    "fp8_linear",
     "gated_delta_rule",
     "grouped_linear",
-    "grouped_linear_int8",
-    "linear_int8",
-    "mxfp4_grouped_linear",
     "paged_attention",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",
-    "quant_grouped_linear_dynamic",
-    "quant_grouped_linear_static",
-    "quant_linear_dynamic",
-    "quant_linear_static",
     "store_kv_cache",
     "topk_route",
-    "weight_only_grouped_linear",
-    "weight_only_linear",
 )
 """Operations that Inductor calls as opaque kernels; it decomposes the others, and calls cuBLAS for projections."""
 
@@ -75,7 +64,8 @@ class CudaOptions:
         device_index: the GPU's index among the devices visible to the process.
         kernels: the library of an operation's kernel: flashinfer, triton or torch, such as
             ``{"paged_attention": "torch"}``; ``reference`` runs the operation without a kernel. For other operations,
-            the driver chooses a library when it is opened.
+            the driver chooses a library when it is opened. A library that has no kernel for a form of weights leaves
+            it to the next one.
     """
 
     device_index: int = attrs.field(default=0, validator=_at_least_0)

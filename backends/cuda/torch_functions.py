@@ -8,8 +8,9 @@ from torch.nn import functional
 
 from hal import ops
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
+from hal.ops.kernels.form_kernels import FormKernels, plain
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantization import int8_matmul
+from hal.ops.projection import int8_matmul
 
 from .attention import capturing, dense
 
@@ -49,13 +50,19 @@ def packed_attention(
     return composed_attention.packed(*arguments)
 
 
+LINEAR = FormKernels(
+    "linear",
+    [(plain, torch_kernels.linear), (lambda form: form.exact, torch_kernels.integer_linear(int8_product))],
+    otherwise=torch_kernels.linear,
+)
+"""cuBLAS multiplies by floating-point and int8 weights themselves, and by others once they are widened."""
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
     **composed_recurrence.KERNELS,
-    **torch_kernels.int8_projections(int8_product),
     # torch's sort and elementwise functions, without a wait for the GPU. A library with its own random generator cannot
     # implement it: the operation's draw depends only on seed, step and token.
     "sample": ops.operation("sample").reference,
+    "linear": LINEAR,
     "packed_attention": packed_attention,
     "scaled_dot_product_attention": dense,
 }

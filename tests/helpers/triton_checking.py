@@ -30,24 +30,15 @@ EXPERTS = frozenset(
         "expert_mlp",
         "expert_permute",
         "expert_unpermute",
-        "fp8_grouped_linear",
         "grouped_linear",
-        "grouped_linear_int8",
-        "mxfp4_grouped_linear",
         "quant_expert_mlp_dynamic",
         "quant_expert_mlp_static",
-        "quant_grouped_linear_dynamic",
-        "quant_grouped_linear_int4",
-        "quant_grouped_linear_static",
         "topk_route",
-        "weight_only_grouped_linear",
     }
 )
 """The operations of mixtures of experts, whose tests have files of their own."""
 RECURRENT = frozenset({"causal_conv1d", "delta_rule_gates", "gated_delta_rule", "gated_rms_norm", "l2_norm"})
 """The operations of recurrent layers, likewise."""
-LOW_BITS = frozenset({"fp8_linear", "linear_int8", "quant_linear_int4", "weight_only_linear"})
-"""Projections with weights of 4 and 8 bits, likewise."""
 SIDES = ("before", "after")
 """The side of a tensor on which the protected memory is."""
 

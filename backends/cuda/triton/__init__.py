@@ -7,6 +7,7 @@ the kernels run on CPU tensors in Triton's interpreter, slowly.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
 
 from .activation import (
@@ -18,24 +19,12 @@ from .activation import (
 )
 from .attention import paged_attention
 from .cache import store_kv_cache
-from .experts.grouped import grouped_linear
-from .experts.low_bits import (
-    fp8_grouped_linear,
-    mxfp4_grouped_linear,
-    quant_grouped_linear_int4,
-    weight_only_grouped_linear,
-)
 from .experts.mlp import expert_mlp
 from .experts.permutation import expert_permute, expert_unpermute
-from .experts.quantized import (
-    grouped_linear_int8,
-    quant_expert_mlp_dynamic,
-    quant_expert_mlp_static,
-    quant_grouped_linear_dynamic,
-    quant_grouped_linear_static,
-)
+from .experts.projections import grouped_linear
+from .experts.quantized import quant_expert_mlp_dynamic, quant_expert_mlp_static
 from .experts.routing import topk_route
-from .low_bits.projections import fp8_linear, linear_int8, quant_linear_int4, weight_only_linear
+from .low_bits.projections import linear, takes
 from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
 from .quantization import dynamic_quantize, quantize
 from .recurrent.convolution import causal_conv1d
@@ -55,23 +44,15 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
-        "fp8_grouped_linear": fp8_grouped_linear,
-        "fp8_linear": fp8_linear,
         "gated_delta_rule": gated_delta_rule,
         "gated_rms_norm": gated_rms_norm,
         "gelu_and_mul": gelu_and_mul,
         "grouped_linear": grouped_linear,
-        "grouped_linear_int8": grouped_linear_int8,
         "l2_norm": l2_norm,
-        "linear_int8": linear_int8,
-        "mxfp4_grouped_linear": mxfp4_grouped_linear,
+        "linear": FormKernels("linear", [(takes, linear)]),
         "paged_attention": paged_attention,
         "quant_expert_mlp_dynamic": quant_expert_mlp_dynamic,
         "quant_expert_mlp_static": quant_expert_mlp_static,
-        "quant_grouped_linear_dynamic": quant_grouped_linear_dynamic,
-        "quant_grouped_linear_int4": quant_grouped_linear_int4,
-        "quant_grouped_linear_static": quant_grouped_linear_static,
-        "quant_linear_int4": quant_linear_int4,
         "quantize": quantize,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
@@ -82,8 +63,6 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "split_qkv_rmsnorm_rope_cache": split_qkv_rmsnorm_rope_cache,
         "store_kv_cache": store_kv_cache,
         "topk_route": topk_route,
-        "weight_only_grouped_linear": weight_only_grouped_linear,
-        "weight_only_linear": weight_only_linear,
     }
 )
 """Triton kernels by operation."""

@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+from hal.ops.forms import Form
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def require(fits: bool, operation: str, *tensors: Tensor) -> None:
+def require(fits: bool, operation: str, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
     """Check the arguments of a kernel, which would otherwise read out of bounds.
 
     Raises:
-        OperationError: ``fits`` is false, the first tensor is not floating-point, or the devices differ.
+        OperationError: ``fits`` is false, ``dtype``, which is that of the first tensor if None, is not a floating-point
+            one, or the devices differ.
     """
     first = tensors[0]
-    if fits and first.dtype in FLOATING and all(tensor.device == first.device for tensor in tensors):
+    if fits and (dtype or first.dtype) in FLOATING and all(tensor.device == first.device for tensor in tensors):
         return
     found = ", ".join(
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}" for tensor in tensors
@@ -27,6 +29,41 @@ def require(fits: bool, operation: str, *tensors: Tensor) -> None:
         f"{operation} was given {found}",
         "give float32, bfloat16 or float16 tensors on one device, of the shapes in the operation's documentation",
     )
+
+
+def require_form(
+    operation: str,
+    form: Form,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    x_scale: Tensor | None,
+    dtype: torch.dtype | None,
+    counts: Tensor | None = None,
+) -> None:
+    """Check the arguments of a projection with a weight in another form than floating-point numbers.
+
+    Raises:
+        OperationError: they do not match the form, or one another.
+    """
+    fits = weight.dim() == 2 if counts is None else weight.dim() == 3 and x.dim() == 2
+    if counts is not None:
+        fits = fits and len(weight) > 0 and counts.shape == weight.shape[:1] and counts.dtype is torch.int64
+    if fits:
+        *leading, out_features, _ = weight.shape
+        width = form.width(weight)
+        fits = x.shape[-1] == width and x.is_floating_point() == (form.inputs == "float")
+        fits = fits and (x.is_floating_point() or x.dtype is torch.int8) and weight.dtype is form.kind.dtype
+        fits = fits and scale.shape == (*leading, *form.blocks(out_features, width))
+        fits = fits and (scale.is_floating_point() or (scale.dtype is torch.uint8 and form.scales != "float"))
+        fits = fits and (zero_point is None or zero_point.shape == scale.shape)
+        fits = fits and (bias is None or bias.shape == (*leading, out_features))
+        fits = fits and (x_scale is not None) == (form.inputs == "int8")
+        fits = fits and (x_scale is None or (x_scale.shape == x.shape[:-1] and x_scale.dtype is torch.float32))
+    others = [each for each in (bias, zero_point, x_scale, counts) if each is not None]
+    require(fits, f"{operation} of {form}", x, weight, scale, *others, dtype=dtype or x.dtype)
 
 
 def rows(x: Tensor) -> tuple[Tensor, int, int, int]:

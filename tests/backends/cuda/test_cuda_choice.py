@@ -22,6 +22,9 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import ConfigError
+from hal.ops.form_samples import INT8_DYNAMIC
+from hal.ops.forms import FLOAT, Form
+from hal.ops.kernels.form_kernels import FormKernels, plain
 
 TORCH = Library("torch", {"rms_norm": torch.add, "paged_attention": torch.sub})
 TRITON = Library("triton", {"rms_norm": torch.mul, "paged_attention": torch.div, "silu_and_mul": torch.neg})
@@ -57,6 +60,25 @@ def test_a_choice_can_be_forced() -> None:
     others = {"add_rms_norm": "flashinfer", "silu_and_mul": "triton"}
     assert libraries_of(found) == {"paged_attention": "torch", "rms_norm": "triton", **others}
     assert "silu_and_mul" not in choose([FLASHINFER, TRITON, TORCH], {"silu_and_mul": "reference"})
+
+
+@pytest.mark.parametrize(
+    ("forced", "library", "kernels"),
+    [
+        (None, "torch, other forms triton", (torch.add, torch.sub, torch.mul)),
+        ("torch", "torch", (torch.add, torch.sub, torch.div)),
+        ("triton", "triton, other forms torch", (torch.add, torch.sub, torch.mul)),
+    ],
+)
+def test_a_projection_has_a_library_for_each_form(forced: str | None, library: str, kernels: tuple[Any, ...]) -> None:
+    """Triton multiplies by no floating-point and no int8 weight, and torch by others once they are widened."""
+    own = FormKernels("linear", [(plain, torch.add), (lambda form: form.exact, torch.sub)], otherwise=torch.div)
+    packed = FormKernels("linear", [(lambda form: not plain(form) and not form.exact, torch.mul)])
+    libraries = [ABSENT, Library("triton", {"linear": packed}), Library("torch", {"linear": own})]
+    found = choose(libraries, {"linear": forced} if forced else {})["linear"]
+    assert found.library == library
+    chosen = found.kernel.bound(torch.neg).chosen  # type: ignore[attr-defined]
+    assert tuple(chosen(form) for form in (FLOAT, INT8_DYNAMIC, Form("int4"))) == kernels
 
 
 @pytest.mark.parametrize(

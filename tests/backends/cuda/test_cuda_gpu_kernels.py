@@ -14,6 +14,7 @@ import hal
 from hal import ops
 from hal.errors import ConfigError, DeviceOutOfMemory
 from hal.ops import AttentionOptions, Draw, Operation, Sample
+from hal.ops.form_samples import INT8_DYNAMIC
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
@@ -136,13 +137,13 @@ def test_queries_that_attend_to_no_key(gpu: Opened, seed: int, dtype: torch.dtyp
 
 
 def test_int8_of_the_shapes_of_models(gpu: Opened) -> None:
-    operation = ops.operation("quant_linear_dynamic")
+    operation = ops.operation("linear")
     backend, draw = gpu(), Draw(torch.float16, "cuda", 3)
     for rows, width, out in ((1, 4096, 6144), (8, 4096, 4096), (17, 12288, 4096), (300, 4096, 1024)):
         x, weight = (draw.integers(-128, 128, each, width, dtype=torch.int8) for each in (rows, out))
         x_scale, scale = draw.normal(rows).abs().float() * 1e-2, draw.normal(out).abs().float() * 1e-2
-        arguments = (x, x_scale, weight, scale, None, torch.float16)
-        check_kernel(operation, torch.float16, backend.ops.quant_linear_dynamic, arguments, f"{rows} x {width} x {out}")
+        arguments = (x, weight, None, scale.unsqueeze(-1), None, x_scale, torch.float16, INT8_DYNAMIC)
+        check_kernel(operation, torch.float16, backend.ops.linear, arguments, f"{rows} x {width} x {out}")
 
 
 def test_out_of_memory_is_told_as_such(gpu: Opened) -> None:

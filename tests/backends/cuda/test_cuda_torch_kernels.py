@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.ops import AttentionOptions, Draw
+from hal.ops.form_samples import INT8_STATIC
 from hal.ops.kernels.composed_attention import decode, one_by_one
 from hal.ops.tolerance import assert_agree
 
@@ -118,9 +119,9 @@ def test_a_projection_of_any_width_is_served(width: int, out: int) -> None:
     draw = Draw(seed=1)
     x, weight = (draw.integers(-128, 128, rows, width, dtype=torch.int8) for rows in (3, out))
     scale, bias = draw.normal(out).abs() * 1e-4, draw.integers(-100, 100, out, dtype=torch.int32)
-    arguments = (x, weight, scale, bias, torch.float32)
-    expected = ops.operation("quant_linear_static").reference(*arguments)
-    torch.testing.assert_close(KERNELS["quant_linear_static"](*arguments), expected)
+    arguments = (x, weight, bias, scale.unsqueeze(-1), None, None, torch.float32, INT8_STATIC)
+    expected = ops.operation("linear").reference(*arguments)
+    torch.testing.assert_close(KERNELS["linear"](*arguments), expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import EXPERTS, LOW_BITS, RECURRENT
+from helpers.triton_checking import EXPERTS, RECURRENT
 from helpers.triton_compiling import Compiling, empty
 
 from hal.bench.contenders.shapes import SHAPES
@@ -67,7 +67,7 @@ def rows() -> dict[str, tuple[Any, ...]]:
 
 def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
     arguments = rows()
-    assert arguments.keys() | EXPERTS | LOW_BITS | RECURRENT | {"paged_attention"} == KERNELS.keys()
+    assert arguments.keys() | EXPERTS | RECURRENT | {"linear", "paged_attention"} == KERNELS.keys()
     for name, sample in arguments.items():
         before = len(compiling.compiled)
         KERNELS[name](*sample)

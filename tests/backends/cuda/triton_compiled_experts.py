@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hal.bench.contenders.shapes import SHAPES
 from hal.ops import GatedActivation
+from hal.ops.form_samples import INT8
+from hal.ops.forms import Form
 
 pytest_plugins = ("helpers.triton_compiling",)
 
@@ -36,13 +38,17 @@ def routed(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def scales() -> tuple[Tensor, Tensor]:
-    return torch.ones(NUM_EXPERTS, 2 * WIDTH), torch.ones(NUM_EXPERTS, HIDDEN)
+    return torch.ones(NUM_EXPERTS, 2 * WIDTH, 1), torch.ones(NUM_EXPERTS, HIDDEN, 1)
 
 
 def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
     before = len(driver.compiled)
     KERNELS[name](*arguments)
     return driver.compiled[before:]
+
+
+def grouped(driver: Compiling, form: Form, x: Tensor, weight: Tensor, counts: Tensor, scale: Tensor) -> list[Compiled]:
+    return compiled(driver, "grouped_linear", x, weight, counts, None, scale, None, None, None, form)
 
 
 def float_mlp(tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -77,7 +83,7 @@ def test_int8_products_fit(compiling: Compiling) -> None:
         kernels += compiled(
             compiling, "quant_expert_mlp_static", x, one, None, *both[:2], None, one, None, *both[2:], None, *route
         )
-        kernels += compiled(compiling, "grouped_linear_int8", empty(tokens * TOP_K, HIDDEN), *both[:2], counts)
+        kernels += grouped(compiling, INT8, empty(tokens * TOP_K, HIDDEN), gate_up, counts, gate_up_scale)
     check_products(kernels, 16)
 
 
@@ -88,9 +94,8 @@ def test_packed_products_fit(compiling: Compiling) -> None:
     scale = torch.empty(NUM_EXPERTS, WIDTH, HIDDEN // 128)
     for tokens in (8, 400):
         x = empty(tokens * TOP_K, HIDDEN)
-        kernels += compiled(compiling, "mxfp4_grouped_linear", x, packed, exponents, counts, None)
-        words = packed.view(torch.int32)
-        kernels += compiled(compiling, "weight_only_grouped_linear", x, words, scale, None, counts, None, 128)
+        kernels += grouped(compiling, Form("float4", columns=32, scales="e8m0"), x, packed, counts, exponents)
+        kernels += grouped(compiling, Form("int4", columns=128), x, packed.view(torch.int32), counts, scale)
     assert len(kernels) == 4
     check_products(kernels, 0)
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import LOW_BITS, RECURRENT
+from helpers.triton_checking import RECURRENT
 from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
 from torch import Tensor
+
+from hal.ops.forms import Form
 
 pytest_plugins = ("helpers.triton_compiling",)
 
@@ -79,26 +81,26 @@ def test_the_launches_of_recurrent_layers(driver: Compiling) -> None:
         assert Launcher.launched == expected
 
 
-def weight_only(rows: int, bits: int, group: int, *, zero: bool, dtype: torch.dtype) -> tuple[Any, ...]:
-    weight = torch.empty((HIDDEN, INNER // 8 if bits == 4 else INNER), dtype=torch.int32 if bits == 4 else torch.int8)
-    scale = torch.empty(HIDDEN, INNER // group)
-    return empty(rows, INNER, dtype=dtype), weight, scale, scale.to(torch.int8) if zero else None, None, group
+def packed(rows: int, form: Form, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    """Arguments of a projection with a weight in a form."""
+    weight, shape = empty(HIDDEN, form.packed(INNER), dtype=form.kind.dtype), form.blocks(HIDDEN, INNER)
+    scale = empty(*shape, dtype=torch.float32 if form.scales == "float" else torch.uint8)
+    zero = empty(*shape, dtype=torch.int8) if form.zero_points else None
+    return empty(rows, INNER, dtype=dtype), weight, None, scale, zero, None, None, form
 
 
 @pytest.mark.parametrize("rows", [8, 32])
 def test_low_bits_fit(rows: int, compiling: Compiling) -> None:
     """Decodes; for more rows a launch widens the weight."""
-    bits = torch.empty(HIDDEN, INNER, dtype=torch.uint8)
-    calls: list[tuple[str, tuple[Any, ...]]] = [
-        ("weight_only_linear", weight_only(rows, 4, 128, zero=False, dtype=torch.bfloat16)),
-        ("weight_only_linear", weight_only(rows, 4, 32, zero=True, dtype=torch.float16)),
-        ("weight_only_linear", weight_only(rows, 8, INNER, zero=False, dtype=torch.bfloat16)),
-        ("fp8_linear", (empty(rows, INNER), bits, torch.empty(32, 96), None, 128, 128)),
-    ]
-    assert {name for name, _ in calls} == LOW_BITS - {"linear_int8"}  # which is the same product
-    for name, arguments in calls:
-        (kernel,) = compiled(compiling, name, *arguments)
-        assert kernel.spilled == 0, f"{name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+    for form, dtype in (
+        (Form("int4", columns=128), torch.bfloat16),
+        (Form("int4", columns=32, zero_points=True), torch.float16),
+        (Form("int8"), torch.bfloat16),
+        (Form("float8", rows=128, columns=128), torch.bfloat16),
+        (Form("float4", columns=32, scales="e8m0"), torch.bfloat16),
+    ):
+        (kernel,) = compiled(compiling, "linear", *packed(rows, form, dtype))
+        assert kernel.spilled == 0, f"{form} spills {kernel.spilled} bytes of {kernel.registers} registers"
         assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "it moves less than 16 bytes at once"
         assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
 
@@ -107,7 +109,7 @@ def test_one_compilation_serves_all_decodes(driver: Compiling) -> None:
     """A step must not wait for a compiler because its batch is new."""
     driver.capability, before = 90, len(driver.compiled)
     for tokens in (1, 2, 7, 16):
-        compiled(driver, "weight_only_linear", *weight_only(tokens, 8, 64, zero=False, dtype=torch.bfloat16))
+        compiled(driver, "linear", *packed(tokens, Form("int8", columns=64)))
         arguments = recurrent(tokens, tokens)
         query, key, value, *gates = arguments["gated_delta_rule"]
         state = torch.empty(2, HEADS, HEAD_DIM, 64)

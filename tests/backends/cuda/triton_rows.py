@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, LOW_BITS, RECURRENT, check, clones
+from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, RECURRENT, check, clones
 from torch import Tensor
 
 from hal import ops
@@ -23,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.mark.parametrize("seed", [0], ids="seed={}".format)
-@pytest.mark.parametrize("name", sorted(KERNELS.keys() - EXPERTS - LOW_BITS - RECURRENT - {"paged_attention"}))
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - EXPERTS - RECURRENT - {"linear", "paged_attention"}))
 def test_declared_samples(name: str, dtype: torch.dtype, seed: int) -> None:
     cases = 0
     for sample in ops.operation(name).samples(Draw(dtype, seed=seed)):

@@ -40,14 +40,19 @@ def _accumulate(total, x, weight):
 @triton.jit
 def _scaled(total, at, inside, weight_scale, bias, row_scale):
     """Return float32 sums with their bias and scales; ``at`` are the weight's rows among those of all experts."""
+    added = None
     if bias is not None:
         added = tl.load(bias + at, mask=inside, other=0)[None, :]
-        total += added if total.dtype == tl.int32 else added.to(tl.float32)
+        if added.dtype == tl.int32 and total.dtype == tl.int32:  # in units of the scale
+            total += added
+            added = None
     values = total.to(tl.float32)
     if weight_scale is not None:
-        values *= tl.load(weight_scale + at, mask=inside, other=0.0)[None, :]
+        values *= tl.load(weight_scale + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     if row_scale is not None:
         values *= row_scale[:, None]
+    if added is not None:
+        values += added.to(tl.float32)
     return values
 
 
@@ -180,8 +185,8 @@ def project(
         dtype: the dtype of the result.
         tokens: the row of x for each row of the result, int32 ``[result rows]``; None if they are the same.
         x_scale: float32 ``[rows]``, which multiplies the rows.
-        weight_scale: float32 ``[num_experts, out_features]``, which multiplies the sums.
-        bias: ``[num_experts, out_features]``, added to the sums: int32 of int8, else floating.
+        weight_scale: floating ``[num_experts, out_features, 1]``, which multiplies the sums.
+        bias: ``[num_experts, out_features]``, added to the sums of int8 if it is int32, else to the result.
         gated: whether to return ``silu(gate) * up`` of the two halves of the outputs.
         quantizer: scale and offset as in :func:`hal.ops.quantize`, for an int8 result.
 
@@ -195,10 +200,10 @@ def project(
     scale, offset = quantizer or (None, None)
     _project[most_tiles(count, num_experts, chosen.rows), triton.cdiv(out_features, chosen.columns)](
         x,
-        x_scale,
+        None if x_scale is None else x_scale.contiguous(),
         tokens,
         weight.contiguous(),
-        weight_scale,
+        None if weight_scale is None else weight_scale.contiguous(),
         None if bias is None else bias.contiguous(),
         counts.contiguous(),
         result,
@@ -218,14 +223,6 @@ def project(
     return result
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See :func:`hal.ops.grouped_linear`."""
-    require_weight("grouped_linear", x, weight, counts)
-    require(weight.dtype is x.dtype, "grouped_linear", x, weight)
-    require_bias("grouped_linear", x, weight, bias)
-    return project(x, weight, counts, x.dtype, bias=bias)
-
-
 def require_bias(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Check a floating-point bias.
 
@@ -238,11 +235,11 @@ def require_bias(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def require_weight(operation: str, x: Tensor, weight: Tensor, counts: Tensor) -> None:
-    """Check the shapes of a product's rows, weight and counts.
+    """Check a product's rows, floating-point weight and counts.
 
     Raises:
         OperationError: they do not match, or the counts are not int64.
     """
     fits = x.dim() == 2 and weight.dim() == 3 and weight.shape[0] > 0 and weight.shape[2] == x.shape[1]
-    fits = fits and counts.shape == weight.shape[:1] and counts.dtype is torch.int64
+    fits = fits and counts.shape == weight.shape[:1] and counts.dtype is torch.int64 and weight.dtype is x.dtype
     require(fits, operation, x, weight, counts)

@@ -15,8 +15,10 @@ from torch import Tensor
 from ..arguments import unit_stride
 from ..interpreter import dot, rounded
 from ..tiles_of_experts import most_tiles, rows_of_tile
-from .unpack import FLOAT4, IN_ONE, INT4, factors, numbers, of_blocks, scaled
+from .unpack import FLOAT4, IN_ONE, INT4, Packed, factors, numbers, of_blocks, scaled
 
+MANY = 64
+"""The most rows, of experts on average, that multiply packed weights. For more, a launch widens the weight first."""
 NARROW = 8192
 """The most outputs of a weight in 4 bits whose tiles are narrow, because wide ones would leave processors idle."""
 
@@ -76,10 +78,10 @@ def _project(
         else:
             values = tl.load(x_at, mask=(inner < in_features - done)[None, :], other=0.0)
             packed = tl.load(weight_at, mask=(outer < width - done // depth * step)[None, :], other=0)
-        if x_scale is not None:  # int8 numbers are exact in each dtype
+        if x.dtype.element_ty == tl.int8:  # whose numbers are exact in each dtype
             values = rounded(values.to(tl.float32), result.dtype.element_ty)
         # The scales of the next iteration are loaded in this one.
-        scales = factors(next_scales, kind)
+        scales = factors(next_scales)
         next_scales = of_blocks(scale + block_row, done + depth, block_columns, blocks, parts)
         zeros = None
         if zero_point is not None:
@@ -154,14 +156,10 @@ def tiles(count: int, itemsize: int, kind: int, out_features: int, grouped: bool
     return Tiles(rows, 64, 256, 4, 3, swapped=True)
 
 
-def project(
+def project_packed(
     x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
+    weight: Packed,
     bias: Tensor | None,
-    kind: int,
-    block: tuple[int, int],
     chosen: Tiles,
     counts: Tensor | None = None,
     *,
@@ -171,19 +169,15 @@ def project(
     """Launch the product. Arguments must have been checked.
 
     Args:
-        x: ``[..., in_features]``, floating, or int8 with ``x_scale``.
-        weight: ``[out_features, in_features]``, or an eighth of the columns; of experts ``[num_experts, ...]``.
-        scale: for each block, of each expert.
-        zero_point: as ``scale``, or None.
+        x: ``[..., in_features]``, floating or int8.
+        weight: the weight, or those of experts.
         bias: ``[out_features]``, of each expert, or None.
-        kind: what the weight holds, such as :data:`INT4`.
-        block: rows and columns of the weight with one scale; the latter a power of two, at least 16.
         chosen: tiles.
         counts: the number of rows of each expert, int64 ``[num_experts]``; None of a weight for all rows.
         x_scale: ``[...]``, float32, or None.
         dtype: the dtype of the result; that of x if None.
     """
-    rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.shape[-2]
+    rows, out_features = unit_stride(x.reshape(-1, x.shape[-1])), weight.numbers.shape[-2]
     count, in_features = rows.shape
     result = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
     num_experts = 1 if counts is None else len(counts)
@@ -191,9 +185,9 @@ def project(
     _project[triton.cdiv(out_features, chosen.columns), tiles_of_rows](
         rows,
         None if x_scale is None else x_scale.contiguous(),
-        weight.contiguous(),
-        scale.contiguous(),
-        None if zero_point is None else zero_point.contiguous(),
+        weight.numbers,
+        weight.scale,
+        weight.zero_point,
         None if bias is None else bias.contiguous(),
         None if counts is None else counts.contiguous(),
         result,
@@ -202,10 +196,10 @@ def project(
         num_experts,
         in_features,
         out_features,
-        kind,
-        *block,
-        scale.shape[-1],
-        IN_ONE[kind],
+        weight.kind,
+        *weight.block,
+        weight.scale.shape[-1],
+        IN_ONE[weight.kind],
         chosen.rows,
         chosen.columns,
         chosen.depth,

@@ -1,14 +1,60 @@
 """Reading packed weights: device functions for the kernels of this package."""
 
+from __future__ import annotations
+
+import attrs
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from hal.ops.forms import Form
 
 from ..interpreter import INTERPRETED, rounded
 
 FLOAT8, INT8, INT4, FLOAT4 = 0, 1, 2, 3
 """The kinds of weights: bits of float8_e4m3fn, int8, and eight 4-bit numbers in an int32, integers or float4."""
+KINDS = {"float8": FLOAT8, "int8": INT8, "int4": INT4, "float4": FLOAT4}
 IN_ONE = {FLOAT8: 1, INT8: 1, INT4: 8, FLOAT4: 8}
 """How many numbers an element has, by kind."""
+
+
+@attrs.frozen(eq=False)
+class Packed:
+    """A weight as the kernels read it.
+
+    Attributes:
+        numbers: ``[out_features, in_features]``, or an eighth of the columns; of experts ``[num_experts, ...]``.
+        scale: for each block, of each expert, floating-point or exponents of e8m0; the latter of float4.
+        zero_point: as ``scale``, or None.
+        kind: what the numbers are, such as :data:`INT4`.
+        block: rows and columns with one scale; the latter a power of two, at least 16.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    kind: int
+    block: tuple[int, int]
+
+    @classmethod
+    def of(cls, form: Form, weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Packed | None:
+        """Return a weight of a form, or None if the kernels take none of its form and size."""
+        kind, columns, exponents = KINDS.get(form.numbers), form.columns, scale.dtype is torch.uint8
+        if kind is None or (exponents and form.scales != "e8m0") or (kind == FLOAT4 and not exponents):
+            return None
+        if scale.shape[-1] == 1:
+            columns = max(16, triton.next_power_of_2(form.width(weight)))
+        if columns < 16 or columns & (columns - 1) or (kind == FLOAT4 and weight.shape[-1] % 4):
+            return None
+        numbers = weight.contiguous()
+        return cls(
+            numbers.view(torch.int32) if kind == FLOAT4 else numbers,
+            scale.contiguous(),
+            None if zero_point is None else zero_point.contiguous(),
+            kind,
+            (form.rows or weight.shape[-2], columns),
+        )
 
 
 @triton.jit
@@ -109,9 +155,9 @@ def _float32(packed, kind: tl.constexpr):
 
 
 @triton.jit
-def factors(scales, kind: tl.constexpr):
-    """Return scales as float32. Those of float4 are exponents of e8m0."""
-    if kind == 3:
+def factors(scales):
+    """Return scales as float32, also those that are exponents of e8m0."""
+    if scales.dtype == tl.uint8:
         exponents = scales.to(tl.int32)
         bits = tl.where(exponents > 0, exponents << 23, 0x400000)
         wide = tl.where(exponents < 255, bits, 0x7FC00000).to(tl.float32, bitcast=True)
