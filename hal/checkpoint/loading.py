@@ -104,7 +104,7 @@ def load_model(
     mode, mesh = backend.config.parallel.experts, backend.mesh
     if mode != "split" and mesh.size > 1:
         distribute_experts(model, mode, mesh)
-    bindings = _stored_bindings(model, quantized, checkpoint)
+    bindings = _stored_bindings(model, quantized, checkpoint, mesh.tensor)
     check_fit(checkpoint, model, bindings)
     check_tied(checkpoint, model, dtype)
     _log_conversion(quantized, dtype)
@@ -244,9 +244,12 @@ def _log_conversion(quantized: Mapping[str, QuantizedLayer], computing: torch.dt
         )
 
 
-def _stored_bindings(model: CausalLM, quantized: Mapping[str, QuantizedLayer], checkpoint: Checkpoint) -> list[Binding]:
-    """Return the bindings of all tensors that the checkpoint stores."""
-    return bindings_of(model, {path: each.stored(path, checkpoint.tensors) for path, each in quantized.items()})
+def _stored_bindings(
+    model: CausalLM, quantized: Mapping[str, QuantizedLayer], checkpoint: Checkpoint, ranks: Group = SOLO
+) -> list[Binding]:
+    """Return the bindings of all tensors that the checkpoint stores, for ranks that divide each layer."""
+    stored = {path: each.stored(path, checkpoint.tensors, ranks) for path, each in quantized.items()}
+    return bindings_of(model, stored)
 
 
 def distribute_experts(model: CausalLM, mode: ExpertsMode, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
+from hal.device.group import SOLO, Group
 from hal.device.limits import UNLIMITED, Limits
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
@@ -53,16 +54,18 @@ class QuantizedLayer:
         module: the layer, which holds the form that it computes with.
         names: the names of its parts in the checkpoint.
         stored_as: the form of the stored weight, and what reads it.
+        target: the form that the layer computes with, but for groups that ranks cut.
     """
 
     module: Linear | GroupedLinear
     names: tuple[str, ...]
     stored_as: StoredAs
+    target: Form
 
     @property
     def converted(self) -> bool:
         """Whether the weight is converted to another form when it is loaded."""
-        return self.module.form != self.stored_as.form
+        return self.target != self.stored_as.form
 
     @property
     def declared(self) -> Mapping[str, Weight]:
@@ -74,14 +77,18 @@ class QuantizedLayer:
         mine = self.declared.get(name)
         return not self.converted and name in ("weight", "bias") and mine is not None and mine.dtype == weight.dtype
 
-    def stored(self, path: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Weight]:
+    def stored(self, path: str, tensors: Mapping[str, TensorInfo], ranks: Group = SOLO) -> dict[str, Weight]:
         """Return the declarations of the tensors to read, with the dtypes that they have in the checkpoint.
 
         Args:
             path: the layer's path in the model.
             tensors: the checkpoint's tensors.
+            ranks: those that divide each layer. The layer takes the form of this rank's weight.
         """
-        read, found = self._read(), dict[str, Weight]()
+        stored = self._stored(ranks)
+        if not self.converted:
+            self.module.form = stored.local_form
+        read, found = self._read(stored), dict[str, Weight]()
         for name, weight in read.items():
             infos = [tensors[full] for each in weight.sources if (full := source_name(path, each)) in tensors]
             if weight.optional and not infos:
@@ -109,15 +116,15 @@ class QuantizedLayer:
         if self.module.shard == EXPERTS:
             assert self.module.num_experts is not None
             first, _ = EQUALLY.interval(self.module.num_experts, mesh.expert.rank, mesh.expert.size)
-        stored = attrs.evolve(self._stored(), tensors=tensors, first_expert=first)
+        stored = attrs.evolve(self._stored(mesh.tensor), tensors=tensors, first_expert=first)
         decoded = self.stored_as.reader.decode(stored)
         return converted(stored, decoded, self.module.form) if self.converted else decoded
 
-    def _stored(self) -> StoredLayer:
-        return StoredLayer(self.module, self.stored_as.form, self.converted, self.names)
+    def _stored(self, ranks: Group) -> StoredLayer:
+        return StoredLayer(self.module, self.stored_as.form, self.converted, ranks, self.names)
 
-    def _read(self) -> Mapping[str, Weight]:
-        read = self.stored_as.reader.declare(self._stored())
+    def _read(self, stored: StoredLayer) -> Mapping[str, Weight]:
+        read = self.stored_as.reader.declare(stored)
         given = "bias" in read or not self.module.biased or self.stored_as.form.inputs == "static_int8"
         return read if given else {"bias": self.module.stored_bias, **read}
 
@@ -224,4 +231,4 @@ def quantized_layer(
     if target != FLOAT:
         with torch.device("meta"):
             linear.keep(target)
-    return QuantizedLayer(linear, names, stored_as)
+    return QuantizedLayer(linear, names, stored_as, target)

@@ -132,7 +132,8 @@ class Projection(nn.Module):
         else:
             found["bias"] = self.stored_bias
         if form.ordered:
-            found["input_order"] = self.declare(None, IN, dtype=torch.int64)
+            experts = {} if self.num_experts is None else {EXPERTS: self.num_experts}
+            found["input_order"] = self.declare(None, " ".join((*experts, IN)), sizes=experts, dtype=torch.int64)
         return found
 
     @property
@@ -158,13 +159,20 @@ class Projection(nn.Module):
         """Return x as the form takes it, the scale of each token or None, and the dtype of the result."""
         form = self.form
         if form.ordered and self.input_order is not None:
-            x = x.index_select(-1, self.input_order)
+            x = self._in_order(x)
         if form.inputs == "float":
             return x, None, None
         if form.inputs == "int8":
             quantized, scale = ops.dynamic_quantize(x)
             return quantized, scale, x.dtype
         return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """Return x in the order of the weight's columns, which may be those of other ranks' inputs."""
+        assert self.input_order is not None
+        if self.shard == IN and self.group is not None:
+            x = ops.all_gather(x, self.group)
+        return x.index_select(-1, self.input_order)
 
     def declare(
         self,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +34,18 @@ class AwqTensors(Reader):
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         axes, declare, eight = f"{IN} {OUT}", stored.layer.declare, {OUT: INT4S}
-        zeros: dict[str, Any] = {"group_sizes": stored.groups, "packing": eight, "dtype": torch.int32}
         return {
             "qweight": declare("qweight", axes, packing=eight, dtype=torch.int32),
-            "qzeros": declare("qzeros", axes, **zeros),
-            "scales": declare("scales", axes, group_sizes=stored.groups, stored=FLOATS, checks=(POSITIVE,)),
+            "qzeros": declare("qzeros", axes, packing=eight, dtype=torch.int32, **stored.scales),
+            "scales": declare("scales", axes, stored=FLOATS, checks=(POSITIVE,), **stored.scales),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
         zero = stored.by_expert(_zero_points, stored["qzeros"])
         return {
             "weight": stored.by_expert(_weight, stored["qweight"]),
-            "weight_scale": stored.by_expert(transposed, stored["scales"]),
-            "weight_zero_point": stored.checked_zero_points(zero),
+            "weight_scale": stored.of_rank(stored.by_expert(transposed, stored["scales"])),
+            "weight_zero_point": stored.checked_zero_points(stored.of_rank(zero)),
             "bias": stored.tensors.get("bias"),
         }
 

@@ -35,7 +35,7 @@ def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:
 
 
 def _converted(stored: StoredLayer, decoded: Tensors, target: Form) -> dict[str, Tensor]:
-    wide = dequantized(stored.form, decoded)
+    wide = dequantized(stored.local_form, decoded)
     if target.numbers == "float":
         return {"weight": wide}
     values, scale = quantize_weight(stored.names[0], wide)

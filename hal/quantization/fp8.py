@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Weight
+from hal.nn import Assembly, Concatenated, Stacked, Weight, Whole
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
@@ -53,7 +53,9 @@ class Fp8Scales(Reader, Writer):
         if self.strategy == "block":
             of_all = None if fused is None else f"{fused}_{self.name.removeprefix('weight_')}"
             blocks = {OUT: form.rows, IN: form.columns}
-            scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, **scales)
+            scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, every_rank=stored.cut, **scales)
+            if stored.ragged:
+                scale = _whole(scale, stored)
         elif self.strategy == "channel":
             scale = layer.declare(self.name, OUT, column=True, **scales)
         else:
@@ -71,6 +73,8 @@ class Fp8Scales(Reader, Writer):
             scale = stored.rows_of(scale, weight)
         if self.strategy != "block":
             scale = scale.unsqueeze(-1)
+        else:
+            scale = stored.of_rank(_of_rows(scale, stored) if stored.ragged else scale)
         return {"weight": weight, "weight_scale": scale, "bias": stored.tensors.get("bias")}
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
@@ -87,6 +91,38 @@ class Fp8Scales(Reader, Writer):
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         return tensors["weight"][rows].view(torch.uint8)
+
+
+BLOCKS = "row_blocks"
+
+
+def _whole(scale: Weight, stored: StoredLayer) -> Weight:
+    """Return the declaration of the scales of all blocks of rows, of which some parts do not fill the last."""
+    layer, rows = stored.layer, stored.form.rows
+    counts = tuple(-(-size // rows) for size in layer.layers.values() or (layer.out_features,))
+    each: Assembly = Concatenated(BLOCKS, counts) if layer.parts and not layer.merged else Whole()
+    return attrs.evolve(
+        scale,
+        axes=scale.axes.replace(OUT, BLOCKS),
+        shard=None if scale.shard == OUT else scale.shard,
+        assemble=each if layer.num_experts is None else Stacked(each),
+        sizes=tuple(sum(counts) if name == OUT else size for name, size in zip(scale.names, scale.sizes, strict=True)),
+        group_sizes={IN: stored.form.columns},
+    )
+
+
+def _of_rows(scale: Tensor, stored: StoredLayer) -> Tensor:
+    """Return the scales of this rank's rows ``[..., rows, blocks of columns]`` from those of all blocks."""
+    layer, rows, found, start = stored.layer, stored.form.rows, list[Tensor](), 0
+    for size in layer.layers.values() or (layer.out_features,):
+        count = -(-size // rows)
+        whole = scale[..., start : start + count, :].repeat_interleave(rows, -2)[..., :size, :]
+        first, last = (0, size)
+        if layer.shard == OUT:
+            first, last = layer.share.interval(size, stored.ranks.rank, stored.ranks.size)
+        found.append(whole[..., first:last, :])
+        start += count
+    return torch.cat(found, -2)
 
 
 class Fp8Blocks(CheckpointFormat):

@@ -20,7 +20,7 @@ from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.forms import in_groups
-from hal.quantization.input_order import every_rank, group_index, input_order, ordered
+from hal.quantization.input_order import group_index, input_order, ordered
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern, other_names
 from hal.quantization.packed_integers import in_one, signed_weight, signed_zero_points, transposed, unsigned
@@ -49,9 +49,9 @@ class GptqTensors(Reader):
                 "bits into a number",
                 "exclude the layer when you quantize",
             )
-        groups: dict[str, Any] = {"group_sizes": stored.groups, "every_rank": every_rank(stored)}
+        groups = stored.scales
         return {
-            "qweight": declare("qweight", axes, packing={IN: packed}, dtype=torch.int32),
+            "qweight": declare("qweight", axes, packing={IN: packed}, dtype=torch.int32, every_rank=stored.gathers),
             "qzeros": declare("qzeros", axes, packing={OUT: packed}, dtype=torch.int32, **groups),
             "scales": declare("scales", axes, stored=FLOATS, checks=(POSITIVE,), **groups),
             "g_idx": group_index(stored, "g_idx", dtype=torch.int32),
@@ -67,9 +67,9 @@ class GptqTensors(Reader):
             zero = zero + 1 & (1 << bits) - 1
         weight = signed_weight(packed, bits, packed.shape[-1] * in_one(bits))
         return {
-            "weight": ordered(stored, weight, inputs.get("input_order")),
-            "weight_scale": stored.by_expert(transposed, stored["scales"]),
-            "weight_zero_point": stored.checked_zero_points(signed_zero_points(zero, bits)),
+            "weight": ordered(stored, weight, inputs),
+            "weight_scale": stored.of_rank(stored.by_expert(transposed, stored["scales"])),
+            "weight_zero_point": stored.checked_zero_points(stored.of_rank(signed_zero_points(zero, bits))),
             "bias": stored.tensors.get("bias"),
             **inputs,
         }

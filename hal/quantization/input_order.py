@@ -10,7 +10,6 @@ from torch import Tensor
 from hal.errors import CheckpointError
 from hal.nn import ValueCheck, Weight
 from hal.nn.linear import IN
-from hal.ops.forms import INT4S
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.stored_layer import StoredLayer
 
@@ -41,11 +40,6 @@ def group_index(stored: StoredLayer, name: str, **options: Any) -> Weight:
     )
 
 
-def every_rank(stored: StoredLayer) -> bool:
-    """Return whether each rank needs the scales of all groups: its inputs may be in any."""
-    return stored.any_groups and stored.layer.shard == IN
-
-
 def _checks(stored: StoredLayer) -> tuple[ValueCheck, ...]:
     size, width = stored.group_size, stored.layer.in_features
     count, experts = -(-width // size), stored.layer.num_experts is not None
@@ -69,13 +63,17 @@ def _checks(stored: StoredLayer) -> tuple[ValueCheck, ...]:
             AGAIN,
         )
     )
-    if not stored.form.ordered or experts:
-        what = "experts" if experts else "a layer whose description says otherwise (desc_act)"
+    if not stored.form.ordered or (experts and stored.gathers):
+        what = (
+            "experts that ranks divide"
+            if stored.form.ordered
+            else "a layer whose description says otherwise (desc_act)"
+        )
         found.append(
             ValueCheck(
                 lambda values: torch.equal(values.long(), consecutive()),
                 f"orders the inputs of {what} by activations (act-order)",
-                f"{CONVERTED}, or {_CONSECUTIVE}" if experts else _CONSECUTIVE,
+                f"{CONVERTED}, or {_CONSECUTIVE}" if stored.form.ordered else _CONSECUTIVE,
             )
         )
     return tuple(found)
@@ -90,7 +88,8 @@ def input_order(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | 
         name: the tensor's name in the checkpoint.
 
     Returns:
-        ``input_order``: the inputs, those of the first group first; None if they have that order.
+        ``input_order``: the inputs, those of the first group first, of experts with a first dimension more; this rank's
+            part. None if they have that order.
         ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; or None.
 
     Raises:
@@ -113,30 +112,34 @@ def input_order(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | 
             )
     if stored.any_groups:
         return {**found, GROUPS: rows[::parts].reshape(*index.shape[:-2], -1)}
-    order = rows[0].argsort(stable=True)
-    return found if torch.equal(order, torch.arange(len(order))) else {**found, "input_order": order}
+    orders = rows[::parts].argsort(dim=-1, stable=True)
+    if torch.equal(orders, torch.arange(orders.shape[-1]).expand_as(orders)):
+        return found
+    return {**found, "input_order": orders if stored.layer.num_experts is not None else orders[0]}
 
 
-def ordered(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor:
+def ordered(stored: StoredLayer, weight: Tensor, inputs: dict[str, Tensor | None]) -> Tensor:
     """Return a weight with its columns in an order of the inputs, in the memory of the given one.
 
     Args:
         stored: the layer.
-        weight: int8 or int4 numbers, as :func:`hal.ops.linear` takes them.
-        order: that of :func:`input_order`.
-
-    Raises:
-        CheckpointError: this rank has some of the columns only.
+        weight: int8 or int4 numbers, as :func:`hal.ops.linear` takes them, of all ranks if they gather inputs.
+        inputs: the result of :func:`input_order`, whose order becomes that of this rank's columns.
     """
-    if order is None:
+    order, (start, end) = inputs.get("input_order"), stored.inputs
+    if order is not None:
+        for each, own in zip(weight, order, strict=True) if order.dim() > 1 else ((weight, order),):
+            _order(each, own)
+    if not stored.gathers:
         return weight
-    packed = weight.dtype is torch.int32
-    if weight.shape[-1] * (INT4S if packed else 1) != len(order):
-        raise CheckpointError(
-            f"{stored.names[0]} orders its inputs by activations (act-order), and ranks cannot divide them",
-            f"{CONVERTED}, or parallel.tensor to 1, or use a checkpoint that was quantized with desc_act false",
-        )
-    first, second = order[::2], order[1::2]
+    if order is not None:
+        inputs["input_order"] = order[start:end].clone()
+    in_one = stored.form.kind.count
+    return weight[..., start // in_one : end // in_one].contiguous()
+
+
+def _order(weight: Tensor, order: Tensor) -> None:
+    packed, first, second = weight.dtype is torch.int32, order[::2], order[1::2]
     for rows in (weight.view(torch.uint8) if packed else weight).split(ROWS):
         columns = rows.t().contiguous()  # whole rows are copied much faster than single numbers
         if packed:
@@ -144,4 +147,3 @@ def ordered(stored: StoredLayer, weight: Tensor, order: Tensor | None) -> Tensor
             rows.copy_((numbers.index_select(0, first) | numbers.index_select(0, second) << 4).t())
         else:
             rows.copy_(columns.index_select(0, order).t())
-    return weight

@@ -48,7 +48,7 @@ class PackedRows(Reader):
             "scale_bias": declare("scale_bias", f"{OUT} {COLUMNS}", **sums),
         }
         if stored.group_size < layer.in_features:
-            groups: dict[str, Any] = {"group_sizes": stored.groups, "dtype": torch.float32, "stored": FLOATS}
+            groups: dict[str, Any] = {"dtype": torch.float32, "stored": FLOATS, **stored.scales}
             found["second_scales"] = declare("weight_scale_second", checks=(POSITIVE,), **groups)
             found["second_offsets"] = declare("weight_offset_second", optional=True, checks=(SYMMETRIC,), **groups)
         return found
@@ -58,7 +58,7 @@ class PackedRows(Reader):
         second = stored.tensors.get("second_scales")
         return {
             "weight": stored.by_expert(_repacked, stored["packed"]),
-            "weight_scale": scale if second is None else scale * second,
+            "weight_scale": scale if second is None else scale * stored.of_rank(second),
             "bias": stored.tensors.get("bias"),
         }
 

@@ -33,7 +33,7 @@ class FusedBlocks(Reader):
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         layer, half = stored.layer, {BYTES: MXFP4.columns // FLOAT4S}
         fused = getattr(layer, "fused", None)
-        given: dict[str, Any] = {"group_sizes": stored.groups, "dtype": torch.uint8}
+        given: dict[str, Any] = {"dtype": torch.uint8, **stored.scales}
         found = {
             "blocks": layer.declare(None, f"{OUT} {IN} {BYTES}", fused=f"{fused}_blocks", sizes=half, **given),
             "exponents": layer.declare(None, f"{OUT} {IN}", fused=f"{fused}_scales", checks=(NUMBERS,), **given),
@@ -43,8 +43,11 @@ class FusedBlocks(Reader):
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        blocks, exponents = stored["blocks"].flatten(-2), stored["exponents"]
-        return {"weight": blocks, "weight_scale": exponents, "bias": stored.tensors.get("bias")}
+        blocks, (start, end) = stored["blocks"].flatten(-2), stored.inputs
+        if stored.cut:  # Blocks are read whole.
+            blocks = blocks[..., start // FLOAT4S : end // FLOAT4S].contiguous()
+        scale = stored.of_rank(stored["exponents"])
+        return {"weight": blocks, "weight_scale": scale, "bias": stored.tensors.get("bias")}
 
 
 class ExpertsOnly(ExcludedLayers):

@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.nn import ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form, pack_int4
-from hal.quantization.input_order import every_rank, group_index, input_order, ordered
+from hal.quantization.input_order import group_index, input_order, ordered
 from hal.quantization.packed_integers import (
     in_one,
     packed_signed,
@@ -31,18 +31,18 @@ class WholeTensors(Reader, Writer):
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         declare, bits = stored.layer.declare, stored.form.kind.bits
-        groups: dict[str, Any] = {"group_sizes": stored.groups, "every_rank": every_rank(stored)}
+        groups = stored.scales
         checks = (_signed(bits),) if bits < 8 else ()  # any int8 is valid
         zero: dict[str, Any] = {"optional": not stored.form.zero_points, "checks": checks, **groups}
         return {
-            "numbers": declare("weight", dtype=torch.int8),
+            "numbers": declare("weight", dtype=torch.int8, every_rank=stored.gathers),
             "scales": declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),
             "zero_points": declare("weight_zero_point", dtype=torch.int8, **zero),
             "g_idx": group_index(stored, "weight_g_idx", dtype=torch.int64),
         }
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        weight, bits = stored["numbers"], stored.form.kind.bits
+        weight, bits, zero = stored["numbers"], stored.form.kind.bits, stored.tensors.get("zero_points")
         if bits < 8:
             most = 1 << bits - 1
             valid = ((weight >= -most) & (weight < most)).all(-1)
@@ -50,9 +50,9 @@ class WholeTensors(Reader, Writer):
         inputs = input_order(stored, "g_idx", "weight_g_idx")
         weight = stored.by_expert(pack_int4, weight) if bits == 4 else weight
         return {
-            "weight": ordered(stored, weight, inputs.get("input_order")),
-            "weight_scale": stored["scales"],
-            "weight_zero_point": stored.checked_zero_points(stored.tensors.get("zero_points")),
+            "weight": ordered(stored, weight, inputs),
+            "weight_scale": stored.of_rank(stored["scales"]),
+            "weight_zero_point": None if zero is None else stored.checked_zero_points(stored.of_rank(zero)),
             "bias": stored.tensors.get("bias"),
             **inputs,
         }
@@ -72,12 +72,14 @@ class PackedTensors(Reader, Writer):
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         layer, packed = stored.layer, in_one(stored.form.kind.bits)
-        groups: dict[str, Any] = {"group_sizes": stored.groups, "every_rank": every_rank(stored)}
+        groups = stored.scales
         shape: dict[str, Any] = {"stored": (torch.int64, torch.int32), "optional": True, "dtype": torch.int64}
         shape |= {"sizes": {DIMENSIONS: 2}, "every_rank": True, "checks": (dimensions(layer),)}
         zero: dict[str, Any] = {"packing": {OUT: packed}, "optional": not stored.form.zero_points, **groups}
         return {
-            "weight_packed": layer.declare("weight_packed", packing={IN: packed}, dtype=torch.int32),
+            "weight_packed": layer.declare(
+                "weight_packed", packing={IN: packed}, dtype=torch.int32, every_rank=stored.gathers
+            ),
             "scales": layer.declare("weight_scale", stored=FLOATS, checks=(POSITIVE,), **groups),
             "zero_points": layer.declare("weight_zero_point", dtype=torch.int32, **zero),
             "shape": layer.declare("weight_shape", DIMENSIONS, **shape),
@@ -93,9 +95,9 @@ class PackedTensors(Reader, Writer):
             zero = unsigned(zero.transpose(-1, -2), bits).transpose(-1, -2)
             zero = signed_zero_points(zero[..., : scale.shape[-2], :], bits)
         return {
-            "weight": ordered(stored, weight, inputs.get("input_order")),
-            "weight_scale": scale,
-            "weight_zero_point": stored.checked_zero_points(zero),
+            "weight": ordered(stored, weight, inputs),
+            "weight_scale": stored.of_rank(scale),
+            "weight_zero_point": None if zero is None else stored.checked_zero_points(stored.of_rank(zero)),
             "bias": stored.tensors.get("bias"),
             **inputs,
         }

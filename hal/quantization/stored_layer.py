@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from hal.errors import CheckpointError
+from hal.device.group import SOLO, Group
+from hal.errors import CheckpointError, ConfigError
 from hal.nn import GroupedLinear, Linear, Weight
-from hal.nn.linear import IN
+from hal.nn.linear import IN, OUT
+from hal.nn.weights.share import TENSOR
 from hal.ops.forms import Form, dequantize
 from hal.quantization.int8_arithmetic import AGAIN, Activation
 
@@ -28,6 +32,7 @@ class StoredLayer:
         layer: the model's layer.
         form: the form of the stored weight.
         converted: whether the weight is converted to another form when it is loaded.
+        ranks: those that divide the layer.
         names: the names of the layer's parts in the checkpoint, expert by expert.
         tensors: this rank's tensors.
         first_expert: the first of the experts that this rank holds.
@@ -36,6 +41,7 @@ class StoredLayer:
     layer: Linear | GroupedLinear
     form: Form
     converted: bool = False
+    ranks: Group = SOLO
     names: Sequence[str] = ()
     tensors: Tensors = MappingProxyType({})
     first_expert: int = 0
@@ -60,6 +66,76 @@ class StoredLayer:
     def any_groups(self) -> bool:
         """Whether each input may be in any group, because the weight is dequantized, input by input."""
         return self.form.ordered and self.converted
+
+    @property
+    def inputs(self) -> tuple[int, int]:
+        """The first of this rank's inputs, and the last one's successor."""
+        width = self.layer.in_features
+        return self.layer.share.interval(width, self.ranks.rank, self.ranks.size) if self._divided else (0, width)
+
+    @property
+    def cut(self) -> bool:
+        """Whether ranks cut the inputs inside a group, of which neither has a whole one."""
+        start, end = self.inputs
+        local, size = max(end - start, 1), self.group_size
+        return self._divided and local % size > 0 and size % local > 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether parts of the layer, or of ranks, end inside a block of rows, so that each row has its own scales."""
+        rows = self.form.rows
+        parts = tuple(self.layer.layers.values()) or (self.layer.out_features,)
+        if rows <= 1 or self.layer.rows:
+            return False
+        if self.layer.shard == OUT and self.ranks.size > 1:
+            cuts = [self.layer.share.size(each, self.ranks.size) for each in parts]
+            return any(each % rows for each in cuts)
+        return any(each % rows for each in parts[:-1])
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank multiplies by columns of other ranks' inputs, because the columns stand in another order."""
+        return self.form.ordered and self._divided and not self.converted
+
+    @property
+    def local_form(self) -> Form:
+        """The form of this rank's weight: if ranks cut inside a group, smaller groups share its scale.
+
+        Raises:
+            ConfigError: the groups would be smaller than what an element of packed numbers holds.
+        """
+        form = attrs.evolve(self.form, rows=1) if self.ragged else self.form
+        if not self.cut:
+            return form
+        start, end = self.inputs
+        size = math.gcd(self.group_size, end - start)
+        if size % self.form.kind.count:
+            raise ConfigError(
+                f"{self.names[0]}: {self.ranks.size} ranks cut {self.layer.in_features} inputs into groups of {size}, and "
+                f"numbers of {self.form.numbers} are packed by {self.form.kind.count}",
+                f"set --tensor-parallel, or {TENSOR}, to a number that cuts between groups of {self.group_size}",
+                key=TENSOR,
+            )
+        return attrs.evolve(form, columns=size)
+
+    @property
+    def scales(self) -> Mapping[str, Any]:
+        """The options of the declaration of scales and zero points of groups; see :meth:`of_rank`."""
+        whole = self._divided and (self.any_groups or self.gathers or self.cut)
+        return {"group_sizes": self.groups, "every_rank": whole}
+
+    def of_rank(self, factors: Tensor) -> Tensor:
+        """Return this rank's scales or zero points ``[..., groups]`` from those that it read."""
+        start, end = self.inputs
+        if not (self.cut or self.gathers) or self.any_groups:
+            return factors
+        size = self.local_form.group(end - start)
+        spread = factors.repeat_interleave(self.group_size // size, -1) if self.cut else factors
+        return spread[..., start // size : -(-end // size)].contiguous()
+
+    @property
+    def _divided(self) -> bool:
+        return self.layer.shard == IN and self.ranks.size > 1
 
     def by_expert(self, compute: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
         """Return what a function computes of a layer's tensor; of experts, one after the other, to use less memory.

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.quantized import DESCRIPTION, FORMATS, Format, all_tensors, change_tensors, error, kept_layers, load, logits
+from helpers.quantized import (
+    DESCRIPTION,
+    FORMATS,
+    Format,
+    all_tensors,
+    change_tensors,
+    error,
+    kept_layers,
+    load,
+    logits,
+)
 from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import save_file
 

@@ -107,18 +107,22 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
 
 
 @pytest.mark.parametrize("format", ORDERED.values(), ids=ORDERED.keys())
-def test_inputs_in_the_order_of_activations(format: Format, tmp_path: Path) -> None:
+def test_inputs_in_the_order_of_activations(format: Format, cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, format, **{**DENSE, **larger(DENSE)})
     found, exact = kept_layers(load(quantized)), logits(plain)
     assert all(each.input_order is not None for each in found.values())
     assert error(logits(quantized), exact) < 1e-5
     assert error(logits(quantized, quantized_weights="dequantized"), exact) < 1e-6
     for count in (2, 4):
-        with pytest.raises(
-            CheckpointError, match=r"_proj orders its inputs by activations \(act-order\), and ranks"
-        ) as e:
-            ranks(quantized, count=count)
-        assert e.value.remedy.startswith("set quantized_weights to dequantized, ")
+        parts = [kept_layers(each) for each in ranks(quantized, count=count)]
+        cpu.activate()
+        for path, layer in found.items():
+            x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+            mine = []
+            for part in (each[path] for each in parts):
+                part.group = None  # Ranks that divide inputs gather all of them.
+                mine.append(part(x))
+            assert error(joined(mine, parts[0][path]), layer(x)) < 1e-5, path
 
 
 def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> None:
@@ -132,10 +136,10 @@ def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> Non
 @thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)")
 @pytest.mark.parametrize("name", ORDERED)
 def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Path) -> None:
-    """Each expert may have another order, so that they are refused unless they are converted."""
+    """Each expert may have another order. Ranks refuse those whose inputs they divide."""
     quantized, plain = pair(tmp_path, ORDERED[name], **SPARSE)
-    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts .*\n.*: set quantized_weights to"):
-        load(quantized)
+    with pytest.raises(CheckpointError, match=r"g_idx orders the inputs of experts that ranks .*\n.*: set quantized_w"):
+        ranks(quantized)
     parts = "gate_proj", "up_proj"
 
     def shuffle(tensors: dict[str, Tensor]) -> None:
@@ -159,6 +163,7 @@ def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Pa
 
     change_tensors(quantized, shuffle)
     change_tensors(plain, shuffle_plain)
+    assert error(logits(quantized), logits(plain)) < 1e-5
     exact = load(plain)
     for path, layer in all_layers(load(quantized, quantized_weights="dequantized")).items():
         assert error(layer.weight, exact.get_submodule(path).weight) < 1e-6, path
@@ -399,6 +404,42 @@ def test_ranks_cut_groups_as_they_cut_columns(
         assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
 
 
+CUT = {
+    "mxfp4": lambda folder: gpt_oss_pair(folder, intermediate_size=192, num_key_value_heads=4)[0],
+    "awq": lambda folder: pair(folder, Format("awq"), **{**DENSE, **larger(DENSE), "intermediate_size": 320})[0],
+    "gptq-8-bits": lambda folder: pair(
+        folder, Format("gptq", bits=8), **{**DENSE, **larger(DENSE), "intermediate_size": 160}
+    )[0],
+    "packed": lambda folder: pair(
+        folder, Format(COMPRESSED, group=64), **{**DENSE, **larger(DENSE), "intermediate_size": 384}
+    )[0],
+}
+"""Models whose inputs four ranks cut inside groups, by format."""
+
+
+@pytest.mark.parametrize("converted", ["kept", "dequantized"])
+@pytest.mark.parametrize("name", CUT)
+def test_ranks_cut_inside_groups(name: str, converted: str, cpu: hal.Backend, tmp_path: Path) -> None:
+    """Smaller groups then share the scale of a group."""
+    quantized = CUT[name](tmp_path)
+    given = {"quantized_weights": converted}
+    whole, parts = (
+        all_layers(load(quantized, **given)),
+        [all_layers(each) for each in ranks(quantized, count=4, **given)],
+    )
+    cpu.activate()
+    inside = 0
+    for path, layer in whole.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        counts, mine = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])], []
+        for rank, part in enumerate(each[path] for each in parts):
+            part.group = None
+            inside += part.form.columns < layer.form.columns
+            mine.append(part(x.chunk(4, -1)[rank] if layer.shard == "in_features" else x, *counts))
+        assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
+    assert (inside > 0) == (converted == "kept")
+
+
 @thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")
 @each_format
 def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
@@ -535,3 +576,23 @@ def test_files_that_contradict_their_description(
     damage(quantized)
     with pytest.raises(CheckpointError, match=message):
         load(quantized)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_blocks_that_parts_do_not_fill(
+    overrides: dict[str, Any], count: int, cpu: hal.Backend, tmp_path: Path
+) -> None:
+    """Then each row has the scales of its block."""
+    sizes = {key: 80 for key in ("intermediate_size", "moe_intermediate_size") if key in overrides}
+    quantized, plain = pair(tmp_path, Format("fp8", group=32), **{**overrides, **sizes, "num_key_value_heads": 1})
+    whole, exact = kept_layers(load(quantized)), load(plain)
+    for path, layer in whole.items():
+        assert error(wide(layer), exact.get_submodule(path).weight) < 1e-6, path
+    assert error(logits(quantized), logits(plain)) < 1e-5
+    if count > 1:
+        parts = [kept_layers(each) for each in ranks(quantized, count=count)]
+        for path, layer in whole.items():
+            if layer.shard != "in_features" and "qkv" not in path:
+                mine = zip(*(wide(each[path]).split(list(each[path].sizes), -2) for each in parts), strict=True)
+                assert torch.equal(torch.cat([each for part in mine for each in part], -2), wide(layer)), path

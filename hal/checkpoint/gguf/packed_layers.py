@@ -16,7 +16,6 @@ from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.limits import Limits
 from hal.nn import CausalLM, Embedding, Linear, QuantizedEmbedding, Weight
-from hal.nn.linear import IN
 from hal.ops.forms import FLOAT, Form, pack_int4
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
@@ -39,22 +38,22 @@ class Blocks(Reader):
         return Form(f"int{BITS[self.kind]}", columns=SIZES[self.kind], zero_points=self.kind in SHIFTED)
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
-        declare, blocks = stored.layer.declare, {IN: SIZES[self.kind]}
+        declare = stored.layer.declare
         scales = torch.float32 if self.kind in WIDE else torch.float16
         found = {
             "numbers": declare("numbers", dtype=torch.int8),
-            "scales": declare("scales", group_sizes=blocks, dtype=scales),
+            "scales": declare("scales", dtype=scales, **stored.scales),
         }
         if stored.form.zero_points:
-            found["zero_points"] = declare("zero_points", group_sizes=blocks, dtype=torch.float32)
+            found["zero_points"] = declare("zero_points", dtype=torch.float32, **stored.scales)
         return found
 
     def decode(self, stored: StoredLayer) -> Tensors:
-        numbers = stored["numbers"]
+        numbers, zero = stored["numbers"], stored.tensors.get("zero_points")
         return {
             "weight": stored.by_expert(pack_int4, numbers) if stored.form.numbers == "int4" else numbers,
-            "weight_scale": stored["scales"],
-            "weight_zero_point": stored.tensors.get("zero_points"),
+            "weight_scale": stored.of_rank(stored["scales"]),
+            "weight_zero_point": None if zero is None else stored.of_rank(zero),
             "bias": stored.tensors.get("bias"),
         }
 
