@@ -135,7 +135,7 @@ def causal_conv1d(
     Args:
         x: ``[tokens, channels]``, floating.
         weight: ``[width, channels]``, of x's dtype, with a width of 2 or more; the last row is for a token itself. Or
-            as :meth:`hal.Backend.prepare_weight` returned it.
+            as :meth:`hal.Backend.prepare_weights` returned it.
         bias: ``[channels]``, of x's dtype, or None.
         window: ``[num_slots, width - 1, channels]``, of x's dtype, written in place: the last rows of a sequence.
         read_slots: ``[sequences]``, int32: the slot of each sequence's window.

@@ -64,7 +64,7 @@ class Operation:
         mutates: arguments that are written in place.
         buffers: the mutated arguments that are not state.
         host: arguments whose values a kernel may read on the host.
-        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
+        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weights`.
         prepared_as: the operation that they are prepared for: this one, or one that reads the same tensors.
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
         off_by_one: the largest share of quantized results (int8, uint8) that may be off by one, by dtype.
@@ -251,7 +251,7 @@ def op(
         mutates: arguments that are written in place. Each must be in ``state`` or ``buffers``.
         buffers: mutated arguments that are not state, such as memory that the caller provides for a result.
         host: arguments whose values a kernel may read on the host.
-        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weight`.
+        weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weights`.
         prepared_as: another operation with these weights, if they are prepared for that one, because both read the same
             tensors. A kernel takes the form of that operation.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
