@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,14 +18,15 @@ from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
 from hal.ops import operation
+from hal.ops.forms import FLOAT
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
+from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantization import int8_matmul
 
-from . import grouped, kernels, low_bits
+from . import kernels, low_bits
 from .cpu_device import CpuDevice
 from .native.instruction_sets import InstructionSet
-from .packing import ROWS, Packing, linear, packed
+from .packing import ROWS, Packing, packed
 from .thread_count import SHARED
 
 if TYPE_CHECKING:
@@ -33,13 +35,9 @@ if TYPE_CHECKING:
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
     **composed_recurrence.KERNELS,
-    **low_bits.KERNELS,
+    **{name: FormKernels(name, each) for name, each in low_bits.KERNELS.items()},
     "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
-    "grouped_linear": grouped.grouped_linear,
-    "grouped_linear_int8": grouped.grouped_linear_int8,
-    "linear": linear,
-    "linear_int8": kernels.linear_int8,
     "packed_attention": composed_attention.packed,
     "paged_attention": kernels.paged_attention,
     "quantized_paged_attention": kernels.quantized_paged_attention,
@@ -48,24 +46,14 @@ KERNELS: dict[str, Kernel] = {
     "store_quantized_kv_cache": operation("store_quantized_kv_cache").reference,
 }
 
-INT8_KERNELS = torch_kernels.int8_projections(kernels.int8_product)
-"""Kernels for machines on which torch's int8 matrix product is exact."""
-
-GROUPED = ("grouped_linear", "grouped_linear_int8", "quant_grouped_linear_dynamic", "quant_grouped_linear_static")
-"""Operations whose kernels read the number of rows of each expert: a tape records each as one call."""
-
 INDUCTOR = (
     "causal_conv1d",
     "expert_mlp",
     "gated_delta_rule",
-    *GROUPED,
-    *low_bits.KERNELS,
+    "grouped_linear",
     "linear",
-    "linear_int8",
     "packed_attention",
     "paged_attention",
-    "quant_linear_dynamic",
-    "quant_linear_static",
     "quantized_paged_attention",
     "store_kv_cache",
     "store_quantized_kv_cache",
@@ -99,21 +87,17 @@ class CpuBackend(Backend):
     def __init__(self, options: CpuOptions) -> None:
         library = _library(options)
         native = _native_kernels(library)
-        exact = kernels.multiplies_int8()
-        int8 = INT8_KERNELS if exact else {}
-        by_expert = grouped.int8_kernels(kernels.int8_product if exact else int8_matmul)
-        table = {**KERNELS, **by_expert, **int8, **native, **_collectives(library)}
         super().__init__(
             "cpu",
             CpuDevice(library),
-            kernels=table,
+            kernels={**KERNELS, **native, **_collectives(library)},
             graphs=True,
             limits=Limits(cache_dtypes=CACHE_DTYPES),
             inductor=INDUCTOR + COLLECTIVES,
             distributed="gloo",
         )
-        self._whole = frozenset((*native, *GROUPED, *low_bits.KERNELS, *COLLECTIVES))
-        few_rows = getattr(native.get("linear"), "__self__", None)
+        self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
+        few_rows = getattr(self.kernels["linear"].taking(FLOAT), "__self__", None)  # type: ignore[attr-defined]
         self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
 
@@ -136,17 +120,20 @@ class CpuBackend(Backend):
 
         return Tape(whole=self._whole)
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
-        if self._packing is None or use.operation != "linear":
-            return weight
+        if self._packing is None or use.operation != "linear" or use.form != FLOAT:
+            return weights
         self.threads.use()  # The faster layout depends on it.
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
-        return self._packing.prepare(weight, shared=use.shared, sizes=sizes)
+        prepare = partial(self._packing.prepare, shared=use.shared, sizes=sizes)
+        return {name: prepare(weight) for name, weight in weights.items()}
 
-    def replace_weight(self, prepared: Tensor, weight: Tensor, use: WeightUse) -> None:
-        """Write new values into a weight, in the layout that it has: another measurement may choose another one."""
-        prepared.copy_(packed(weight) if prepared.is_mkldnn else weight)
+    def replace_weights(self, prepared: Mapping[str, Tensor], weights: Mapping[str, Tensor], use: WeightUse) -> None:
+        """Write new values into weights, in the layout that they have: another measurement may choose another one."""
+        for name, weight in weights.items():
+            held = prepared[name]
+            held.copy_(packed(weight) if held.is_mkldnn else weight)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in its plain layout."""

@@ -14,13 +14,10 @@ from torch.nn import functional
 from hal import ops
 from hal.errors import OperationError
 from hal.ops import AttentionOptions
-from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.composed_attention import one_by_one, widening
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
-PACKED_ROWS = 32
-"""Maximum number of rows for which torch's product with an int8 weight is faster than converting the weight."""
 
 
 def rotary_embedding(
@@ -190,17 +187,6 @@ def _mask(tokens: int, position: int, first: int, end: int, causal: bool, window
     at, slot = torch.arange(position, position + tokens)[:, None], torch.arange(first, end)
     mask = slot <= at if causal else torch.ones(tokens, end - first, dtype=torch.bool)
     return mask if window is None else mask & (slot > at - window) & (slot < at + window)
-
-
-def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """See :func:`hal.ops.linear_int8`. In bfloat16, few rows read the int8 weight directly, and scales are rounded."""
-    rows = x.reshape(-1, weight.shape[1])
-    # torch's kernel reads 16 columns at a time, past the end of others.
-    if x.dtype == torch.bfloat16 and 0 < rows.shape[0] <= PACKED_ROWS and weight.shape[1] % 16 == 0:
-        values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.to(x.dtype))
-        values = values.view(*x.shape[:-1], -1)
-        return values if bias is None else (values + bias).to(x.dtype)
-    return torch_kernels.linear_int8(x, weight, weight_scale, bias)
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,223 +1,166 @@
-"""Kernels of projections with weights of 8 or 4 bits, which widen some rows of a weight at a time, and of lookups.
+"""Kernels of projections and lookups with weights in any form, which call torch.
 
 A tape records each as one call, and gives it ``out``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops import float8
-from hal.ops.experts import mxfp4
+from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
+from hal.ops.kernels.form_kernels import Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.weight_only import dequantize
+from hal.ops.projection import int8_matmul
 
-from .grouped import spans
+from . import packing
+from .grouped import by_expert
+from .kernels import int8_product, multiplies_int8
 
 WIDENED = 1 << 20
 """Elements of a weight that are widened at once."""
-
-Rows = Callable[[int, int], Tensor]
-"""Returns rows of a weight from a first one to an end, in float32 or in the dtype of x."""
+PACKED_ROWS = 32
+"""Maximum number of rows for which torch's product with an int8 weight is faster than converting the weight."""
 
 
 class Widen(Protocol):
     """A function that widens rows of a weight, as :func:`widened` does."""
 
     def __call__(
-        self,
-        weight: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        group_size: int,
-        dtype: torch.dtype,
-        start: int,
-        end: int,
+        self, form: Form, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, start: int, end: int
     ) -> Tensor:
-        """Return the rows from ``start`` to ``end``, ``[end - start, in_features]``."""
+        """Return the rows from ``start``, the first of a block, to ``end``, ``[end - start, in_features]``."""
 
 
 def widened(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, dtype: torch.dtype, start: int, end: int
+    form: Form, weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, start: int, end: int
 ) -> Tensor:
-    """Return scaled rows of a weight of 8 or 4 bits in a dtype."""
-    if weight.dtype is torch.uint8:
-        return mxfp4.widen(weight[start:end], scale[start:end]).to(dtype)
-    zero = None if zero is None else zero[start:end]
-    return dequantize(weight[start:end], scale[start:end], zero, group_size).to(dtype)
+    """Return scaled rows of a weight in a dtype."""
+    scale, zero = blocks_of(form, scale, start, end), None if zero is None else blocks_of(form, zero, start, end)
+    return dequantize(form, weight[start:end], scale, zero).to(dtype)
 
 
-def weight_only_linear(
+def blocks_of(form: Form, factors: Tensor, start: int, end: int) -> Tensor:
+    """Return the scales or zero points of some rows of a weight, from those of all."""
+    return factors[start // form.rows : -(-end // form.rows)] if form.rows else factors
+
+
+def linear(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     weight_scale: Tensor,
     weight_zero_point: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
+    x_scale: Tensor | None,
+    dtype: torch.dtype | None,
+    form: Form,
     *,
     out: Tensor | None = None,
     widen: Widen = widened,
 ) -> Tensor:
-    """See :func:`hal.ops.weight_only_linear`. It rounds the scaled weights to x's dtype."""
-    rows = partial(widen, weight, weight_scale, weight_zero_point, group_size, x.dtype)
-    output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
-    _project(x, rows, bias, output)
-    return output
+    """See :func:`hal.ops.linear`. It widens some rows at a time, and rounds the scaled weights to x's dtype."""
+    if dtype is not None and dtype is not x.dtype:
 
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return linear(x, weight, bias, weight_scale, weight_zero_point, None, None, form, widen=widen)
 
-def weight_only_embedding(*arguments: Any, out: Tensor | None = None) -> Tensor:
-    """See :func:`hal.ops.weight_only_embedding`."""
-    rows = torch_kernels.KERNELS["weight_only_embedding"](*arguments)
-    return rows if out is None else out.copy_(rows)
-
-
-def weight_only_grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    counts: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-    *,
-    out: Tensor | None = None,
-    widen: Widen = widened,
-    operation: str = "weight_only_grouped_linear",
-) -> Tensor:
-    """See :func:`hal.ops.weight_only_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
-    for expert, start, end in spans(operation, counts, x.shape[0]):
-        zero = None if weight_zero_point is None else weight_zero_point[expert]
-        rows = partial(widen, weight[expert], weight_scale[expert], zero, group_size, x.dtype)
-        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end])
-    return output
-
-
-def mxfp4_grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    counts: Tensor,
-    bias: Tensor | None,
-    *,
-    out: Tensor | None = None,
-    widen: Widen = widened,
-) -> Tensor:
-    """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    given = x, weight, weight_scale, None, counts, bias, mxfp4.GROUP
-    return weight_only_grouped_linear(*given, out=out, widen=widen, operation="mxfp4_grouped_linear")
-
-
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    block_rows: int,
-    block_columns: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :func:`hal.ops.fp8_linear`. It rounds the scaled weights to x's dtype."""
-    output = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
-    _project(x, partial(_block_rows, weight, weight_scale, block_rows, block_columns), bias, output, block_rows)
-    return output
-
-
-def fp8_grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    counts: Tensor,
-    bias: Tensor | None,
-    block_rows: int,
-    block_columns: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :func:`hal.ops.fp8_grouped_linear`. It rounds the scaled weights to x's dtype."""
-    output = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
-    for expert, start, end in spans("fp8_grouped_linear", counts, x.shape[0]):
-        rows = partial(_block_rows, weight[expert], weight_scale[expert], block_rows, block_columns)
-        _project(x[start:end], rows, None if bias is None else bias[expert], output[start:end], block_rows)
-    return output
-
-
-def quant_linear_int4(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sums: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    product: Kernel = weight_only_linear,
-) -> Tensor:
-    """See :func:`hal.ops.quant_linear_int4`. The product is that of weights only, in float32."""
-    values = product(x.float(), weight, weight_scale, None, None, group_size).mul_(x_scale.unsqueeze(-1))
-    if bias is not None:
-        values += bias
-    return values.to(dtype) if out is None else out.copy_(values)
-
-
-def quant_grouped_linear_int4(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    row_sums: Tensor,
-    counts: Tensor,
-    group_size: int,
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    product: Kernel = weight_only_grouped_linear,
-) -> Tensor:
-    """See :func:`hal.ops.quant_grouped_linear_int4`. The product is that of weights only, in float32."""
-    values = product(x.float(), weight, weight_scale, None, counts, None, group_size).mul_(x_scale.unsqueeze(-1))
-    return values.to(dtype) if out is None else out.copy_(values)
-
-
-def _block_rows(weight: Tensor, scale: Tensor, block_rows: int, block_columns: int, start: int, end: int) -> Tensor:
-    scale = scale[start // block_rows : -(-end // block_rows)]
-    return float8.widen(weight[start:end], scale, block_rows, block_columns)
-
-
-def _project(x: Tensor, rows: Rows, bias: Tensor | None, output: Tensor, unit: int = 1) -> None:
-    """Write ``x @ weight.T + bias``.
-
-    Args:
-        x: ``[..., in_features]``.
-        rows: widens rows of the weight.
-        bias: ``[out_features]``, or None.
-        output: ``[..., out_features]``.
-        unit: the rows that are widened together.
-    """
-    count = output.shape[-1]
+        return in_float32(product, x, bias, x_scale, dtype, out)
+    count = weight.shape[0]
+    output = x.new_empty(*x.shape[:-1], count) if out is None else out
+    unit = form.rows or 1
     step = max(1, WIDENED // (unit * max(1, x.shape[-1]))) * unit
     for start in range(0, count, step):
         end = min(start + step, count)
         added = None if bias is None else bias[start:end].to(x.dtype)
-        output[..., start:end] = functional.linear(x, rows(start, end).to(x.dtype), added)
+        rows = widen(form, weight, weight_scale, weight_zero_point, x.dtype, start, end)
+        output[..., start:end] = functional.linear(x, rows, added)
+    return output
 
 
-KERNELS: dict[str, Kernel] = {
-    "fp8_grouped_linear": fp8_grouped_linear,
-    "fp8_linear": fp8_linear,
-    "mxfp4_grouped_linear": mxfp4_grouped_linear,
-    "quant_grouped_linear_int4": quant_grouped_linear_int4,
-    "quant_linear_int4": quant_linear_int4,
-    "weight_only_embedding": weight_only_embedding,
-    "weight_only_grouped_linear": weight_only_grouped_linear,
-    "weight_only_linear": weight_only_linear,
+def in_float32(
+    product: Callable[[Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    """Return a product of int8 inputs, computed in float32.
+
+    Args:
+        product: returns the product of x and the weight, and adds a bias.
+        x: see :func:`hal.ops.linear`, as the next ones.
+        bias: broadcast to the result.
+        x_scale: None of a static input.
+        dtype: that of the result.
+        out: where to write it; None for a new tensor.
+    """
+    values = product(x.float(), bias if x_scale is None else None)
+    if x_scale is not None:
+        values.mul_(x_scale.unsqueeze(-1))
+        if bias is not None:
+            values += bias
+    return values.to(dtype) if out is None else out.copy_(values)
+
+
+def few_int8(
+    x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor, *given: Any, out: Tensor | None = None
+) -> Tensor:
+    """See :func:`hal.ops.linear`. In bfloat16, few rows read the int8 weight directly, and scales are rounded."""
+    rows, dtype = x.reshape(-1, weight.shape[1]), given[-2] or x.dtype
+    # torch's kernel reads 16 columns at a time, past the end of others.
+    if {x.dtype, dtype} != {torch.bfloat16} or not 0 < rows.shape[0] <= PACKED_ROWS or weight.shape[1] % 16 != 0:
+        return linear(x, weight, bias, weight_scale, *given, out=out)
+    values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.view(-1).to(x.dtype))
+    values = values.view(*x.shape[:-1], -1)
+    values = values if bias is None else (values + bias).to(x.dtype)
+    return values if out is None else out.copy_(values)
+
+
+def filling(kernel: Kernel) -> Callable[..., Tensor]:
+    """Return a kernel that also takes ``out``."""
+
+    def run(*arguments: Any, out: Tensor | None = None) -> Tensor:
+        values: Tensor = kernel(*arguments)
+        return values if out is None else out.copy_(values)
+
+    return run
+
+
+@functools.cache
+def _integer_linear() -> Kernel:
+    return torch_kernels.integer_linear(int8_product if multiplies_int8() else int8_matmul)
+
+
+exact_linear = filling(lambda *arguments: _integer_linear()(*arguments))
+"""See :func:`hal.ops.linear`, of forms whose sums are exact."""
+
+
+def _float_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any, out: Tensor | None = None) -> Tensor:
+    return packing.linear(x, weight, None if bias is None else bias.to(x.dtype), out=out)
+
+
+def _every(form: Form) -> bool:
+    return True
+
+
+exact: Takes = attrgetter("exact")
+LINEAR: Sequence[tuple[Takes, Kernel]] = (
+    (plain, _float_linear),
+    (exact, exact_linear),
+    (lambda form: form == Form("int8"), few_int8),
+    (_every, linear),
+)
+KERNELS: dict[str, Sequence[tuple[Takes, Kernel]]] = {
+    "embedding": ((_every, filling(torch_kernels.embedding)),),
+    "grouped_linear": tuple((takes, by_expert(kernel)) for takes, kernel in LINEAR),
+    "linear": LINEAR,
 }
+"""The kernels of each operation that takes weights in any form, and which forms each takes."""

@@ -42,7 +42,7 @@ Run = Callable[[Tensor], float]
 
 
 @attrs.frozen
-class Form:
+class Layout:
     """What weights that are multiplied alike have in common."""
 
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class Form:
     packed: bool
 
     @classmethod
-    def of(cls, weight: Tensor) -> Form:
-        """Return the form of a weight."""
+    def of(cls, weight: Tensor) -> Layout:
+        """Return the layout of a weight."""
         return cls(tuple(weight.shape), weight.dtype, weight.is_mkldnn)
 
 
 @attrs.frozen
 class FewRows:
-    """How weights of one form are multiplied with few rows.
+    """How weights of one layout are multiplied with few rows.
 
     Attributes:
         most: the largest number of rows for which the C++ kernel is used.
@@ -71,7 +71,7 @@ class FewRows:
 class FewRowsKernel(Protocol):
     """The C++ kernel of few rows."""
 
-    few: dict[Form, FewRows]
+    few: dict[Layout, FewRows]
     many: bool  # whether it has tiles, with which it may be the fastest for many rows
 
     def few_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, few: FewRows, address: int) -> Tensor:
@@ -105,14 +105,20 @@ class Measured:
 _measured: dict[tuple[torch.Size, torch.dtype, tuple[int, ...], int, bool], Measured] = {}
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See :func:`hal.ops.linear`. The weight may be one that :class:`Packing` prepared."""
-    if not weight.is_mkldnn:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.linear`, of floating-point weights. The weight may be one that :class:`Packing` prepared."""
+    if weight.is_mkldnn:
+        table = getattr(weight, "table", None)
+        if table is None or x.numel() <= weight.rows * x.shape[-1]:  # type: ignore[attr-defined]
+            values = _packed_linear(x, weight, bias)
+            return values if out is None else out.copy_(values)
+        weight = table
+    if out is None:
         return functional.linear(x, weight, bias)
-    table = getattr(weight, "table", None)
-    if table is not None and x.numel() > weight.rows * x.shape[-1]:  # type: ignore[attr-defined]
-        return functional.linear(x, table, bias)
-    return _packed_linear(x, weight, bias)
+    if x.dim() != 2:
+        return out.copy_(functional.linear(x, weight, bias))
+    torch.ops.aten.linear.out(x, weight, bias, out=out)
+    return out
 
 
 class Packing:
@@ -166,16 +172,16 @@ class Packing:
         return made
 
     def _serve(self, weight: Tensor, most: int, plain: Tensor | None = None) -> None:
-        """Let the C++ kernel multiply up to ``most`` rows with weights of this form."""
+        """Let the C++ kernel multiply up to ``most`` rows with weights of this layout."""
         if self._kernel is None:
             return
-        form = Form.of(weight)
+        layout = Layout.of(weight)
         self._kernel.collapse_pages(weight)
         block = 0 if plain is None or not most else self._kernel.block_of(plain, weight)
         if most and (plain is None or block):
-            self._kernel.few[form] = FewRows(most, block)
+            self._kernel.few[layout] = FewRows(most, block)
         else:
-            self._kernel.few.pop(form, None)
+            self._kernel.few.pop(layout, None)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from .arguments import DTYPES, Bindings, empty, integers, require
 
 ACTIVATIONS = (None, "none", "tanh")
 """Values of ``approximate`` in the order of Gating in experts.cpp. The clipped activation follows."""
-EXPERT_KERNELS = ("expert_mlp", "expert_permute", "expert_unpermute", "grouped_linear", "topk_route")
+EXPERT_KERNELS = ("expert_mlp", "expert_permute", "expert_unpermute", "topk_route")
 
 
 class ExpertKernels(Bindings):
@@ -139,9 +140,15 @@ class ExpertKernels(Bindings):
         return y
 
     def grouped_linear(
-        self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        bias: Tensor | None,
+        *_: Any,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """See :func:`hal.ops.grouped_linear`. It reads only the weights of experts with rows.
+        """See :func:`hal.ops.grouped_linear`, of floating-point weights. It reads only those of experts with rows.
 
         Raises:
             OperationError: the counts exceed the rows, or shapes or dtypes differ.
@@ -168,7 +175,7 @@ class ExpertKernels(Bindings):
             width,
         )
         if wrong:
-            raise wrong_counts("grouped_linear", counts, x.shape[0])
+            raise wrong_counts(counts, x.shape[0])
         return y
 
     def expert_mlp(

@@ -8,13 +8,12 @@ from ctypes import c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from hal.ops.kernels.torch_kernels import int8_projections
-from hal.ops.quantization import int8_matmul
+from hal.ops.forms import Form
 
-from ..kernels import int8_product, multiplies_int8
+from ..low_bits import exact_linear
 from .arguments import DTYPES, Bindings, require
 
-INT8_KERNELS = ("dynamic_quantize", "quant_linear_dynamic", "quant_linear_static", "quantize")
+INT8_KERNELS = ("dynamic_quantize", "quantize")
 MOST_ROWS = 64
 """Rows above which torch's product is used."""
 
@@ -27,7 +26,6 @@ class Int8Kernels(Bindings):
         self._quantize = self.function("quantize", None, *[c_void_p] * 4, c_int, *[c_int64] * 2)
         self._dynamic = self.function("dynamic_quantize", None, *[c_void_p] * 3, c_int, *[c_int64] * 2)
         self._linear = self.function("int8_linear", None, *[c_void_p] * 7, *[c_int] * 2, *[c_int64] * 3)
-        self._many = int8_projections(int8_product if multiplies_int8() else int8_matmul)
 
     def quantize(self, x: Tensor, scale: Tensor, offset: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.quantize`."""
@@ -53,62 +51,35 @@ class Int8Kernels(Bindings):
         self._dynamic(x.data_ptr(), y.data_ptr(), scales.data_ptr(), DTYPES[x.dtype], rows, width)
         return y, scales
 
-    def quant_linear_dynamic(
+    def linear(
         self,
         x: Tensor,
-        x_scale: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         weight_scale: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :func:`hal.ops.quant_linear_dynamic`. Few rows read the weight once."""
-        fits = x_scale.shape == x.shape[:-1] and x_scale.dtype is torch.float32 and x_scale.is_cpu
-        if fits and _fits(x, weight, weight_scale, dtype, bias, (torch.float32, dtype)):
-            return self._few_rows(x, x_scale, weight, weight_scale, None, bias, dtype, out)
-        values = self._many["quant_linear_dynamic"](x, x_scale, weight, weight_scale, bias, dtype)
-        return values if out is None else out.copy_(values)
-
-    def quant_linear_static(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        deq_scale: Tensor,
-        quant_bias: Tensor | None,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :func:`hal.ops.quant_linear_static`. Few rows read the weight once."""
-        if _fits(x, weight, deq_scale, dtype, quant_bias, (torch.int32,)):
-            return self._few_rows(x, None, weight, deq_scale, quant_bias, None, dtype, out)
-        values = self._many["quant_linear_static"](x, weight, deq_scale, quant_bias, dtype)
-        return values if out is None else out.copy_(values)
-
-    def _few_rows(
-        self,
-        x: Tensor,
+        weight_zero_point: Tensor | None,
         x_scale: Tensor | None,
-        weight: Tensor,
-        scale: Tensor,
-        add: Tensor | None,
-        bias: Tensor | None,
         dtype: torch.dtype,
-        out: Tensor | None,
+        form: Form,
+        *,
+        out: Tensor | None = None,
     ) -> Tensor:
+        """See :func:`hal.ops.linear`, of forms whose sums are exact. Few rows read the weight once."""
+        if not _fits(x, weight, bias, weight_scale, x_scale, dtype):
+            return exact_linear(x, weight, bias, weight_scale, None, x_scale, dtype, form, out=out)
         features, width = weight.shape
         y = torch.empty((*x.shape[:-1], features), dtype=dtype) if out is None else out
-        x, weight, scale = x.contiguous(), weight.contiguous(), scale.contiguous()
-        x_scale, add, bias = (None if each is None else each.contiguous() for each in (x_scale, add, bias))
+        x, weight, scale = x.contiguous(), weight.contiguous(), weight_scale.contiguous()
+        x_scale, bias = (None if each is None else each.contiguous() for each in (x_scale, bias))
+        added = None if bias is None else bias.data_ptr()
+        of_sums = bias is not None and bias.dtype is torch.int32
         self._linear(
             x.data_ptr(),
             None if x_scale is None else x_scale.data_ptr(),
             weight.data_ptr(),
             scale.data_ptr(),
-            None if add is None else add.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            added if of_sums else None,
+            None if of_sums else added,
             y.data_ptr(),
             DTYPES[dtype],
             bias is not None and bias.dtype is torch.float32,
@@ -120,16 +91,13 @@ class Int8Kernels(Bindings):
 
 
 def _fits(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    added: Tensor | None,
-    dtypes: tuple[torch.dtype, ...],
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, x_scale: Tensor | None, dtype: torch.dtype
 ) -> bool:
     """Return whether the C++ kernel takes the tensors: few rows, of the shapes and dtypes of the declaration."""
     features, width = weight.shape
     fits = x.dtype is weight.dtype is torch.int8 and x.shape[-1] == width and dtype in DTYPES
-    fits = fits and 0 < x.numel() <= MOST_ROWS * width and scale.dtype is torch.float32 and scale.shape == (features,)
-    fits = fits and (added is None or (added.dtype in dtypes and added.shape == (features,)))
-    return fits and all(each is None or each.is_cpu for each in (x, weight, scale, added))
+    fits = fits and 0 < x.numel() <= MOST_ROWS * width and scale.dtype is torch.float32 and scale.shape == (features, 1)
+    dtypes = torch.int32, torch.float32, dtype
+    fits = fits and (bias is None or (bias.dtype in dtypes and bias.shape == (features,)))
+    fits = fits and (x_scale is None or (x_scale.dtype is torch.float32 and x_scale.shape == x.shape[:-1]))
+    return fits and all(each is None or each.is_cpu for each in (x, weight, bias, scale, x_scale))

@@ -8,23 +8,27 @@ does not support is copied first.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+from hal.ops.kernels.form_kernels import FormKernels, Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
 
+from .. import low_bits
+from ..grouped import by_expert
 from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .int8_kernels import INT8_KERNELS, Int8Kernels
-from .linear_kernels import LINEAR_KERNELS, LinearKernels
+from .linear_kernels import LinearKernels
 from .logits_kernels import LOGITS_KERNELS, LogitsKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
-from .weight_only_kernels import WEIGHT_ONLY_KERNELS, WeightOnlyKernels
+from .weight_only_kernels import WeightOnlyKernels, in_groups
 
 BASIC = (
     "add_rms_norm",
@@ -41,29 +45,42 @@ NATIVE = (
     *ATTENTION_KERNELS,
     *EXPERT_KERNELS,
     *INT8_KERNELS,
-    *LINEAR_KERNELS,
     *LOGITS_KERNELS,
     *RECURRENT_KERNELS,
     *SAMPLING_KERNELS,
-    *WEIGHT_ONLY_KERNELS,
+    *low_bits.KERNELS,
 )
 
 
 def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
-    """Return the C++ kernels by operation."""
-    classes = (
-        (_Library, BASIC),
-        (AttentionKernels, ATTENTION_KERNELS),
-        (ExpertKernels, EXPERT_KERNELS),
-        (Int8Kernels, INT8_KERNELS),
-        (LinearKernels, LINEAR_KERNELS),
-        (LogitsKernels, LOGITS_KERNELS),
-        (RecurrentKernels, RECURRENT_KERNELS),
-        (SamplingKernels, SAMPLING_KERNELS),
-        (WeightOnlyKernels, WEIGHT_ONLY_KERNELS),
+    """Return the C++ kernels by operation, and torch's for the forms of weights that they do not take."""
+    experts, int8, weight_only = ExpertKernels(library), Int8Kernels(library), WeightOnlyKernels(library)
+    made = (
+        (_Library(library), BASIC),
+        (AttentionKernels(library), ATTENTION_KERNELS),
+        (experts, EXPERT_KERNELS),
+        (int8, INT8_KERNELS),
+        (LogitsKernels(library), LOGITS_KERNELS),
+        (RecurrentKernels(library), RECURRENT_KERNELS),
+        (SamplingKernels(library), SAMPLING_KERNELS),
     )
-    made = ((bindings(library), names) for bindings, names in classes)
-    return {name: getattr(bindings, name) for bindings, names in made for name in names}
+    by_form: dict[str, Sequence[tuple[Takes, Kernel]]] = {
+        "embedding": [(in_groups, weight_only.embedding)],
+        "grouped_linear": [
+            (plain, experts.grouped_linear),
+            (low_bits.exact, by_expert(int8.linear)),
+            (in_groups, weight_only.grouped_linear),
+        ],
+        "linear": [
+            (plain, LinearKernels(library).linear),
+            (low_bits.exact, int8.linear),
+            (in_groups, weight_only.linear),
+        ],
+    }
+    return {
+        **{name: getattr(bindings, name) for bindings, names in made for name in names},
+        **{name: FormKernels(name, [*each, *low_bits.KERNELS[name]]) for name, each in by_form.items()},
+    }
 
 
 class _Library(Bindings):

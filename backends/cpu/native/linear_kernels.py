@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import c_int, c_int64, c_void_p
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from ..packing import FewRows, Form, linear
+from ..packing import FewRows, Layout, linear
 from .arguments import DTYPES, Bindings, empty
-
-LINEAR_KERNELS = ("linear",)
 
 
 @attrs.frozen
@@ -26,7 +25,7 @@ class LinearKernels(Bindings):
     """The bindings, as :mod:`.kernels` describes them.
 
     Attributes:
-        few: how weights are multiplied with few rows, by their form. Weights of other forms use torch.
+        few: how weights are multiplied with few rows, by their layout. Weights of other layouts use torch.
         many: whether the kernel of packed weights may be the fastest for many rows, too: in tiles of AMX.
     """
 
@@ -37,23 +36,20 @@ class LinearKernels(Bindings):
         self._block = self.function("packed_block", c_int64, c_void_p, c_void_p, *[c_int64] * 3)
         self._collapse = self.function("collapse_pages", c_int, c_void_p, c_int64)
         self.many = bool(self.function("multiplies_tiles", c_int)())
-        self.few: dict[Form, FewRows] = {}
+        self.few: dict[Layout, FewRows] = {}
         self._held: dict[int, _Held] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """See :func:`hal.ops.linear`. Few rows read the weight once, in the layout that it has."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, out: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`hal.ops.linear`, of floating-point weights. Few rows read one once, in the layout that it has."""
         held = self._held.get(id(weight))
         if held is None or held.weight() is not weight:
             held = self._hold(weight)
         few = held.few
         if few is not None and 0 < x.numel() <= few.most * x.shape[-1] and _alike(x, weight, bias):
             return self.few_rows(x, weight, bias, few, self.address_of(weight), out=out)
-        if out is None:
-            return linear(x, weight, bias)
-        if weight.is_mkldnn or x.dim() != 2:
-            return out.copy_(linear(x, weight, bias))
-        torch.ops.aten.linear.out(x, weight, bias, out=out)
-        return out
+        return linear(x, weight, bias, out=out)
 
     def few_rows(
         self,
@@ -99,7 +95,7 @@ class LinearKernels(Bindings):
     def _hold(self, weight: Tensor) -> _Held:
         """Note how a weight is multiplied, for as long as it lives."""
         key = id(weight)
-        few = self.few.get(Form.of(weight)) if weight.is_mkldnn or weight.is_contiguous() else None
+        few = self.few.get(Layout.of(weight)) if weight.is_mkldnn or weight.is_contiguous() else None
         held = _Held(weakref.ref(weight, lambda _: self._held.pop(key, None)), few)
         self._held[key] = held
         return held

@@ -24,8 +24,8 @@ from hal.testing.operations.calls import (
 from hal.testing.operations.compared_call import same_bits, storages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-"""Tolerance: a product of fewer rows may be summed in another order."""
+CLOSE = (1e-4, 1e-6)
+"""Relative and absolute tolerance: a product of fewer rows may be summed in another order."""
 
 
 def check_declaration(operation: Operation) -> None:
@@ -116,7 +116,7 @@ def _of_rows(operation: Operation) -> Iterator[str]:
             ) from error
         for place, (one, every, dim) in enumerate(zip(part, whole, result_row_dims(operation, whole), strict=True)):
             wanted = every if dim is None else every.narrow(dim, 0, 1)
-            if one.shape != wanted.shape or not torch.allclose(one, wanted, **CLOSE):
+            if one.shape != wanted.shape or not torch.allclose(one, wanted, *CLOSE):
                 yield (
                     f"{form}result {place} of one row along {operation.rowwise} differs from the first row of the "
                     "whole result"

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cpu.driver import GROUPED
 from torch import Tensor
 
 import hal
 from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw
+from hal.ops.form_samples import FORMS, drawn_input, drawn_weight, result_dtype
+from hal.ops.forms import FLOAT
 from hal.ops.tolerance import assert_agree
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(hidden, width) for hidden in (16, 33, 64, 130) for width in (1, 24, 40)]
 """Sizes around the vectors and tiles of the kernel."""
-MLP, ROUTE = ops.operation("expert_mlp"), ops.operation("topk_route")
+GROUPED, MLP, ROUTE = (ops.operation(name) for name in ("grouped_linear", "expert_mlp", "topk_route"))
 PLAIN = (None, None, ops.GatedActivation())
 
 
@@ -150,40 +151,31 @@ def test_a_missing_expert_is_refused(expert: int, native: hal.Backend) -> None:
 @pytest.mark.parametrize("counts", [[3, 3], [6, 0], [6, -1], [2**62, 2**62]])
 @pytest.mark.parametrize("by_torch", [False, True], ids=["C++", "torch"])
 def test_counts_beyond_the_rows_are_refused(by_torch: bool, counts: list[int]) -> None:
-    x, weight, given = torch.ones(5, 8), torch.ones(2, 4, 8), torch.tensor(counts)
-    kernels = open_cpu(native=not by_torch).kernels
-    quantized = x.to(torch.int8), weight.to(torch.int8), torch.ones(2, 4)
-    calls: dict[str, tuple[Any, ...]] = {
-        "grouped_linear": (x, weight, given),
-        "grouped_linear_int8": (x, *quantized[1:], given),
-        "quant_grouped_linear_dynamic": (quantized[0], torch.ones(5), *quantized[1:], given, torch.float32),
-        "quant_grouped_linear_static": (*quantized, None, given, torch.float32),
-    }
-    assert set(calls) == set(GROUPED)
-    for name, arguments in calls.items():
-        with pytest.raises(OperationError, match=f"{name}: the experts have .* rows, but x has only 5"):
-            kernels[name](*arguments)
+    kernel, draw = open_cpu(native=not by_torch).kernels["grouped_linear"], Draw()
+    for form in (FLOAT, *FORMS):
+        weight, scale, zero = (
+            (draw.normal(2, 4, 32), None, None) if form == FLOAT else drawn_weight(draw, form, 2, 4, 32)
+        )
+        x, x_scale = drawn_input(draw, form, 5, 32)
+        given = x, weight, torch.tensor(counts), None, scale, zero, x_scale, result_dtype(draw, x), form
+        with pytest.raises(OperationError, match=r"grouped_linear: the experts have .* rows, but x has only 5"):
+            kernel(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
 def test_rows_beyond_the_counts_change_nothing(native: bool, dtype: torch.dtype) -> None:
-    backend, draw = open_cpu(native), Draw(dtype, seed=5)
-    for name in GROUPED:
-        operation = ops.operation(name)
-        for sample in operation.samples(draw):
-            arguments = operation.arguments(sample, {})
-            expected = backend.kernels[name](*arguments.values())
-            for each in ("x", "x_scale"):
-                if each in arguments:
-                    given = arguments[each]
-                    arguments[each] = torch.cat([given, given.new_full((3, *given.shape[1:]), 7)])
-            found = backend.kernels[name](*arguments.values())
-            rows = expected.shape[0]
-            assert found.shape[0] == arguments["x"].shape[0]
-            assert torch.equal(found[:rows], expected), name
-            reference = operation.reference(*arguments.values())
-            assert_agree(operation, dtype, found[:rows], reference[:rows])
+    kernel, draw = open_cpu(native).kernels["grouped_linear"], Draw(dtype, seed=5)
+    for sample in GROUPED.samples(draw):
+        arguments = GROUPED.arguments(sample, {})
+        expected = kernel(*arguments.values())
+        for each in ("x", "x_scale"):
+            if (given := arguments[each]) is not None:
+                arguments[each] = torch.cat([given, given.new_full((3, *given.shape[1:]), 7)])
+        found, rows = kernel(*arguments.values()), expected.shape[0]
+        assert found.shape[0] == rows + 3
+        assert torch.equal(found[:rows], expected), sample[-1]
+        assert_agree(GROUPED, dtype, found[:rows], GROUPED.reference(*arguments.values())[:rows])
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
@@ -219,14 +211,12 @@ def test_a_tape_replays_other_routings(native: bool, threads: int) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
-def test_a_tape_replays_int8_experts(native: bool) -> None:
+def test_a_tape_replays_experts_of_every_form(native: bool) -> None:
     backend = open_cpu(native)
-    for name in GROUPED:
-        operation = ops.operation(name)
-        arguments = list(list(operation.samples(Draw()))[1])
-        graph = backend.graph()
-        output = graph.capture(lambda run=operation.function, given=tuple(arguments): run(*given))
-        counts = next(each for each in arguments if isinstance(each, Tensor) and each.dtype is torch.int64)
+    for sample in {sample[-1]: sample for sample in GROUPED.samples(Draw())}.values():
+        graph, counts = backend.graph(), sample[2]
+        output = graph.capture(lambda given=sample: ops.grouped_linear(*given))
         counts.copy_(counts.flip(0))
         graph.replay()
-        assert_agree(operation, torch.float32, output, operation.reference(*arguments))
+        rows = int(counts.sum())
+        assert_agree(GROUPED, torch.float32, output[:rows], GROUPED.reference(*sample)[:rows])

@@ -17,7 +17,7 @@ from hal.backends.cpu.native import build
 from hal.backends.cpu.native.instruction_sets import compiler_flags
 from hal.backends.cpu.native.linear_kernels import LinearKernels
 from hal.backends.cpu.native.processor import processor_flags
-from hal.backends.cpu.packing import FewRows, Form, packed
+from hal.backends.cpu.packing import FewRows, Layout, packed
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
@@ -180,14 +180,14 @@ def test_a_weight_that_is_written_keeps_its_address(kernels: LinearKernels, in_b
     with torch.no_grad():
         held.copy_(packed(new) if in_blocks else new)
     assert kernels.address_of(held) == address
-    kernels.few[Form.of(held)] = FewRows(64, kernels.block_of(new, held) if in_blocks else 0)
+    kernels.few[Layout.of(held)] = FewRows(64, kernels.block_of(new, held) if in_blocks else 0)
     x = torch.randn(4, 64).bfloat16()
     torch.testing.assert_close(kernels.linear(x, held), torch.nn.functional.linear(x, new))
 
 
 def test_more_rows_and_other_arguments_use_torch(kernels: LinearKernels) -> None:
     weight = torch.randn(96, 64).bfloat16()
-    kernels.few[Form.of(weight)] = FewRows(4)
+    kernels.few[Layout.of(weight)] = FewRows(4)
     for x in (torch.randn(2, 2, 64), torch.randn(5, 64), torch.randn(0, 64), torch.randn(64, 3).t()):
         x = x.bfloat16()
         for out in (None, torch.empty(*x.shape[:-1], 96).bfloat16()):

@@ -52,8 +52,7 @@ def test_every_operation_replays_what_it_computes(cpu: hal.Backend) -> None:
 def check_replay(cpu: hal.Backend, operation: Operation, arguments: list[Any], what: str) -> None:
     arguments = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
     floating = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
-
-    first = floating[0] if floating else None
+    first = next(iter(floating), object())
 
     def function() -> list[Tensor]:
         results = operation.function(*[value * 1 if value is first else value for value in arguments])

@@ -14,6 +14,7 @@ from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 from hal.errors import DriverUnavailable
+from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 7, 64, 65)
@@ -67,52 +68,39 @@ def sums(x: Tensor, weight: Tensor) -> Tensor:
     return x.long() @ weight.long().t()
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_scales_of_rows(rows: int, kernels: Int8Kernels) -> None:
+def test_sums_are_exact(rows: int, static: bool, kernels: Int8Kernels) -> None:
     torch.manual_seed(0)
     for out, width in SIZES:
-        scale = torch.rand(2 * out)[::2] * 1e-2  # not contiguous either
+        scale = torch.rand(2 * out, 1)[::2] * 1e-2  # not contiguous either
         for x, weight in drawn(rows, out, width):
-            row_scale = torch.rand(rows) * 1e-1
+            x_scale = None if static else torch.rand(rows) * 1e-1
+            integers = torch.randint(-(1 << 30), 1 << 30, (out,)).to(torch.int32)
             for dtype in DTYPES:
-                for bias in (None, torch.randn(out), torch.randn(out).to(dtype)):
-                    expected = sums(x, weight).float() * scale * row_scale.unsqueeze(-1)
-                    expected = (expected if bias is None else expected + bias).to(dtype)
+                for bias in (None, integers) if static else (None, torch.randn(out), torch.randn(out).to(dtype)):
+                    total = sums(x, weight) + integers if static and bias is not None else sums(x, weight)
+                    expected = total.float() * scale.view(-1)
+                    if x_scale is not None:
+                        expected *= x_scale.unsqueeze(-1)
+                        expected += 0 if bias is None else bias
+                    given = x, weight, bias, scale, None, x_scale, dtype, INT8_STATIC if static else INT8_DYNAMIC
 
-                    def call(x=x, weight=weight, bias=bias, dtype=dtype, row_scale=row_scale, scale=scale) -> Tensor:
-                        return kernels.quant_linear_dynamic(x, row_scale, weight, scale, bias, dtype)
+                    def call(given=given) -> Tensor:
+                        return kernels.linear(*given)
 
                     assert in_cpp(kernels, call) == (rows <= MOST_ROWS)
-                    assert same(call(), expected), f"{out} x {width}, {dtype}"
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_one_scale_of_all_rows(rows: int, kernels: Int8Kernels) -> None:
-    torch.manual_seed(0)
-    for out, width in SIZES:
-        scale = torch.rand(out) * 1e-3
-        for x, weight in drawn(rows, out, width):
-            for dtype in DTYPES:
-                for added in (None, torch.randint(-(1 << 30), 1 << 30, (out,)).to(torch.int32)):
-                    total = sums(x, weight) if added is None else sums(x, weight) + added
-                    expected = (total.float() * scale).to(dtype)
-
-                    def call(x=x, weight=weight, added=added, dtype=dtype, scale=scale) -> Tensor:
-                        return kernels.quant_linear_static(x, weight, scale, added, dtype)
-
-                    assert in_cpp(kernels, call) == (rows <= MOST_ROWS)
-                    assert same(call(), expected), f"{out} x {width}, {dtype}"
+                    assert same(call(), expected.to(dtype)), f"{out} x {width}, {dtype}"
 
 
 def test_leading_dimensions_and_given_results(kernels: Int8Kernels) -> None:
     torch.manual_seed(0)
     x, weight = torch.randint(-128, 128, (2, 3, 70)).to(torch.int8), torch.randint(-128, 128, (40, 70)).to(torch.int8)
-    scale, row_scale, out = torch.rand(40), torch.rand(2, 3), torch.empty(2, 3, 40)
-    found = kernels.quant_linear_dynamic(x, row_scale, weight, scale, None, torch.float32, out=out)
-    assert found is out
-    assert same(out, sums(x, weight).float() * scale * row_scale.unsqueeze(-1))
-    assert kernels.quant_linear_static(x, weight, scale, None, torch.float32, out=out) is out
-    assert same(out, sums(x, weight).float() * scale)
+    scale, out = torch.rand(40, 1), torch.empty(2, 3, 40)
+    for x_scale, form in ((torch.rand(2, 3), INT8_DYNAMIC), (None, INT8_STATIC)):
+        assert kernels.linear(x, weight, None, scale, None, x_scale, torch.float32, form, out=out) is out
+        expected = sums(x, weight).float() * scale.view(-1)
+        assert same(out, expected if x_scale is None else expected * x_scale.unsqueeze(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -152,5 +140,5 @@ def test_a_row_that_is_not_finite(broken: float, kernels: Int8Kernels) -> None:
     assert same(numbers[::2], expected)
     assert same(scale[::2], others)
     ones = torch.ones(4, 70, dtype=torch.int8)
-    found = kernels.quant_linear_dynamic(numbers, scale, ones, torch.ones(4), None, torch.float32)
+    found = kernels.linear(numbers, ones, None, torch.ones(4, 1), None, scale, torch.float32, INT8_DYNAMIC)
     assert found.isfinite().all(-1).tolist() == [True, False, True]

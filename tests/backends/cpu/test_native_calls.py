@@ -8,7 +8,7 @@ import pytest
 import torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.native_calls import NativeCalls
-from hal.backends.cpu.packing import Measured
+from hal.backends.cpu.packing import FewRows, Layout, Measured
 from hal.backends.cpu.tape import Tape
 from torch import Tensor
 
@@ -16,6 +16,9 @@ import hal
 from hal import ops
 from hal.device.graph import Graph
 from hal.errors import OperationError
+from hal.ops import Draw
+from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC, drawn_input, drawn_weight
+from hal.ops.forms import FLOAT, Form, dequantize
 
 
 @pytest.fixture(scope="module")
@@ -123,23 +126,55 @@ def test_the_layers_of_a_model_run_as_one(trained: Path, monkeypatch: pytest.Mon
     assert max(found) > 10 * len(model.states)
 
 
-def test_a_kernel_that_reads_values_runs_in_python(native: hal.Backend) -> None:
+@pytest.mark.parametrize("form", [FLOAT, Form("int8"), Form("int4", columns=32), INT8_DYNAMIC, INT8_STATIC], ids=str)
+def test_a_replay_calls_the_kernel_of_a_form(form: Form, native: hal.Backend) -> None:
+    """The choice by the weight's form is made once."""
+    draw = Draw(torch.bfloat16)
+    weight, scale, _ = (draw.normal(40, 64), None, None) if form == FLOAT else drawn_weight(draw, form, 40, 64)
+    (x, x_scale), ids = drawn_input(draw, form, 3, 64), torch.tensor([5, 39])
+    dtype = None if x.is_floating_point() else torch.bfloat16
+    kernel = native.kernels["linear"].taking(FLOAT).__self__  # type: ignore[attr-defined]
+    kernel.few[Layout.of(weight)] = FewRows(64)
+    native.activate()
+    stacked, of_experts, counts = weight[None], None if scale is None else scale[None], torch.tensor([3])
+
+    def step() -> list[Tensor]:
+        found = [ops.linear(x, weight, None, scale, None, x_scale, dtype, form)]
+        if not form.exact:  # Those of experts are torch's.
+            found.append(ops.grouped_linear(x, stacked, counts, None, of_experts, None, x_scale, dtype, form))
+            if form != FLOAT:
+                found.append(ops.embedding(ids, weight, scale, None, torch.bfloat16, form))
+        return found
+
+    graph = native.graph()
+    outputs = graph.capture(step)
+    assert pieces(graph) == [len(outputs)]
+    ids.sub_(5)
+    x.copy_(drawn_input(draw, form, 3, 64)[0])
+    graph.replay()
+    for output, expected in zip(outputs, step(), strict=True):
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(("rows", "form"), [(70, Form("int8", columns=32)), (3, INT8_STATIC)])
+def test_a_kernel_that_reads_values_runs_in_python(rows: int, form: Form, native: hal.Backend) -> None:
     """So many rows of an expert are torch's. When the call is noted, later calls have overwritten its counts."""
-    x, weight, scale = torch.randn(70, 32), torch.randint(-9, 9, (1, 8, 32), dtype=torch.int8), torch.ones(1, 8, 1)
-    number = torch.tensor([70])
+    draw = Draw()
+    weight, scale, _ = drawn_weight(draw, form, 1, 8, 32)
+    x, number = drawn_input(draw, form, rows, 32)[0], torch.tensor([rows])
 
     def step() -> Tensor:
         counts = number + 0
-        result = ops.weight_only_grouped_linear(x, weight, scale, None, counts, None, 32)
+        result = ops.grouped_linear(x, weight, counts, None, scale, None, None, torch.float32, form)
         counts.fill_(2**40)
         return result
 
     graph = native.graph()
     output = graph.capture(step)
     assert 0 in pieces(graph)
-    x.normal_()
+    x.copy_(drawn_input(draw, form, rows, 32)[0])
     graph.replay()
-    torch.testing.assert_close(output, x @ weight[0].float().T)
+    torch.testing.assert_close(output, x.float() @ dequantize(form, weight[0], scale[0]).T)
 
 
 def test_what_torch_computes_is_right_before_a_replay(native: hal.Backend) -> None:
@@ -147,6 +182,7 @@ def test_what_torch_computes_is_right_before_a_replay(native: hal.Backend) -> No
     torch.manual_seed(0)
     x, weight, scale = torch.randn(70, 64), torch.randint(-9, 9, (40, 64), dtype=torch.int8), torch.rand(40, 2)
     torch.full((1 << 20,), float("nan"))  # leaves NaN in freed memory
-    output = native.graph().capture(lambda: ops.weight_only_linear(x, weight, scale, None, None, 32))
+    form = Form("int8", columns=32)
+    output = native.graph().capture(lambda: ops.linear(x, weight, None, scale, form=form))
     expected = x @ (weight * scale.repeat_interleave(32, 1)).T
     torch.testing.assert_close(output, expected)

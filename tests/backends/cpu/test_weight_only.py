@@ -11,15 +11,14 @@ from hal.backends.cpu import low_bits
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.weight_only_kernels import WeightOnlyKernels
-from helpers.low_bits import E2M1
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
 from hal.errors import OperationError
 from hal.ops import Draw
-from hal.ops.experts import mxfp4
-from hal.ops.weight_only import dequantize
+from hal.ops.form_samples import drawn_input, drawn_weight
+from hal.ops.forms import Form, dequantize, float8_bits
 
 SIZES = (
     (96, 64, 32),
@@ -33,6 +32,8 @@ SIZES = (
     (24, 608, 32),
     (20, 40, 5),
 )
+FLOAT4 = Form("float4", columns=32, scales="e8m0")
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 ROWS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 64)
 INTEGERS = 64 if "avx512_vnni" in processor_flags() else 0
 """Rows of x up to which x is rounded to integers."""
@@ -54,6 +55,25 @@ def weights(bits: int, out: int, width: int) -> Tensor:
     return torch.randint(-(1 << 31), 1 << 31, (out, width // 8)).to(torch.int32)
 
 
+def multiplied(
+    kernels: WeightOnlyKernels,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    group: int,
+    *,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    form = of_weight(weight, group)
+    return kernels.linear(x, weight, bias, scale, zero, None, None, form, out=out)
+
+
+def of_weight(weight: Tensor, group: int) -> Form:
+    return Form("int8" if weight.dtype is torch.int8 else "int4", columns=group, zero_points=True)
+
+
 def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, as_integers: int) -> None:
     """Compare with products of dequantized weights in float64.
 
@@ -71,8 +91,8 @@ def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, as_integ
             bias = (None, torch.randn(out).to(dtype), torch.randn(out))[number % 3]
             x = torch.randn(rows, 2 * width + 1).to(dtype)[:, :width]
             x = x if number % 2 else x.contiguous()
-            found = kernels.weight_only_linear(x, weight, scale, zero, bias, group)
-            wide = dequantize(weight, scale, zero, group).double()
+            found = multiplied(kernels, x, weight, scale, group, zero=zero, bias=bias)
+            wide = dequantize(of_weight(weight, group), weight, scale, zero).double()
             expected = x.double() @ wide.t() + (0 if bias is None else bias.double())
             sizes = x.double().abs() @ wide.abs().t()
             exact = rows <= as_integers and group not in (5, 160) and (group != 16 or bits == 8)
@@ -114,7 +134,7 @@ def test_what_is_not_finite_stays_in_its_row(
     x, weight, scale = torch.randn(rows, 256).bfloat16(), weights(4, 64, 256), torch.ones(64, 2)
     x[1, 200] = broken
     for each in (kernels, tiles):
-        found = each.weight_only_linear(x, weight, scale, None, None, 128)
+        found = multiplied(each, x, weight, scale, 128)
         assert found[0].isfinite().all()
         assert not found[1].isfinite().any()
 
@@ -129,9 +149,9 @@ def test_a_large_element_changes_its_block_only(
     weight[:, :128] = 0
     for each in (kernels, tiles):
         x = torch.randn(rows, 1024).bfloat16()
-        expected = each.weight_only_linear(x, weight, scale, None, None, 1024)
+        expected = multiplied(each, x, weight, scale, 1024)
         x[-1, 0] = 1e4
-        assert torch.equal(each.weight_only_linear(x, weight, scale, None, None, 1024), expected)
+        assert torch.equal(multiplied(each, x, weight, scale, 1024), expected)
 
 
 def test_others_use_torch(kernels: WeightOnlyKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +159,9 @@ def test_others_use_torch(kernels: WeightOnlyKernels, monkeypatch: pytest.Monkey
     weight, scale = weights(8, 40, 64), torch.rand(40, 2)
     monkeypatch.delattr(low_bits, "dequantize")
     for x in (torch.randn(65, 64), torch.randn(0, 64)):
-        expected = x @ dequantize(weight, scale, None, 32).t()
+        expected = x @ dequantize(of_weight(weight, 32), weight, scale).t()
         for out in (None, torch.empty(x.shape[0], 40)):
-            torch.testing.assert_close(kernels.weight_only_linear(x, weight, scale, None, None, 32, out=out), expected)
+            torch.testing.assert_close(multiplied(kernels, x, weight, scale, 32, out=out), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -154,40 +174,35 @@ def test_lookups_round_once(dtype: torch.dtype, kernels: WeightOnlyKernels) -> N
             zeros = torch.randint(-8, 8, (vocabulary, groups))
             zero = (None, zeros.to(torch.int8), zeros.float() + 0.25)[(place + bits) % 3]
             ids = torch.randint(0, vocabulary, (place * 30,), dtype=(torch.int64, torch.int32)[place % 2])
-            found = kernels.weight_only_embedding(ids, weight, scale, zero, width, group, dtype)
-            assert torch.equal(found, dequantize(weight, scale, zero, group).to(dtype)[ids.long()])
+            form = of_weight(weight, group)
+            found = kernels.embedding(ids, weight, scale, zero, dtype, form)
+            assert torch.equal(found, dequantize(form, weight, scale, zero).to(dtype)[ids.long()])
 
 
 @pytest.mark.parametrize("token", [-1, 40])
 def test_tokens_outside_the_table_are_refused(token: int, kernels: WeightOnlyKernels) -> None:
     ids, weight, scale = torch.tensor([3, token]), weights(8, 40, 64), torch.rand(40, 2)
     with pytest.raises(OperationError, match=f"outside the table of 40 rows: {min(3, token)} to {max(3, token)}"):
-        kernels.weight_only_embedding(ids, weight, scale, None, 64, 32, torch.float32)
-    with pytest.raises(OperationError, match="weight_only_embedding was given"):
-        kernels.weight_only_embedding(ids[:1], weight, scale, None, 64, 16, torch.float32)
+        kernels.embedding(ids, weight, scale, None, torch.float32, Form("int8", columns=32))
+    with pytest.raises(OperationError, match="embedding was given"):
+        kernels.embedding(ids[:1], weight, scale, None, torch.float32, Form("int8", columns=16))
 
 
 def check_experts(kernels: WeightOnlyKernels, dtype: torch.dtype) -> None:
     """Each expert gives what its own product gives, also one with more rows than a call of the kernel takes."""
     counts = torch.tensor([3, 0, 70, 1])
-    for kind in (8, 4, "mxfp4"):
+    for form in (Form("int8", columns=32, zero_points=True), Form("int4", columns=32, zero_points=True), FLOAT4):
         draw = Draw(dtype, seed=1)
         x, bias = draw.normal(75, 96), draw.normal(4, 40).float()
         x[74] = float("nan")  # beyond the counts
-        if kind == "mxfp4":
-            weight, scale = mxfp4.float4_groups(draw, 4, 40, 96)
-            wide = mxfp4.widen(weight, scale)
-            found = kernels.mxfp4_grouped_linear(x, weight, scale, counts, bias)
-        else:
-            weight = torch.stack([weights(int(kind), 40, 96) for _ in range(4)])
-            scale, zero = torch.rand(4, 40, 3), torch.randint(-8, 8, (4, 40, 3)).to(torch.int8)
-            wide = torch.stack([dequantize(*each, 32) for each in zip(weight, scale, zero, strict=True)])
-            found = kernels.weight_only_grouped_linear(x, weight, scale, zero, counts, bias, 32)
+        weight, scale, zero = drawn_weight(draw, form, 4, 40, 96)
+        wide = dequantize(form, weight, scale, zero)
+        found = kernels.grouped_linear(x, weight, counts, bias, scale, zero, None, None, form)
         for expert, part in enumerate(x[:74].split(counts.tolist())):
             expected = part.double() @ wide[expert].double().t() + bias[expert].double()
             sizes = part.double().abs() @ wide[expert].double().abs().t() + 1
             difference = found[:74].split(counts.tolist())[expert].double() - expected
-            assert (difference.abs() <= max(torch.finfo(dtype).eps, 2e-4) * sizes).all(), (kind, expert)
+            assert (difference.abs() <= max(torch.finfo(dtype).eps, 2e-4) * sizes).all(), (form, expert)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -199,47 +214,60 @@ def test_experts(dtype: torch.dtype, kernels: WeightOnlyKernels) -> None:
 def test_every_number_of_float4_and_every_exponent(name: str, request: pytest.FixtureRequest) -> None:
     """Of one row and of many, with and without products of integers; powers of two are exact."""
     kernels: WeightOnlyKernels = request.getfixturevalue(name)
-    weight = torch.arange(256, dtype=torch.uint8).view(1, 1, 256)
+    weight = torch.arange(256, dtype=torch.uint8).view(1, 256)
     numbers = torch.tensor(E2M1)[torch.stack((weight & 15, weight >> 4), -1).flatten().long()]
     for rows, exponent in ((2, 127), (33, 127), (33, 120), (2, 130)):
-        scale = torch.full((1, 1, 16), exponent, dtype=torch.uint8)
+        scale = torch.full((1, 16), exponent, dtype=torch.uint8)
         for dtype in (torch.bfloat16, torch.float32):
             for chosen in torch.eye(512, dtype=dtype).split(rows)[:: 1 if rows > 2 else 16]:
-                found = kernels.mxfp4_grouped_linear(chosen, weight, scale, torch.tensor([len(chosen)]), None)
+                found = kernels.linear(chosen, weight, None, scale, None, None, None, FLOAT4)
                 assert torch.allclose(
                     found.float()[:, 0], chosen.float() @ numbers * 2.0 ** (exponent - 127), rtol=1e-4
                 )
-    exponents = torch.arange(1, 254, dtype=torch.uint8).view(1, -1, 1)
-    ones = torch.full((1, 253, 16), 0x22, dtype=torch.uint8)
+    exponents = torch.arange(1, 254, dtype=torch.uint8).view(-1, 1)
+    ones = torch.full((253, 16), 0x22, dtype=torch.uint8)
     x = torch.zeros(1, 32)
     x[0, 5] = 1
-    found = kernels.mxfp4_grouped_linear(x, ones, exponents, torch.tensor([1]), None)
+    found = kernels.linear(x, ones, None, exponents, None, None, None, FLOAT4)
     assert torch.equal(found[0].double(), 2.0 ** (exponents.double().flatten() - 127))
 
 
 def test_counts_beyond_the_rows_are_refused(kernels: WeightOnlyKernels) -> None:
-    weight, scale = mxfp4.float4_groups(Draw(seed=1), 2, 8, 32)
+    weight, scale, _ = drawn_weight(Draw(seed=1), FLOAT4, 2, 8, 32)
     for counts in ([2, 2], [-1, 1]):
-        with pytest.raises(OperationError, match="mxfp4_grouped_linear: the experts have"):
-            kernels.mxfp4_grouped_linear(torch.ones(3, 32), weight, scale, torch.tensor(counts), None)
+        with pytest.raises(OperationError, match="grouped_linear: the experts have"):
+            kernels.grouped_linear(
+                torch.ones(3, 32), weight, torch.tensor(counts), None, scale, None, None, None, FLOAT4
+            )
 
 
-def test_a_tape_replays_them_without_python() -> None:
-    from hal.backends.cpu.native_calls import NativeCalls
-
-    backend = hal.open({"backend": "cpu", "options": {"native": True}})
-    x, weight, scale = torch.randn(2, 128).bfloat16(), weights(4, 64, 128), torch.rand(64, 1)
-    graph = backend.graph()
-    token_ids = torch.tensor([5, 63])
-    rows, output = graph.capture(
-        lambda: (
-            hal.ops.weight_only_embedding(token_ids, weight, scale, None, 128, 128, torch.bfloat16),
-            hal.ops.weight_only_linear(x, weight, scale, None, None, 128),
-        )
-    )
-    assert [type(call) for call in graph._calls] == [NativeCalls]  # type: ignore[attr-defined]
-    x.normal_()
-    token_ids.sub_(5)
-    graph.replay()
-    assert torch.equal(rows, dequantize(weight, scale, None, 128).bfloat16()[[0, 58]])
-    assert torch.equal(output, hal.ops.weight_only_linear(x, weight, scale, None, None, 128))
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("int8", zero_points=True, inputs="int8"),
+        Form("int8", rows=2, columns=32),
+        Form("int4", columns=32, zero_points=True, inputs="static_int8"),
+        Form("float8", rows=0, inputs="int8"),
+        Form("float4", columns=16, scales="e4m3"),
+    ],
+    ids=str,
+)
+def test_forms_that_no_sample_has(form: Form, native: bool) -> None:
+    kernels, draw = hal.open({"backend": "cpu", "options": {"native": native}}).kernels, Draw(torch.float32)
+    weight, scale, zero = drawn_weight(draw, form, 2, 40, 64)
+    scale = float8_bits(scale * 64) if form.scales == "e4m3" else scale
+    (x, x_scale), bias, ids = drawn_input(draw, form, 9, 64), draw.normal(2, 40), torch.tensor([39, 0, 2])
+    given = bias, scale, zero, x_scale, torch.float32, form
+    wide = dequantize(form, weight, scale, zero)
+    expected = x.float() @ wide.transpose(1, 2) * (1 if x_scale is None else x_scale.unsqueeze(-1)) + bias.unsqueeze(1)
+    own = [each if each is None else each[0] for each in (weight, bias, scale, zero)]
+    for found, right in (
+        (kernels["linear"](x, *own, x_scale, torch.float32, form), expected[0]),
+        (
+            kernels["grouped_linear"](x, weight, torch.tensor([4, 5]), *given),
+            torch.cat((expected[0, :4], expected[1, 4:])),
+        ),
+        (kernels["embedding"](ids, own[0], *own[2:], torch.float32, form), wide[0, ids]),
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
