@@ -97,7 +97,7 @@ class CpuBackend(Backend):
             distributed="gloo",
         )
         self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
-        few_rows = getattr(self.kernels["linear"].taking(FLOAT), "__self__", None)  # type: ignore[attr-defined]
+        few_rows = native["linear"].taking(FLOAT).__self__ if native else None  # type: ignore[attr-defined]
         self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
 
@@ -177,7 +177,7 @@ class CpuDriver(Driver):
     """The CPU driver. It is always available, and ``auto`` tries it last."""
 
     name = "cpu"
-    api_version = (3, 0)
+    api_version = (4, 0)
     priority = 0
 
     def probe(self) -> Probe:

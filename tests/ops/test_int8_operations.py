@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy
 import pytest
 import torch
-from hal.backends.cpu import kernels
 from torch import Tensor
 
 import hal
 from hal import ops
 from hal.ops import Draw
+from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +32,24 @@ def each_seed(count: int) -> pytest.MarkDecorator:
 def rounded(value: Fraction) -> int:
     """Round to the nearest integer, half to even, and convert to int8."""
     return min(127, max(-128, round(value)))  # Python rounds half to even.
+
+
+def static(
+    run: Callable[..., Tensor], x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return run(x, weight, bias, scale.unsqueeze(-1), None, None, dtype, INT8_STATIC)
+
+
+def dynamic(
+    run: Callable[..., Tensor],
+    x: Tensor,
+    by_token: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return run(x, weight, bias, scale.unsqueeze(-1), None, by_token, dtype, INT8_DYNAMIC)
 
 
 def int8s(draw: Draw, *shape: int) -> Tensor:
@@ -97,7 +116,7 @@ class TestDynamicQuantize:
         x[1, 3] = bad
         quantized, scale = cpu.ops.dynamic_quantize(x)
         weight, ones = int8s(Draw(), 8, 16), torch.ones(8)
-        found = cpu.ops.quant_linear_dynamic(quantized, scale, weight, ones, None, torch.float32)
+        found = dynamic(cpu.ops.linear, quantized, scale, weight, ones, None, torch.float32)
         assert not found[1].isfinite().any()
         assert found[0::2].isfinite().all()
 
@@ -125,19 +144,18 @@ class TestProjections:
         """Reference and kernel are equal bit for bit: sums in 64 bits, and the declared float32 operations in order."""
         x, weight, bias, scale, by_token = self.drawn(seed)
         exact = x.numpy().astype(numpy.int64) @ weight.numpy().astype(numpy.int64).T
-        static, dynamic = ops.operation("quant_linear_static"), ops.operation("quant_linear_dynamic")
         for added in (None, bias):
             sums = exact if added is None else exact + added.numpy()
             right = torch.from_numpy(sums.astype(numpy.float32) * scale.numpy()).to(dtype)
-            for run in (static.reference, cpu.ops.quant_linear_static):
-                found = run(x, weight, scale, added, dtype)
+            for run in (ops.operation("linear").reference, cpu.ops.linear):
+                found = static(run, x, weight, scale, added, dtype)
                 assert found.dtype == dtype
                 assert torch.equal(found, right)
         for add in (None, bias.float() / 2**28, (bias.float() / 2**28).to(dtype)):
             values = exact.astype(numpy.float32) * scale.numpy() * by_token.numpy()[:, None]
             right = torch.from_numpy(values if add is None else values + add.float().numpy()).to(dtype)
-            for run in (dynamic.reference, cpu.ops.quant_linear_dynamic):
-                assert torch.equal(run(x, by_token, weight, scale, add, dtype), right)
+            for run in (ops.operation("linear").reference, cpu.ops.linear):
+                assert torch.equal(dynamic(run, x, by_token, weight, scale, add, dtype), right)
 
     def test_the_widest_sums_do_not_overflow(self, cpu: hal.Backend) -> None:
         """16384 extreme products stay below 2 ** 31, far beyond the integers that float32 represents."""
@@ -148,27 +166,23 @@ class TestProjections:
             x[0, 0] += 1 if first < 0 else -1
             bias = torch.full((3,), -first * second * width, dtype=torch.int32)
             one = torch.ones(3)
-            found = cpu.ops.quant_linear_static(x, weight, one, bias, torch.float32)
+            found = static(cpu.ops.linear, x, weight, one, bias, torch.float32)
             assert found.tolist() == [[second if first < 0 else -second] * 3]
 
     @pytest.mark.parametrize("shape", [(1, 64), (1, 1), (5, 1), (3, 64)], ids=str)
     def test_strides_that_could_be_either_dimensions(self, cpu: hal.Backend, shape: tuple[int, int]) -> None:
         tokens, width = shape
         x, weight = int8s(Draw(), width, tokens).t(), int8s(Draw(seed=1), 8, width)
-        found = cpu.ops.quant_linear_static(x, weight, torch.ones(8), None, torch.float32)
+        found = static(cpu.ops.linear, x, weight, torch.ones(8), None, torch.float32)
         assert torch.equal(found, (x.int() @ weight.int().t()).float())
 
     def test_more_dimensions(self, cpu: hal.Backend) -> None:
         draw = Draw()
         x, weight, scale = int8s(draw, 2, 3, 64), int8s(draw, 8, 64), torch.rand(8)
         by_token = torch.rand(2, 3)
-        flat = cpu.ops.quant_linear_dynamic(x.flatten(0, 1), by_token.flatten(), weight, scale, None, torch.float32)
-        found = cpu.ops.quant_linear_dynamic(x, by_token, weight, scale, None, torch.float32)
+        flat = dynamic(cpu.ops.linear, x.flatten(0, 1), by_token.flatten(), weight, scale, None, torch.float32)
+        found = dynamic(cpu.ops.linear, x, by_token, weight, scale, None, torch.float32)
         assert torch.equal(found, flat.view(2, 3, 8))
-
-    def test_the_kernels_serve_where_torch_multiplies_exactly(self, cpu: hal.Backend) -> None:
-        served = {"quant_linear_static", "quant_linear_dynamic"} & set(cpu.kernels)
-        assert len(served) == (2 if kernels.multiplies_int8() else 0)
 
     @each_seed(4)
     def test_a_float_projection_is_recovered(self, cpu: hal.Backend, seed: int) -> None:
@@ -185,13 +199,11 @@ class TestProjections:
         offset = (-128 - low / x_scale).round().to(torch.int32)
         deq_scale = x_scale * weight_scale
         quant_bias = (bias / deq_scale).round().to(torch.int32) - offset * integers.int().sum(-1, dtype=torch.int32)
-        static = cpu.ops.quant_linear_static(
-            cpu.ops.quantize(x, x_scale, offset), integers, deq_scale, quant_bias, torch.float32
+        by_scale = static(
+            cpu.ops.linear, cpu.ops.quantize(x, x_scale, offset), integers, deq_scale, quant_bias, torch.float32
         )
-        dynamic = cpu.ops.quant_linear_dynamic(
-            *cpu.ops.dynamic_quantize(x), integers, weight_scale, bias, torch.float32
-        )
-        for found in (static, dynamic):
+        by_row = dynamic(cpu.ops.linear, *cpu.ops.dynamic_quantize(x), integers, weight_scale, bias, torch.float32)
+        for found in (by_scale, by_row):
             assert ((found - right).square().mean() / right.square().mean()).sqrt() < 0.02
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -202,8 +214,8 @@ class TestProjections:
         input_scale = torch.full((64,), 0.02)
 
         def step() -> tuple[Tensor, Tensor]:
-            static = ops.quant_linear_static(ops.quantize(x, input_scale, None), weight, scale, None, dtype)
-            return static, ops.quant_linear_dynamic(*ops.dynamic_quantize(x), weight, scale, None, dtype)
+            by_scale = static(ops.linear, ops.quantize(x, input_scale, None), weight, scale, None, dtype)
+            return by_scale, dynamic(ops.linear, *ops.dynamic_quantize(x), weight, scale, None, dtype)
 
         graph = cpu.graph()
         found = graph.capture(step)
@@ -231,15 +243,15 @@ def test_fused_ones_are_their_parts(cpu: hal.Backend, dtype: torch.dtype, way: s
         assert torch.equal(got, right)
 
 
-@pytest.mark.parametrize("name", ["quant_linear_static", "quant_linear_dynamic"])
-def test_a_dtype_goes_through_a_trace(cpu: hal.Backend, name: str) -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_dtype_goes_through_a_trace(cpu: hal.Backend, fixed: bool) -> None:
     """The dtype is an argument of the node, and one compilation serves any size."""
     weight, scale = int8s(Draw(), 8, 64), torch.rand(8)
 
     def run(x: Tensor, by_token: Tensor) -> Tensor:
-        if name == "quant_linear_static":
-            return ops.quant_linear_static(x, weight, scale, None, torch.bfloat16)
-        return ops.quant_linear_dynamic(x, by_token, weight, scale, None, torch.bfloat16)
+        if fixed:
+            return static(ops.linear, x, weight, scale, None, torch.bfloat16)
+        return dynamic(ops.linear, x, by_token, weight, scale, None, torch.bfloat16)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (1, 4, 9):
