@@ -189,10 +189,10 @@ class LayerFilling:
                 for argument, value in moved.items():
                     getattr(self.module, names[argument]).copy_(value)
                 continue
-            given = {name: getattr(self.module, name) for name in ops.operation(use.operation).weights}
-            held = {each: given.get(each) for each in given} if use.form != FLOAT else {}
-            held |= {each: getattr(self.module, name) for each, name in names.items()}
-            backend.replace_weights({each: value for each, value in held.items() if value is not None}, moved, use)
+            held = {each: getattr(self.module, name) for each, name in names.items()}
+            if use.form != FLOAT and self.module.weight_zero_point is not None:  # perhaps one that the backend added
+                held["weight_zero_point"] = self.module.weight_zero_point  # type: ignore[assignment]
+            backend.replace_weights(held, moved, use)
         tied = self._tied_use
         if tied is not None and (prepared := getattr(self.module, tied.attribute)) is not None:
             use, argument = WeightUse(tied.consumer.operation, self._computing, shared=True), tied.consumer.argument

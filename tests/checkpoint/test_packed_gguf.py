@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hal
 from hal.device.group import Group
-from hal.errors import CheckpointError, ConfigError
+from hal.errors import CheckpointError
 from hal.nn import CausalLM, GroupedLinear
 from hal.parallel import Mesh
 from hal.quantization.forms import NAMES
@@ -143,11 +143,14 @@ def test_ranks_cut_blocks(cpu: hal.Backend, tmp_path: Path) -> None:
         assert error(joined, layer(x, *counts)) < 1e-5, path
 
 
-def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
+def test_ranks_cut_inside_blocks(cpu: hal.Backend, tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **{**WITHOUT_BIAS, "intermediate_size": 96})
-    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0")
-    with pytest.raises(ConfigError, match=r"down_proj.scales: a cut between 2 ranks at element 48 .* group of 32"):
-        load(file, Mesh(tensor=Group("pair", 1, 2, object())))
+    file = write_gguf(folder, tmp_path / "model.gguf", kind="Q4_1")
+    path = "model.layers.1.mlp.down_proj"
+    whole = kept_layers(load(file))[path]
+    parts = [kept_layers(load(file, Mesh(tensor=Group("pair", rank, 2, object()))))[path] for rank in range(2)]
+    assert {each.form.columns for each in parts} == {16}
+    assert error(torch.cat([wide(each) for each in parts], -1), wide(whole)) < 1e-6
 
 
 @pytest.mark.parametrize("weights", ["kept", "auto", "w8a16"])

@@ -343,8 +343,8 @@ class TestLists:
         assert result.exit_code == 0, result.exception
         lines = {line.split()[0]: line for line in result.stdout.splitlines() if line}
         assert lines["good"].split() == ["good", "*", "yes", "5", "4.0"]
-        assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "3.0"]
-        assert lines["absent"].split()[:4] == ["absent", "no", "20", "3.0"]
+        assert lines["cpu"].split()[:4] == ["cpu", "yes", "0", "4.0"]
+        assert lines["absent"].split()[:4] == ["absent", "no", "20", "4.0"]
         assert "there is no [card]" in lines["absent"]
         assert "around the corner buy one of those at the shop" in lines["absent:"], "nothing is truncated or wrapped"
         assert "bus error" in lines["raisesinprobe"]
@@ -389,7 +389,7 @@ class TestLists:
             "name": "good",
             "available": True,
             "priority": 5,
-            "api_version": "3.0",
+            "api_version": "4.0",
             "reason": "",
             "hint": "",
         }
@@ -449,10 +449,10 @@ class TestLists:
     def test_the_drivers_that_come_with_hal(self) -> None:
         """Without torch_npu, the NPU driver reports that it is missing, and auto chooses the CPU."""
         _, npu, cuda, cpu, *below = (re.sub(" {2,}", "  ", line) for line in run("backends").stdout.splitlines())
-        assert npu == "npu  no  20  3.0  torch_npu is not installed"
+        assert npu == "npu  no  20  4.0  torch_npu is not installed"
         assert "npu: pip install torch-npu" in "\n".join(below)
-        assert cuda.startswith(("cuda  no  10  3.0  ", "cuda *  yes  10  3.0  "))
-        assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  3.0  ")
+        assert cuda.startswith(("cuda  no  10  4.0  ", "cuda *  yes  10  4.0  "))
+        assert cpu.startswith("cpu" + ("  " if "yes" in cuda else " *  ") + "yes  0  4.0  ")
 
 
 class TestEmulate:

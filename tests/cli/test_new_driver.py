@@ -149,7 +149,7 @@ def test_the_templates_are_in_the_package(repository: Path) -> None:
 @thorough(PROCESSES)
 def test_installed_it_is_found(installed: Installed) -> None:
     (row,) = [line for line in installed.hal("backends").splitlines() if line.startswith(NAME)]
-    assert row.split()[:4] == [NAME, "yes", "-1", "3.0"]
+    assert row.split()[:4] == [NAME, "yes", "-1", "4.0"]
     assert "uses the CPU" in row
     header, *rows = installed.hal("ops").splitlines()
     column = header.index(NAME)

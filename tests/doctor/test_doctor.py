@@ -341,7 +341,7 @@ def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
 @thorough(PROCESSES)
 def test_versions(everything: dict[str, Any]) -> None:
     acme, cpu = of(everything, "acme"), of(everything, "cpu")
-    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "3.0", 7)
+    assert (acme["package"], acme["version"], acme["api_version"], acme["priority"]) == ("acme", "1.0", "4.0", 7)
     assert (cpu["package"], cpu["version"]) == ("torch-hal", hal.__version__)
     assert everything["hal"] == hal.__version__
     assert everything["driver_api"] == ".".join(map(str, hal.API_VERSION))

@@ -144,7 +144,7 @@ QUERY, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens
         (
             "compressed-tensors/w8a8",
             lambda given: [each.zero_() for name, each in given.items() if name.endswith("input_zero_point")],
-            "none in place of its input_offset",
+            "none in place of its bias",
         ),
     ],
 )

@@ -50,9 +50,9 @@ def wrong_epsilon(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch_kernels.rms_norm(x, weight, 1e-5)
 
 
-def accumulates_in_half(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.dtype != torch.float16:
-        return torch.nn.functional.linear(x, weight, bias)
+def accumulates_in_half(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Any) -> Tensor:
+    if x.dtype != torch.float16 or others[0] is not None:
+        return torch_kernels.linear(x, weight, bias, *others)
     total = x.new_zeros(*x.shape[:-1], weight.shape[0])
     for column in range(x.shape[-1]):
         total = total + x[..., column, None] * weight[:, column]

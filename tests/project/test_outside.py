@@ -1,27 +1,22 @@
-"""Tests for models, operations, a compiler and a quantization scheme of a separate package, in all modes on the CPU."""
+"""Tests for models, operations and a compiler of a separate package, in all modes on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import toys
-from helpers.checkpoints import random_checkpoint, write_json
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
 from hal import ops
-from hal.checkpoint.loading import build_model
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import CausalLM, Linear, WeightUse
-from hal.quantization.scheme_registry import schemes
-from hal.quantize.quantize_checkpoint import quantize_checkpoint
+from hal.nn import WeightUse
 from hal.step import ALL
 
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
@@ -71,12 +66,10 @@ def test_every_operation_meets_its_declaration() -> None:
     toys.find_model("RecurrentForCausalLM")
     toys.find_model("LatentForCausalLM")
     toys.find_model("ExpertsForCausalLM")
-    schemes()
     own = [each for each in ops.catalogue().values() if each.namespace == "hal_toys"]
     assert sorted(each.name for each in own) == [
         "causal_conv",
         "expert_linear",
-        "int8_linear",
         "latent_attention",
         "linear_attention",
         "store_latent",
@@ -144,7 +137,8 @@ class Notes(hal.Backend):
 
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         self.told += [(name, use, weight.shape) for name, weight in weights.items()]
-        return {name: weight.clone() if use.operation == "expert_linear" else weight for name, weight in weights.items()}
+        own = use.operation == "expert_linear"
+        return {name: weight.clone() if own else weight for name, weight in weights.items()}
 
 
 def test_experts_are_stacked_merged_and_transposed(tmp_path: Path) -> None:
@@ -179,60 +173,3 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     wrong = r"3.down_transposed is missing; .*experts.2.up.weight is \[16, 31\], not \[16, 32\]"
     with pytest.raises(CheckpointError, match=wrong):
         hal.load_model(folder, hal.open("cpu"))
-
-
-@pytest.fixture
-def int8_weights(tmp_path: Path) -> tuple[Path, Path]:
-    """Return a Qwen3 whose linear layers have asymmetric int8 weights, and a dequantized one."""
-    folder = random_checkpoint(tmp_path / "plain", attention_bias=True)
-    quantized = quantize_checkpoint(folder, tmp_path / "int8", "w8a16").path
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
-    write_json(quantized / "config.json", config)
-    plain, int8 = (load_file(each / "model.safetensors") for each in (folder, quantized))
-    for name in plain:
-        if int8[name].dtype == torch.int8:
-            scale = int8[f"{name}_scale"]
-            zero = int8[f"{name}_zero_point"] = torch.arange(len(scale), dtype=torch.int8).unsqueeze(-1) % 7
-            plain[name] = (int8[name].float() - zero.float()) * scale
-    save_file(int8, quantized / "model.safetensors")
-    save_file(plain, folder / "model.safetensors")
-    return quantized, folder
-
-
-def logits(folder: Path, compiler: str) -> tuple[Tensor, CausalLM]:
-    backend = hal.open({"backend": "cpu", "compilation": {"compiler": compiler, "capture_sizes": [1]}})
-    model = hal.load_model(folder, backend)
-    with hal.Runner(model, backend) as runner:
-        rows = [runner.step(runner.batch([[1, 7, 30]], [[1]])).logits.clone()]
-        rows += [runner.step(runner.batch([[9 + at]], [[1]], cached=[3 + at])).logits.clone() for at in range(3)]
-    return torch.cat(rows), model
-
-
-@thorough(MODE, r"\[graph")
-@pytest.mark.parametrize("compiler", ["eager", "graph"])
-def test_a_scheme_of_another_package(int8_weights: tuple[Path, Path], compiler: str) -> None:
-    quantized, dequantized = int8_weights
-    found, model = logits(quantized, compiler)
-    assert found.shape[0] == 4
-    layers = [module for module in model.modules() if type(module).__name__ == "Int8Linear"]
-    assert len(layers) == 8
-    assert not [module for module in model.modules() if isinstance(module, Linear)]
-    assert all(layer.weight.dtype == torch.int8 and layer.weight_scale.dtype == torch.float32 for layer in layers)
-    torch.testing.assert_close(found, logits(dequantized, compiler)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_what_a_scheme_of_another_package_refuses(int8_weights: tuple[Path, Path], tmp_path: Path) -> None:
-    quantized, dequantized = int8_weights
-    stored = load_file(quantized / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight_scale"
-    save_file({**stored, name: stored[name][:-1].clone()}, quantized / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{name} is \[31, 1\], not \[32, 1\]"):
-        build_model(hal.Checkpoint.open(quantized))
-    with pytest.raises(ConfigError, match=r"(?s)unknown scheme 'int8_weights'.*w8a8"):
-        quantize_checkpoint(dequantized, tmp_path / "out", "int8_weights")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 2
-    write_json(quantized / "config.json", config)
-    with pytest.raises(ConfigError, match=r"(?s)num_bits of the weights .* is 2, not [48].*\(int8_weights\).*\(w8a8\)"):
-        build_model(hal.Checkpoint.open(quantized))

@@ -59,7 +59,7 @@ class Constraints:
         if len(results) != len(self.results):
             return f"the call has {len(results)} results, but {len(self.results)} are declared"
         for place, (result, allowed) in enumerate(zip(results, self.result_dtypes, strict=True)):
-            wanted = self._dtype(allowed, given)
+            wanted = self._dtype(allowed, given) if len(allowed) > 1 else None
             known = allowed if wanted is None else (wanted,)
             if (reason := _unlike(f"result {place}", result.dtype, known, given, self._step(given))) is not None:
                 return reason
