@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Compiler
 from hal.errors import ConfigError, HalError
+from hal.ops.kernels.form_kernels import plain
+from hal.vendor import FormKernels
 
 from .device import NpuDevice
 from .emulator import is_active, trace
@@ -26,18 +28,17 @@ from .kernels import (
     dense_attention,
     experts,
     fractal,
-    low_bits,
     packed_attention,
     quantized,
     quantized_cache,
     quantized_experts,
     recurrence,
-    w4a8,
 )
 from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
-from .kernels.kernels import in_fractal_nz, kernels
+from .kernels.forms import FormKernel, form_kernels
+from .kernels.kernels import kernels
 from .options import NpuOptions
 from .soc import Generation
 
@@ -105,17 +106,15 @@ class NpuBackend(Backend):
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
-        table |= low_bits.kernels(device.torch, experts=generation.experts)
-        if generation.int8_by_int4:
-            table |= w4a8.kernels()
         table |= recurrence.kernels(device.torch, generation)
-        self._weight_quant_nz = generation.weight_quant_nz
-        self._int8_by_int4 = generation.int8_by_int4
-        self._nz_experts = options.nz_weights and generation.experts
-        fuses = self._nz_experts and generation.swiglu_quant_nz
-        self._experts = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
+        self._forms = form_kernels(device.torch, generation, nz=options.nz_weights)
+        for name, forms in self._forms.items():
+            table[name] = FormKernels(name, [(each.takes, each.kernel) for each in forms])
+        self._forms["causal_conv1d"] = [FormKernel(plain, table["causal_conv1d"], recurrence.prepared)]
         if generation.experts:
-            table |= experts.kernels() | self._experts.kernels()
+            fuses = options.nz_weights and generation.swiglu_quant_nz
+            mlps = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
+            table |= experts.kernels() | mlps.kernels()
         fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
         table |= {**fused.kernels, **dense_attention.kernels(device.torch), **packed_attention.kernels(device.torch)}
         self._exchange = ExpertExchange(device.torch) if generation.distributes_experts else None
@@ -177,52 +176,10 @@ class NpuBackend(Backend):
         """Return a new, empty graph."""
         return NpuGraph(self.npu)
 
-    def prepare_weight(self, weight: Tensor, use: WeightUse) -> Tensor:
-        """Return a weight in the format of its kernel.
-
-        Weights of projections are in FRACTAL_NZ if the option ``nz_weights`` is set. Scales of static int8 projections
-        are in the format of npu_quant_matmul, and others in the dtypes of their kernels.
-        """
-        match use.operation, use.argument:
-            case "linear", "weight":
-                return in_fractal_nz(weight) if self.options.nz_weights and min(weight.shape) > 1 else weight
-            case "quant_linear_static" | "quant_linear_dynamic", "weight":
-                return quantized.prepared_int8_weight(weight, self.options.nz_weights)
-            case "linear_int8", "weight":
-                return quantized.prepared_int8_weight(weight, self.options.nz_weights and self._weight_quant_nz)
-            case "linear_int8", "weight_scale":
-                return weight.to(use.dtype)
-            case "linear_int8", "bias":
-                return quantized.prepared_int8_bias(weight, use.dtype)
-            case "grouped_linear", "weight":
-                return experts.prepared_weight(weight, self._nz_experts)
-            case "grouped_linear", "bias":
-                return experts.prepared_bias(weight, use.dtype)
-            case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "weight":
-                return quantized_experts.prepared_int8_weight(weight, self._nz_experts)
-            case "quant_grouped_linear_static" | "quant_grouped_linear_dynamic", "deq_scale" | "weight_scale":
-                return quantized_experts.rounded_scale(weight, use.dtype)
-            case "grouped_linear_int8", "weight_scale":
-                return self._experts.prepared_int8_scale(weight, use.dtype)
-            case "weight_only_linear" | "weight_only_grouped_linear", "weight_scale":
-                return weight.to(use.dtype)
-            case "weight_only_linear" | "weight_only_grouped_linear", "weight_zero_point":
-                return low_bits.prepared_zero_point(weight, use.dtype)
-            case "mxfp4_grouped_linear", "weight_scale":
-                return low_bits.prepared_exponents(weight, use.dtype)
-            case "fp8_linear", "bias":
-                return weight.to(use.dtype)
-            case "weight_only_linear", "bias":
-                return quantized.prepared_int8_bias(weight, use.dtype)
-            case "weight_only_grouped_linear" | "fp8_grouped_linear" | "mxfp4_grouped_linear", "bias":
-                return experts.prepared_bias(weight, use.dtype)
-            case "quant_linear_int4" | "quant_grouped_linear_int4", _ if self._int8_by_int4:
-                return w4a8.prepared(weight, use)
-            case "causal_conv1d", "weight":
-                return weight.float()
-            case "quant_linear_static", "deq_scale":
-                return quantized.prepared_deq_scale(weight, use.dtype)
-        return weight
+    def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        """Return weights in the format of their kernel; see :meth:`hal.Backend.prepare_weights`."""
+        found = next((each for each in self._forms.get(use.operation, ()) if each.takes(use.form)), None)
+        return weights if found is None else found.prepare(weights, use)
 
     def _join(self, config: Config) -> None:
         """Join the ranks. HCCL connects them here, so that a rank that ends later is noticed at once."""

@@ -5,16 +5,21 @@ Sources: the documentation of torch_npu (npu_moe_* and npu_grouped_matmul*), and
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu
 from torch import Tensor
 
 from hal.ops.declaration.operation import operation
+from hal.ops.experts.grouped import row_experts
 from hal.ops.kernels.kernel_table import Kernel
 
 from .kernels import in_fractal_nz
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 MAX_EXPERTS = 2048
 """The most experts that npu_moe_gating_top_k supports."""
@@ -29,11 +34,10 @@ BY_TOKEN = 2
 
 
 def kernels() -> dict[str, Kernel]:
-    """Return the floating-point kernels, by operation."""
+    """Return the kernels of routing, by operation."""
     return {
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
-        "grouped_linear": grouped_linear,
         "topk_route": topk_route,
     }
 
@@ -108,11 +112,17 @@ def expert_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor
     return rows, counts, positions
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See :func:`hal.ops.grouped_linear`."""
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
+    """See :func:`hal.ops.grouped_linear`, of floating-point weights."""
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[1])
     return grouped_matmul(x, weight, counts, bias=None if bias is None else [prepared_bias(bias, x.dtype)])
+
+
+def add_bias(values: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Return rows plus the biases of their experts, for products that take none."""
+    owners = row_experts(values, counts).squeeze(-1).clamp(max=bias.shape[0] - 1)
+    return values + bias.index_select(0, owners)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, **options: Any) -> Tensor:
@@ -140,14 +150,19 @@ def expert_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor
     )
 
 
-def prepared_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bias of experts in the dtype that npu_grouped_matmul takes with x of ``dtype``."""
-    return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)
-
-
-def prepared_weight(weight: Tensor, nz: bool) -> Tensor:
-    """Return the weights of experts, ``[num_experts, out_features, in_features]``, in the kernels' format.
+def prepared(weights: Mapping[str, Tensor], use: WeightUse, *, nz: bool) -> Mapping[str, Tensor]:
+    """Return the tensors of floating-point experts in the format and the dtypes of :func:`grouped_linear`.
 
     npu_grouped_matmul supports FRACTAL_NZ for two or more experts.
     """
-    return in_fractal_nz(weight) if nz and weight.shape[0] > 1 else weight
+    found = dict(weights)
+    if nz and "weight" in weights and weights["weight"].shape[0] > 1:
+        found["weight"] = in_fractal_nz(weights["weight"])
+    if "bias" in weights:
+        found["bias"] = prepared_bias(weights["bias"], use.dtype)
+    return found
+
+
+def prepared_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in the dtype that npu_grouped_matmul and npu_weight_quant_batchmatmul take with x of ``dtype``."""
+    return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)

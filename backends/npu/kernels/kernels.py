@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 import torch_npu
 from torch import Tensor
-from torch.nn import functional
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hal.errors import ConfigError
 from hal.ops.kernels import torch_kernels
@@ -15,7 +18,10 @@ from hal.vendor import PartialKernel
 
 from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
 
-FRACTAL_NZ = 29
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
+
+ND, FRACTAL_NZ = 2, 29
 IN_PLACE_HEAD_DIMS = (64, 128)
 """Head dimensions that npu_apply_rotary_pos_emb supports."""
 UNIFIED_BUFFER = 192 * 1024
@@ -27,12 +33,10 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
     return {
         "add_rms_norm": add_rms_norm,
         "clipped_silu_and_mul": clipped_silu_and_mul,
-        "embedding": functional.embedding,
         "gelu": gelu,
         "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
         "layer_norm": torch_kernels.layer_norm,
-        "linear": functional.linear,
         "mask_logits": MaskLogits(device),
         "paged_attention": PartialKernel(
             "paged_attention",
@@ -260,3 +264,28 @@ def in_fractal_nz(weight: Tensor) -> Tensor:
             "leave torch.npu.config.allow_internal_format as the driver sets it, or remove nz_weights",
         )
     return cast
+
+
+def prepared(weights: Mapping[str, Tensor], use: WeightUse, *, nz: bool) -> Mapping[str, Tensor]:
+    """Return the tensors of a floating-point projection, with its weight in FRACTAL_NZ if ``nz``."""
+    converted = nz and min(weights.get("weight", torch.empty(0)).shape) > 1
+    return {**weights, "weight": in_fractal_nz(weights["weight"])} if converted else weights
+
+
+def in_transposed_nz(weight: Tensor) -> Tensor:
+    """Return int8 weights ``[..., out_features, in_features]`` as a view of their transpose in FRACTAL_NZ.
+
+    The products of int8 require the transpose in this format. CANN does not support it for dimensions of 1, with which
+    a weight is returned unchanged.
+    """
+    return weight if min(weight.shape) == 1 else in_fractal_nz(weight.mT.contiguous()).mT
+
+
+def is_fractal_nz(weight: Tensor) -> bool:
+    """Return whether a weight is in FRACTAL_NZ. A fake tensor, without a format, stands for a prepared weight."""
+    return isinstance(weight, FakeTensor) or torch_npu.get_npu_format(weight) == FRACTAL_NZ
+
+
+def in_nd(weight: Tensor) -> Tensor:
+    """Return a weight of :func:`in_transposed_nz` in ordinary memory."""
+    return torch_npu.npu_format_cast(weight.mT, ND).mT if is_fractal_nz(weight) else weight

@@ -1,212 +1,202 @@
-"""Kernels of weights of 8 and 4 bits in groups, of float8 and of float4.
+"""Kernels of weights with scales, and inputs in floating point: int8 and int4, and any others, which they widen.
 
 Sources: the documentation of torch_npu and of CANN's ops-nn and ops-transformer. npu_weight_quant_batchmatmul adds its
-offset to the numbers before it scales them. npu_grouped_matmul takes scales of groups for int4 weights without offsets
-only. Neither takes float8 or float4 on the generations A2 and A3, so that each step widens them.
+offset to the numbers before it scales them; it takes int8 weights best transposed without FRACTAL_NZ, and plain with
+it. npu_grouped_matmul takes scales of groups for int4 weights without offsets only, and needs an offset for int8.
+Neither takes float8 or float4 on the generations A2 and A3, so that each step widens them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.experts.mxfp4 import GROUP, exponent_values, float4_values
-from hal.ops.float8 import scaled_by_block
+from hal.ops.forms import Form, exponent_values, float4_values, float8_values, spread
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.weight_only import INT4S, dequantize
 
-from ..soc import LEAST_GROUP
-from .experts import grouped_linear, grouped_matmul
-from .experts import prepared_bias as prepared_expert_bias
-from .quantized import prepared_int8_bias
+from .experts import add_bias, grouped_matmul, prepared_bias
+from .kernels import in_nd, in_transposed_nz
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
+
+_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_Add = Callable[[Tensor, Tensor], Tensor]
 
 
-def kernels(device: torch.device, *, experts: bool) -> dict[str, Kernel]:
-    """Return the kernels, by operation.
+def takes(form: Form) -> bool:
+    """Return whether a form is of integers with scales of rows or of their groups, and inputs that are not rounded."""
+    return form.numbers in ("int8", "int4") and form.rows == 1 and form.inputs == "float"
+
+
+class LowBits:
+    """The kernels. Those that widen a weight look up float8, float4 and 8-bit scales in tables.
 
     Args:
         device: the device.
-        experts: whether it has the operators of experts.
+        product: the kernel of ``grouped_linear`` for floating-point weights.
+        nz: whether int8 weights that are only scaled by row are in FRACTAL_NZ.
     """
-    float8 = Float8(device)
-    found: dict[str, Kernel] = {
-        "fp8_linear": float8.linear,
-        "weight_only_embedding": weight_only_embedding,
-        "weight_only_linear": weight_only_linear,
-    }
-    if experts:
-        found |= {
-            "fp8_grouped_linear": float8.grouped_linear,
-            "mxfp4_grouped_linear": Float4(device).grouped_linear,
-            "weight_only_grouped_linear": weight_only_grouped_linear,
+
+    def __init__(self, device: torch.device, product: Kernel, *, nz: bool) -> None:
+        self._product, self._nz = product, nz
+        each = torch.arange(256, dtype=torch.uint8)
+        float8 = float8_values(each)
+        tables = {"float8": float8, "float4": float4_values(each.unsqueeze(-1))}
+        tables |= {"e4m3": float8, "e8m0": exponent_values(each)}
+        self._tables = {
+            dtype: {name: table.to(dtype).to(device) for name, table in tables.items()}
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
         }
-    return found
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """See :func:`hal.ops.linear`. One launch with prepared weights; others are converted first."""
+        weight_scale, weight_zero_point, _, _, form = rest
+        return torch_npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
+            x,
+            weight.t(),
+            self._scales(weight_scale, form, x.dtype).to(x.dtype).t(),
+            antiquant_offset=None if weight_zero_point is None else _offset(weight_zero_point, x.dtype).t(),
+            bias=None if bias is None else prepared_bias(bias, x.dtype),
+            antiquant_group_size=form.columns if weight_scale.shape[1] > 1 else 0,
+        )
 
-def weight_only_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-) -> Tensor:
-    """See :func:`hal.ops.weight_only_linear`. One launch with prepared arguments, unless a group is of another size."""
-    if x.dim() != 2:
-        rows = x.flatten(0, -2)
-        flat = weight_only_linear(rows, weight, weight_scale, weight_zero_point, bias, group_size)
-        return flat.view(*x.shape[:-1], -1)
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[0])
-    added = None if bias is None else prepared_int8_bias(bias, x.dtype)
-    if weight_scale.shape[1] > 1 and group_size % LEAST_GROUP:
-        wide = _dequantized(x.dtype, weight, weight_scale, weight_zero_point, group_size)
-        return functional.linear(x, wide, None if added is None else added.to(x.dtype))
-    offset = None if weight_zero_point is None else prepared_zero_point(weight_zero_point, x.dtype).t()
-    return torch_npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
-        x,
-        weight.t(),
-        weight_scale.to(x.dtype).t(),
-        antiquant_offset=offset,
-        bias=added,
-        antiquant_group_size=group_size if weight_scale.shape[1] > 1 else 0,
-    )
+    def grouped_linear(self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """See :func:`hal.ops.grouped_linear`.
 
+        One launch with prepared weights for int4 groups without zero points, if they are equal, and with one group per
+        row. Otherwise the weights are widened first.
+        """
+        weight_scale, weight_zero_point, _, _, form = rest
+        int4, groups = form.numbers == "int4", weight_scale.shape[2] > 1
+        if groups and not (int4 and weight_zero_point is None and form.width(weight) % form.columns == 0):
+            return self.widened_grouped_linear(x, weight, counts, bias, *rest)
+        options: dict[str, Any] = {} if bias is None else {"bias": [prepared_bias(bias, x.dtype)]}
+        scale = self._scales(weight_scale, form, x.dtype).to(x.dtype)
+        scale = scale.transpose(1, 2) if groups else scale.squeeze(-1)
+        if weight_zero_point is not None:
+            options["antiquant_offset"] = [_offset(weight_zero_point, x.dtype).squeeze(-1)]
+        elif not int4:  # the weight was not prepared
+            options["antiquant_offset"] = [torch.zeros_like(scale)]
+        return grouped_matmul(x, weight, counts, antiquant_scale=[scale], **options)
 
-def weight_only_embedding(
-    token_ids: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    width: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """See :func:`hal.ops.weight_only_embedding`. It gathers the rows, and widens them as a projection's weight."""
-    zero = None if weight_zero_point is None else weight_zero_point.index_select(0, token_ids)
-    rows, scale = weight.index_select(0, token_ids), weight_scale.index_select(0, token_ids)
-    return _dequantized(dtype, rows, scale, zero, group_size)
+    def widened_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        """See :func:`hal.ops.linear`. It takes weights in any form."""
+        return self._widened_product(_linear, torch.add, x, weight, bias, *rest)
 
+    def widened_grouped_linear(
+        self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        """See :func:`hal.ops.grouped_linear`. It takes weights in any form that is not exact."""
+        return self._widened_product(
+            lambda x, wide, added: self._product(x, wide, counts, added),
+            lambda values, added: add_bias(values, added, counts),
+            x,
+            weight,
+            bias,
+            *rest,
+        )
 
-def weight_only_grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    weight_zero_point: Tensor | None,
-    counts: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-) -> Tensor:
-    """See :func:`hal.ops.weight_only_grouped_linear`.
+    def _widened_product(
+        self, product: _Product, add: _Add, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+    ) -> Tensor:
+        weight_scale, weight_zero_point, x_scale, dtype, form = rest
+        kind = x.dtype if x.is_floating_point() else dtype
+        wide = self.widened(weight, weight_scale, weight_zero_point, kind, form)
+        if x_scale is None:
+            return product(x.to(kind), wide, bias)
+        values = product(x.to(kind), wide, None) * x_scale.unsqueeze(-1)
+        return values if bias is None else add(values, bias)
 
-    One launch for int4 groups without zero points, if they are equal, and with one group per row. Otherwise the weights
-    are widened first.
-    """
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[1])
-    int4, groups = weight.dtype == torch.int32, weight_scale.shape[2]
-    width = weight.shape[2] * (INT4S if int4 else 1)
-    if groups > 1 and not (int4 and weight_zero_point is None and width % group_size == 0):
-        wide = _dequantized(x.dtype, weight, weight_scale, weight_zero_point, group_size)
-        return grouped_linear(x, wide, counts, bias)
-    scale = weight_scale.to(x.dtype)
-    options: dict[str, Any] = {} if bias is None else {"bias": [prepared_expert_bias(bias, x.dtype)]}
-    if groups > 1:
-        scale = scale.transpose(1, 2)
-    else:
-        scale = scale.squeeze(-1)
-        offset = None if weight_zero_point is None else prepared_zero_point(weight_zero_point, x.dtype).squeeze(-1)
-        if offset is not None or not int4:
-            options["antiquant_offset"] = [torch.zeros_like(scale) if offset is None else offset]
-    return grouped_matmul(x, weight, counts, antiquant_scale=[scale], **options)
-
-
-class Float8:
-    """Kernels of float8 weights, which look up the numbers.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
-
-    def linear(
+    def embedding(
         self,
-        x: Tensor,
+        token_ids: Tensor,
         weight: Tensor,
         weight_scale: Tensor,
-        bias: Tensor | None,
-        block_rows: int,
-        block_columns: int,
+        weight_zero_point: Tensor | None,
+        dtype: torch.dtype | None,
+        form: Form,
     ) -> Tensor:
-        """See :func:`hal.ops.fp8_linear`."""
-        wide = self._widened(x, weight, weight_scale, block_rows, block_columns)
-        return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))
+        """See :func:`hal.ops.embedding`. It gathers the rows, and widens them as a projection's weight."""
+        blocks = token_ids if form.rows == 1 else token_ids // (form.rows or weight.shape[0])
+        if self._takes_nz(form):
+            weight = in_nd(weight)
+        rows, scale = weight.index_select(0, token_ids), weight_scale.index_select(0, blocks)
+        zero = None if weight_zero_point is None else weight_zero_point.index_select(0, blocks)
+        return self.widened(rows, scale, zero, dtype or torch.float32, form.of_rows())
 
-    def grouped_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        counts: Tensor,
-        bias: Tensor | None,
-        block_rows: int,
-        block_columns: int,
+    def widened(
+        self, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype, form: Form
     ) -> Tensor:
-        """See :func:`hal.ops.fp8_grouped_linear`."""
-        wide = self._widened(x, weight, weight_scale, block_rows, block_columns)
-        return grouped_linear(x, wide, counts, bias)
+        """Return weights in a dtype, from prepared or other tensors."""
+        table = self._tables[dtype].get(form.numbers)
+        numbers = form.kind.values(weight) if table is None else table[weight.int()]
+        shape = *weight.shape[:-1], form.width(weight)
+        numbers, rows, group = numbers.view(shape), weight.shape[-2], form.group(shape[-1])
+        whole = form.rows == 1 and shape[-1] % group == 0
+        if whole:
+            numbers = numbers.unflatten(-1, (-1, group))
 
-    def _widened(self, x: Tensor, weight: Tensor, weight_scale: Tensor, block_rows: int, block_columns: int) -> Tensor:
-        numbers = self._numbers[weight.int()]
-        return scaled_by_block(numbers, weight_scale, block_rows, block_columns).to(x.dtype)
+        def factors(each: Tensor) -> Tensor:
+            return each.unsqueeze(-1) if whole else spread(each, form, rows, shape[-1])
+
+        if weight_zero_point is not None:
+            numbers = numbers + factors(_offset(weight_zero_point, dtype))
+        return (numbers * factors(self._scales(weight_scale, form, dtype))).to(dtype).view(shape)
+
+    def _scales(self, scale: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+        """Return the values of scales, in ``dtype`` of those that are bits."""
+        return scale if scale.is_floating_point() else self._tables[dtype][form.scales][scale.int()]
+
+    def _takes_nz(self, form: Form) -> bool:
+        return self._nz and form.numbers == "int8" and form.by_row and not form.zero_points
+
+    def prepared(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        """Return weights in the format and the dtypes of :meth:`linear`."""
+        found = self._in_dtype(weights, use)
+        if self._takes_nz(use.form):
+            found["weight"] = in_transposed_nz(found["weight"])
+        return found
+
+    def prepared_experts(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        """Return weights in the dtypes of :meth:`grouped_linear`, with zero points of 0 for int8 by row."""
+        found = self._in_dtype(weights, use)
+        scale = found["weight_scale"]
+        if use.form.numbers == "int8" and scale.shape[-1] == 1:
+            found.setdefault("weight_zero_point", torch.zeros_like(scale))
+        return found
+
+    def _in_dtype(self, weights: Mapping[str, Tensor], use: WeightUse) -> dict[str, Tensor]:
+        found = dict(self.prepared_to_widen(weights, use))
+        found["weight_scale"] = found["weight_scale"].to(use.dtype)
+        if "bias" in found:
+            found["bias"] = prepared_bias(weights["bias"], use.dtype)
+        return found
+
+    def prepared_to_widen(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+        """Return weights with the values of their scales, and what is added to their numbers as zero points.
+
+        Scales of floating-point numbers keep their dtype: float16 does not hold those of float8.
+        """
+        found = {**weights, "weight_scale": self._scales(weights["weight_scale"], use.form, use.dtype)}
+        if "weight_zero_point" in found:
+            found["weight_zero_point"] = _offset(found["weight_zero_point"], use.dtype)
+        if "bias" in found:
+            linear = use.operation == "linear"
+            found["bias"] = found["bias"].to(use.dtype) if linear else prepared_bias(found["bias"], use.dtype)
+        return found
 
 
-class Float4:
-    """The kernel of float4 weights, which looks up two numbers at once.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        pairs = float4_values(torch.arange(256, dtype=torch.uint8).unsqueeze(-1))
-        self._pairs = {dtype: pairs.to(dtype).to(device) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-
-    def grouped_linear(
-        self, x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """See :func:`hal.ops.mxfp4_grouped_linear`. It rounds the scales, and the scaled weights, to x's dtype."""
-        if not x.shape[0]:
-            return x.new_empty(0, weight.shape[1])
-        scale = prepared_exponents(weight_scale, x.dtype).unsqueeze(-1)
-        numbers = self._pairs[x.dtype][weight.int()].view(*weight_scale.shape, GROUP)
-        return grouped_linear(x, (numbers * scale).flatten(-2), counts, bias)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-def prepared_exponents(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the powers of two that exponents mean, in ``dtype``, which a prepared scale has already."""
-    if scale.dtype == dtype:
-        return scale
-    powers = exponent_values(torch.arange(256, dtype=torch.uint8)).to(dtype)
-    return powers.to(scale.device)[scale.int()]
-
-
-def prepared_zero_point(zero_point: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to weights before they are scaled, in ``dtype``, which a prepared zero point has already."""
-    return zero_point if zero_point.dtype == dtype else (-zero_point.float()).to(dtype)
-
-
-def _dequantized(
-    dtype: torch.dtype, weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, group_size: int
-) -> Tensor:
-    """Return weights in a dtype."""
-    zero = weight_zero_point
-    if zero is not None and zero.dtype == dtype:  # prepared
-        zero = -zero
-    return dequantize(weight, weight_scale, zero, group_size).to(dtype)
+def _offset(zero_point: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to the numbers, in ``dtype``. A zero point in 16 bits was prepared, and is that already."""
+    prepared = zero_point.is_floating_point() and zero_point.element_size() == 2
+    return zero_point.to(dtype) if prepared else (-zero_point.float()).to(dtype)

@@ -1,12 +1,14 @@
-"""Kernels of the int8 operations: W8A8, and weights only.
+"""Kernels of W8A8: rounding to int8, also fused with what precedes it, and projections.
 
 Sources: the documentation of torch_npu and of CANN's ops-nn, and the sources of ops-nn where these disagree.
 npu_add_rms_norm_quant supports float32 scales and int32 offsets with bfloat16 too; npu_dequant_swiglu_quant does not
-support groups. Weights of npu_weight_quant_batchmatmul are best transposed without FRACTAL_NZ, and plain with it. Its
-offset is optional.
+support groups.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu
@@ -14,7 +16,10 @@ from torch import Tensor
 
 from hal.ops.kernels.kernel_table import Kernel
 
-from .kernels import in_fractal_nz
+from .kernels import in_transposed_nz
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 SWIGLU_BYTES = 192 * 1024
 """On-chip memory that must hold ten rows of x and its factors in npu_dequant_swiglu_quant without groups."""
@@ -23,14 +28,11 @@ FP19_DROPPED_BITS = 13
 
 
 def kernels(device: torch.device) -> dict[str, Kernel]:
-    """Return the int8 kernels, by operation."""
+    """Return the kernels that round, by operation."""
     return {
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
         "dynamic_quantize": dynamic_quantize,
-        "linear_int8": linear_int8,
-        "quant_linear_dynamic": quant_linear_dynamic,
-        "quant_linear_static": quant_linear_static,
         "quantize": quantize,
         "silu_and_mul_dynamic_quantize": silu_and_mul_dynamic_quantize,
         "silu_and_mul_quantize": SiluAndMulQuantize(device),
@@ -47,41 +49,22 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch_npu.npu_dynamic_quant(x)  # type: ignore[no-any-return]
 
 
-def quant_linear_static(
-    x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """See :func:`hal.ops.quant_linear_static`. A float32 scale with float16 results costs an extra launch."""
-    if not x.numel():
-        return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
-    return torch_npu.npu_quant_matmul(  # type: ignore[no-any-return]
-        x, weight.t(), deq_scale, bias=quant_bias, output_dtype=dtype
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """See :func:`hal.ops.linear`. For float16 results of static inputs, a scale that was not prepared costs a launch.
+
+    npu_quant_matmul takes a floating-point bias only with a scale for each token, or in bfloat16.
+    """
+    weight_scale, _, x_scale, dtype, _ = rest
+    added = None if bias is None or x_scale is not None or bias.dtype is torch.int32 else bias
+    values: Tensor = torch_npu.npu_quant_matmul(
+        x,
+        weight.t(),
+        weight_scale.squeeze(-1),
+        pertoken_scale=x_scale,
+        bias=bias if added is None else None,
+        output_dtype=dtype,
     )
-
-
-def quant_linear_dynamic(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """See :func:`hal.ops.quant_linear_dynamic`."""
-    if x.dim() != 2:
-        rows = quant_linear_dynamic(x.flatten(0, -2), x_scale.flatten(), weight, weight_scale, bias, dtype)
-        return rows.view(*x.shape[:-1], -1)
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[0], dtype=dtype)
-    return torch_npu.npu_quant_matmul(  # type: ignore[no-any-return]
-        x, weight.t(), weight_scale, pertoken_scale=x_scale, bias=bias, output_dtype=dtype
-    )
-
-
-def linear_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """See :func:`hal.ops.linear_int8`. Prepared scales and biases have the kernel's dtypes; others cost launches."""
-    if x.dim() != 2:
-        return linear_int8(x.flatten(0, -2), weight, weight_scale, bias).view(*x.shape[:-1], -1)
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[0])
-    added = None if bias is None else prepared_int8_bias(bias, x.dtype)
-    return torch_npu.npu_weight_quant_batchmatmul(  # type: ignore[no-any-return]
-        x, weight.t(), weight_scale.to(x.dtype), bias=added
-    )
+    return values if added is None else values + added
 
 
 def add_rms_norm_quantize(
@@ -136,34 +119,23 @@ def _fits(x: Tensor) -> bool:
     return x.numel() > 0 and 10 * x.shape[-1] * x.element_size() + 8 < SWIGLU_BYTES
 
 
-def prepared_int8_weight(weight: Tensor, nz: bool) -> Tensor:
-    """Return an int8 weight ``[out_features, in_features]`` in the kernels' format.
-
-    Args:
-        weight: the checkpoint's weight, on the device.
-        nz: convert it to FRACTAL_NZ. CANN requires the transpose in this format, so the result is a view of that. A
-            weight with a dimension of 1 is returned unchanged: CANN does not support it in FRACTAL_NZ.
-    """
-    if not nz or min(weight.shape) == 1:
-        return weight
-    return in_fractal_nz(weight.t().contiguous()).t()
+def prepared(weights: Mapping[str, Tensor], use: WeightUse, *, nz: bool) -> Mapping[str, Tensor]:
+    """Return weights in the format of :func:`linear`: in FRACTAL_NZ if ``nz``, with packed scales if it needs them."""
+    found = dict(weights)
+    if nz:
+        found["weight"] = in_transposed_nz(weights["weight"])
+    if use.form.inputs == "static_int8" and use.dtype is torch.float16:
+        found["weight_scale"] = packed(rounded(weights["weight_scale"]))
+    return found
 
 
-def prepared_int8_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bias in the dtype that npu_weight_quant_batchmatmul takes for x of ``dtype``."""
-    return bias.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+def rounded(scale: Tensor) -> Tensor:
+    """Return scales rounded to the nearest float32 that :func:`packed` holds, which truncates others."""
+    bits, dropped = scale.float().cpu().view(torch.int32), FP19_DROPPED_BITS
+    bits = bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1) & -(1 << dropped)
+    return bits.view(torch.float32).to(scale.device)
 
 
-def prepared_deq_scale(deq_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of a static projection in npu_quant_matmul's format for results of ``dtype``.
-
-    For bfloat16 they are unchanged. For float16 each takes 64 bits, which hold 19 bits of a float32. The scales are
-    rounded to nearest first, because TransQuantParam truncates.
-    """
-    if dtype != torch.float16:
-        return deq_scale
-    bits = deq_scale.cpu().view(torch.int32)
-    dropped = FP19_DROPPED_BITS
-    rounded = bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1) & -(1 << dropped)
-    packed: Tensor = torch_npu.npu_trans_quant_param(rounded.view(torch.float32).to(deq_scale.device))
-    return packed
+def packed(scale: Tensor) -> Tensor:
+    """Return float32 scales in the format of npu_quant_matmul, int64, which hold 19 bits of each."""
+    return torch_npu.npu_trans_quant_param(scale.flatten()).view(scale.shape)  # type: ignore[no-any-return]

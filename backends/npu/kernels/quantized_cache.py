@@ -23,7 +23,7 @@ import torch_npu
 from torch import Tensor
 
 from hal.ops import AttentionOptions
-from hal.ops.float8 import float8_bits, float8_values
+from hal.ops.forms import float8_bits, float8_values
 from hal.ops.kernels.composed_attention import widening
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.quantized_cache import FLOAT8, INTEGERS, LARGEST, widened_heads

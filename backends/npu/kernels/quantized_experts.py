@@ -6,16 +6,21 @@ scales in bfloat16, so that weights' scales are rounded at load.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch_npu
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hal.ops.kernels.kernel_table import Kernel
 
-from .experts import COUNTS, DYNAMIC, expert_unpermute, grouped_matmul, permuted
-from .kernels import FRACTAL_NZ, in_fractal_nz
+from .experts import COUNTS, DYNAMIC, add_bias, expert_unpermute, grouped_matmul, permuted
+from .kernels import in_transposed_nz, is_fractal_nz
 from .quantized import SiluAndMulQuantize, quantize, silu_and_mul_dynamic_quantize
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 
 class QuantizedExperts:
@@ -29,34 +34,13 @@ class QuantizedExperts:
     def __init__(self, device: torch.device, *, fuses: bool) -> None:
         self._silu_and_mul_quantize = SiluAndMulQuantize(device)
         self._fuses = fuses
-        self._zeros: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def kernels(self) -> dict[str, Kernel]:
-        """Return the kernels, by operation."""
+        """Return the kernels of MLPs, by operation."""
         return {
-            "grouped_linear_int8": self.grouped_linear_int8,
             "quant_expert_mlp_dynamic": self.quant_expert_mlp_dynamic,
             "quant_expert_mlp_static": self.quant_expert_mlp_static,
-            "quant_grouped_linear_dynamic": quant_grouped_linear_dynamic,
-            "quant_grouped_linear_static": quant_grouped_linear_static,
         }
-
-    def grouped_linear_int8(self, x: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor) -> Tensor:
-        """See :func:`hal.ops.grouped_linear_int8`. The offset is required, and 0."""
-        if not x.shape[0]:
-            return x.new_empty(0, weight.shape[1])
-        scale = weight_scale.to(x.dtype)
-        zeros = self._zeros.get((scale.shape, scale.dtype))
-        if zeros is None:  # the scales were not prepared
-            zeros = torch.zeros_like(scale)
-        return grouped_matmul(x, weight, counts, antiquant_scale=[scale], antiquant_offset=[zeros])
-
-    def prepared_int8_scale(self, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the scales of int8 weights without int8 activations in ``dtype``, and keep an offset of 0 for them."""
-        rounded = scale.to(dtype)
-        if (scale.shape, dtype) not in self._zeros:
-            self._zeros[scale.shape, dtype] = torch.zeros_like(rounded)
-        return rounded
 
     def quant_expert_mlp_dynamic(
         self,
@@ -72,14 +56,14 @@ class QuantizedExperts:
         if not x.shape[0]:
             return torch.empty_like(x)
         rows, counts, positions, scale = permuted(x, experts, gate_up.shape[0], DYNAMIC)
-        if self._fuses and min(gate_up.shape) > 1 and _in_fractal_nz(gate_up):
+        if self._fuses and min(gate_up.shape) > 1 and is_fractal_nz(gate_up):
             activated, scale = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
-                rows, [gate_up.transpose(1, 2)], [gate_up_scale], scale, counts, group_list_type=COUNTS
+                rows, [gate_up.mT], [gate_up_scale.squeeze(-1)], scale, counts, group_list_type=COUNTS
             )
         else:
-            merged = quant_grouped_linear_dynamic(rows, scale, gate_up, gate_up_scale, counts, x.dtype)
+            merged = grouped_linear(rows, gate_up, counts, None, gate_up_scale, None, scale, x.dtype)
             activated, scale = silu_and_mul_dynamic_quantize(merged)
-        output = quant_grouped_linear_dynamic(activated, scale, down, down_scale, counts, x.dtype)
+        output = grouped_linear(activated, down, counts, None, down_scale, None, scale, x.dtype)
         return expert_unpermute(output, positions, weights)
 
     def quant_expert_mlp_static(
@@ -102,50 +86,34 @@ class QuantizedExperts:
         if not x.shape[0]:
             return torch.empty_like(x)
         rows, counts, positions, _ = permuted(quantize(x, scale, offset), experts, gate_up.shape[0])
-        merged = quant_grouped_linear_static(rows, gate_up, gate_up_scale, gate_up_bias, counts, x.dtype)
+        merged = grouped_linear(rows, gate_up, counts, gate_up_bias, gate_up_scale, None, None, x.dtype)
         activated = self._silu_and_mul_quantize(merged, down_input_scale, down_input_offset)
-        output = quant_grouped_linear_static(activated, down, down_scale, down_bias, counts, x.dtype)
+        output = grouped_linear(activated, down, counts, down_bias, down_scale, None, None, x.dtype)
         return expert_unpermute(output, positions, weights)
 
 
-def _in_fractal_nz(weight: Tensor) -> bool:
-    """Return whether a weight was prepared. A fake tensor has no format; it stands for a model's weight, which was."""
-    return isinstance(weight, FakeTensor) or torch_npu.get_npu_format(weight) == FRACTAL_NZ
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """See :func:`hal.ops.grouped_linear`. npu_grouped_matmul takes a bias in int32 only."""
+    weight_scale, _, x_scale, dtype, *_ = rest
+    added = None if bias is None or bias.dtype is torch.int32 else bias
+    values = grouped_matmul(
+        x,
+        weight,
+        counts,
+        bias=None if bias is added else [bias],
+        scale=[_rounded(weight_scale, dtype).squeeze(-1)],
+        per_token_scale=None if x_scale is None else [x_scale],
+        output_dtype=dtype,
+    )
+    return values if added is None else add_bias(values, added, counts)
 
 
-def quant_grouped_linear_static(
-    x: Tensor, weight: Tensor, deq_scale: Tensor, quant_bias: Tensor | None, counts: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """See :func:`hal.ops.quant_grouped_linear_static`."""
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[1], dtype=dtype)
-    scale, bias = rounded_scale(deq_scale, dtype), None if quant_bias is None else [quant_bias]
-    return grouped_matmul(x, weight, counts, scale=[scale], bias=bias, output_dtype=dtype)
-
-
-def quant_grouped_linear_dynamic(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, counts: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """See :func:`hal.ops.quant_grouped_linear_dynamic`."""
-    if not x.shape[0]:
-        return x.new_empty(0, weight.shape[1], dtype=dtype)
-    scale = rounded_scale(weight_scale, dtype)
-    return grouped_matmul(x, weight, counts, scale=[scale], per_token_scale=[x_scale], output_dtype=dtype)
-
-
-def rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales in the dtype that npu_grouped_matmul takes: bfloat16 for bfloat16 results, otherwise float32.
-
-    Prepared weights have it already.
-    """
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in the dtype that npu_grouped_matmul takes: bfloat16 for bfloat16 results, otherwise float32."""
     return scale.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
 
 
-def prepared_int8_weight(weight: Tensor, nz: bool) -> Tensor:
-    """Return int8 weights of experts, ``[num_experts, out_features, in_features]``, in the kernels' format.
-
-    FRACTAL_NZ holds the transpose, which npu_grouped_matmul_swiglu_quant_v2 requires; the result is a view of that.
-    """
-    if not nz or min(weight.shape) == 1:
-        return weight
-    return in_fractal_nz(weight.transpose(1, 2).contiguous()).transpose(1, 2)
+def prepared(weights: Mapping[str, Tensor], use: WeightUse, *, nz: bool) -> Mapping[str, Tensor]:
+    """Return weights in the dtypes of :func:`grouped_linear`, and in FRACTAL_NZ if ``nz``."""
+    weight = in_transposed_nz(weights["weight"]) if nz else weights["weight"]
+    return {**weights, "weight": weight, "weight_scale": _rounded(weights["weight_scale"], use.dtype)}

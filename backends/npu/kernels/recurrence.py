@@ -6,6 +6,8 @@ Source: torch_npu's documentation of ``npu_recurrent_gated_delta_rule`` and ``np
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch_npu
@@ -17,6 +19,9 @@ from hal.ops.kernels import composed_recurrence
 from hal.ops.kernels.kernel_table import Kernel
 
 from ..soc import Generation
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 CONSTANTS = 256
 """The least size of a constant tensor."""
@@ -88,6 +93,11 @@ class CausalConv:
         return composed_recurrence.causal_conv1d(
             x, weight, bias, window, read_slots, write_slots, query_start_loc, query_start_loc_host, silu
         )
+
+
+def prepared(weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
+    """Return the weight of a convolution in float32."""
+    return {name: each.float() for name, each in weights.items()}
 
 
 def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,7 +211,7 @@ print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
 from hal.nn import WeightUse
 backend = opened(dtype="float16", options={"nz_weights": True})
 weight = torch.randn(2, 32, 16).half().to(backend.device.torch)
-prepared = backend.prepare_weight(weight, WeightUse("grouped_linear", "weight", torch.float16))
+prepared = backend.prepare_weights({"weight": weight}, WeightUse("grouped_linear", torch.float16))["weight"]
 x, counts = torch.ones(3, 16).half(), torch.tensor([1, 2])
 found = hal.ops.grouped_linear(x.to(weight.device), prepared, counts.to(weight.device)).cpu()
 expected = torch.stack([x[0] @ weight[0].cpu().t(), *(x[1:] @ weight[1].cpu().t())])

@@ -492,7 +492,7 @@ class TestFractalWeights:
         backend, draw = npu(options={"nz_weights": True}), Draw(dtype, "npu")
         for tokens, width, out in ((1, 64, 96), (17, 128, 64), (0, 32, 16), (5, 40, 24), (3, 192, 4096)):
             weight, bias = draw.normal(out, width, scale=width**-0.5), draw.normal(out)
-            prepared = backend.prepare_weight(weight, WeightUse("linear", "weight", dtype))
+            prepared = backend.prepare_weights({"weight": weight}, WeightUse("linear", dtype))["weight"]
             assert torch_npu.get_npu_format(prepared) == FRACTAL_NZ
             assert torch_npu.get_npu_format(weight) != FRACTAL_NZ
             assert prepared.shape == weight.shape
@@ -509,10 +509,10 @@ class TestFractalWeights:
     def test_one_that_stays_as_it_was_is_an_error(self, npu: Opened) -> None:
         backend = npu(options={"nz_weights": True})
         torch.npu.config.allow_internal_format = False
-        use = WeightUse("linear", "weight", torch.float16)
+        weight = torch.zeros(32, 64, dtype=torch.float16, device="npu")
         try:
             with pytest.raises(ConfigError, match=r"kept a weight of shape \[32, 64\] in the format"):
-                backend.prepare_weight(torch.zeros(32, 64, dtype=torch.float16, device="npu"), use)
+                backend.prepare_weights({"weight": weight}, WeightUse("linear", torch.float16))
         finally:
             torch.npu.config.allow_internal_format = True
 
@@ -522,7 +522,7 @@ class TestFractalWeights:
 
         backend, memory = npu(options={"nz_weights": True}), Draw(torch.float16, "npu").normal(4096)
         weight = memory[:2048].view(32, 64)
-        prepared = backend.prepare_weight(weight, WeightUse("linear", "weight", torch.float16))
+        prepared = backend.prepare_weights({"weight": weight}, WeightUse("linear", torch.float16))["weight"]
         assert torch_npu.get_npu_format(prepared) == FRACTAL_NZ
         before, x = weight.cpu(), Draw(torch.float16, "npu", 1).normal(3, 64)
         memory.zero_()

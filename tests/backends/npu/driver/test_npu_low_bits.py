@@ -1,8 +1,7 @@
-"""Tests for weights of 8 and 4 bits on the NPU: launches, and logits of models against the CPU's."""
+"""Tests for models with weights of 8 and 4 bits on the NPU: logits against the CPU's."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers import quantized as int8
 from helpers.checkpoints import random_checkpoint
 from helpers.gguf_writing import write_gguf
-from helpers.kernel_checks import on_cpu
 from helpers.low_bits import DENSE, SPARSE, Format, gpt_oss_pair, pair
 from helpers.low_bits_on_ranks import CASES
 from helpers.quantized import error
@@ -24,16 +21,9 @@ from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
-from hal import ops
-from hal.nn import Linear, QuantizedEmbedding, QuantizedLinear, WeightUse
-from hal.nn.low_bits import Fp8Linear
-from hal.nn.quantized_linear import DynamicQuantizedLinear
-from hal.ops import Draw
-from hal.ops.experts import mxfp4
-from hal.ops.int4_projection import int8_rows, row_sums
-from hal.ops.tolerance import assert_agree
-from hal.ops.weight_only import quantized_groups
-from hal.testing.operations.compared_call import prepare_weights
+from hal.nn import CausalLM, Linear, QuantizedEmbedding
+from hal.ops.form_samples import INT8_DYNAMIC
+from hal.ops.forms import Form
 
 Opened = Callable[..., hal.Backend]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,115 +37,6 @@ FORMATS = {
 }
 
 
-def counted(backend: hal.Backend, run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    torch.npu.synchronize()
-    with emulator.trace() as trace:
-        found = run()
-        torch.npu.synchronize()
-    return found, trace.counts()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("zero_points", [False, True])
-@pytest.mark.parametrize("group_size", [64, 256])
-def test_a_projection_is_one_launch(
-    npu: Opened, group_size: int, zero_points: bool, bits: int, dtype: torch.dtype
-) -> None:
-    backend, draw = npu(), Draw(dtype, "npu", 3)
-    weight, scale, zero = quantized_groups(draw, bits, 96, 256, group_size=group_size)
-    named = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, "bias": draw.normal(96)}
-    if not zero_points:
-        del named["weight_zero_point"]
-    prepared = {
-        name: backend.prepare_weight(each, WeightUse("weight_only_linear", name, dtype)) for name, each in named.items()
-    }
-    operation, names = ops.operation("weight_only_linear"), ("weight", "weight_scale", "weight_zero_point", "bias")
-    for tokens in (1, 17):
-        x = draw.normal(tokens, 256)
-        sample = x, *(prepared.get(name) for name in names), group_size
-        found, launches = counted(backend, lambda given=sample: backend.ops.weight_only_linear(*given))
-        assert launches == {"WeightQuantBatchMatmulV2": 1}
-        plain = x, *(named.get(name) for name in names), group_size
-        assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), f"{tokens} tokens")
-
-
-@pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (8, 256), (4, 16), (4, 64)])
-def test_a_lookup_widens_its_rows_only(npu: Opened, bits: int, group_size: int) -> None:
-    backend, draw, dtype = npu(), Draw(torch.bfloat16, "npu", 3), torch.bfloat16
-    operation, ids = ops.operation("weight_only_embedding"), torch.tensor([9, 0, 95], device="npu")
-    sample = [ids, *quantized_groups(draw, bits, 96, 256, group_size=group_size), 256, group_size, dtype]
-    given = prepare_weights(backend, operation, sample, dtype)
-    graph = backend.graph()
-    captured = graph.capture(lambda: operation.function(*given))
-    with emulator.trace() as trace:
-        graph.replay()
-    written = [(each.name, to.shape) for each in trace.ran() for to in each.operands if to.access != "read"]
-    assert (3, 256) in [shape for _, shape in written]
-    assert max(math.prod(shape) for _, shape in written) <= 3 * 256, written
-    assert_agree(operation, dtype, captured, operation.reference(*on_cpu(sample)), "three tokens")
-
-
-@pytest.mark.parametrize(
-    ("bits", "group_size", "zero_points"), [(4, 64, False), (4, 256, False), (4, 256, True), (8, 256, True)]
-)
-def test_experts_are_one_launch(npu: Opened, bits: int, group_size: int, zero_points: bool) -> None:
-    backend, draw, dtype = npu(), Draw(torch.bfloat16, "npu", 3), torch.bfloat16
-    weight, scale, zero = quantized_groups(draw, bits, 4, 96, 256, group_size=group_size)
-    named = {"weight_scale": scale, "weight_zero_point": zero if zero_points else None}
-    given = [
-        each if each is None else backend.prepare_weight(each, WeightUse("weight_only_grouped_linear", name, dtype))
-        for name, each in named.items()
-    ]
-    x, counts = draw.normal(9, 256), torch.tensor([2, 0, 4, 3], device="npu")
-    run = lambda: backend.ops.weight_only_grouped_linear(x, weight, *given, counts, None, group_size)  # noqa: E731
-    found, launches = counted(backend, run)
-    assert launches == {"GroupedMatmulV5": 1}
-    operation = ops.operation("weight_only_grouped_linear")
-    plain = (x, weight, scale, named["weight_zero_point"], counts, None, group_size)
-    assert_agree(operation, dtype, found, operation.reference(*on_cpu(plain)), "nine rows")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_experts_of_float4(npu: Opened, dtype: torch.dtype) -> None:
-    """Their weights are looked up and scaled, once for all experts."""
-    backend, draw = npu(), Draw(dtype, "npu", 3)
-    weight, scale = mxfp4.float4_groups(draw, 4, 96, 64)
-    prepared = backend.prepare_weight(scale, WeightUse("mxfp4_grouped_linear", "weight_scale", dtype))
-    x, bias, counts = draw.normal(9, 64), draw.normal(4, 96), torch.tensor([2, 0, 4, 3], device="npu")
-    found, launches = counted(backend, lambda: backend.ops.mxfp4_grouped_linear(x, weight, prepared, counts, bias))
-    assert sum(launches.values()) <= 5
-    operation = ops.operation("mxfp4_grouped_linear")
-    plain = on_cpu((x, weight, scale, counts, bias))
-    assert_agree(operation, dtype, found, operation.reference(*plain), "nine rows")
-
-
-INT4 = "weight", "weight_scale", "row_sums"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("group_size", [128, 256, 512])
-@pytest.mark.parametrize(
-    ("operation", "experts", "kernel"),
-    [("quant_linear_int4", (), "QuantMatmulV5"), ("quant_grouped_linear_int4", (4,), "GroupedMatmulV5")],
-)
-def test_int4_weights_beside_int8_activations(
-    npu: Opened, operation: str, experts: tuple[int, ...], kernel: str, group_size: int, dtype: torch.dtype
-) -> None:
-    backend, draw = npu(), Draw(dtype, "npu", 3)
-    weight, scale, _ = quantized_groups(draw, 4, *experts, 96, 512, group_size=group_size)
-    named = dict(zip(INT4, (weight, scale, row_sums(weight, scale, group_size)), strict=True))
-    given = [backend.prepare_weight(each, WeightUse(operation, key, dtype)) for key, each in named.items()]
-    x, x_scale = int8_rows(draw, 9, 512)
-    last = torch.tensor([2, 0, 4, 3], device="npu") if experts else None
-    run = getattr(backend.ops, operation)
-    found, launches = counted(backend, lambda: run(x, x_scale, *given, last, group_size, dtype))
-    assert (launches == {kernel: 1}) == (group_size >= 256)
-    declared = ops.operation(operation)
-    expected = declared.reference(*on_cpu((x, x_scale, *named.values(), last, group_size, dtype)))
-    assert_agree(declared, dtype, found, expected, operation)
-
-
 def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any) -> Tensor:
     compilation = {"compiler": compiler, "capture_sizes": [1]}
     with (
@@ -165,6 +46,11 @@ def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any)
         found = [runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.cpu().clone()]
         found.append(runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.cpu().clone())
     return torch.cat(found)
+
+
+def forms(model: CausalLM) -> set[Form]:
+    """Return the forms of a model's quantized projections."""
+    return {each.form for each in model.modules() if isinstance(each, Linear) and each.quantized}
 
 
 @thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse|gptq_v2-8-bits)")
@@ -221,7 +107,7 @@ def test_groups_of_16_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureF
         caplog.clear()
         with hal.open({"backend": "npu", **config}) as on:
             model = hal.load_model(file, on)
-        assert any(isinstance(each, QuantizedLinear) for each in model.modules()) == packed
+        assert bool(forms(model)) == packed
         warned = re.findall(r"multiples of 32, .* 4 layers \(Q6_K\) .*: (\d+) MiB in place of (\d+) MiB", caplog.text)
         count = sum(each.weight.numel() for each in model.modules() if isinstance(each, Linear))
         assert warned == ([] if packed else [(str(2 * count >> 20), str(count + count // 16 * 4 >> 20))])
@@ -233,10 +119,10 @@ def test_float8_becomes_int8(npu: Opened, tmp_path: Path) -> None:
     """On the generations whose matrix units do not multiply float8, unless it is to be kept."""
     quantized, _ = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
     assert npu().limits.requantized == ("fp8",)
-    for asked, kind in (("auto", DynamicQuantizedLinear), ("kept", Fp8Linear)):
+    for asked, form in (("auto", INT8_DYNAMIC), ("kept", Form("float8", rows=32, columns=32))):
         with hal.open({"backend": "npu", "dtype": "bfloat16", "quantized_weights": asked}) as on:
             model = hal.load_model(quantized, on)
-        assert {type(each) for each in model.modules() if isinstance(each, QuantizedLinear)} == {kind}
+        assert forms(model) == {form}
 
 
 @thorough(MODE)
