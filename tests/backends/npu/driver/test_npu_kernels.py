@@ -19,6 +19,7 @@ from hal import ops
 from hal.errors import CaptureError, ConfigError, HostValueError, OperationError
 from hal.nn import Embedding, Linear, WeightUse
 from hal.ops import Draw, Operation, Sample
+from hal.ops.forms import FLOAT
 from hal.ops.tolerance import assert_agree
 from hal.testing.operations.compared_call import prepare_weights
 
@@ -51,7 +52,7 @@ def test_of_no_tokens(npu: Opened) -> None:
         "paged_attention": [
             attention_arguments(draw, [0] * rows, [9] * rows, head_dim=dim) for rows in (1, 3) for dim in (64, 128)
         ],
-        "embedding": [(torch.zeros(0, dtype=torch.int64, device="npu"), draw.normal(8, 64))],
+        "embedding": [(torch.zeros(0, dtype=torch.int64, device="npu"), draw.normal(8, 64), None, None, None, FLOAT)],
     }
     for name, samples in calls.items():
         for sample in samples:
