@@ -18,7 +18,7 @@ from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Compiler
 from hal.errors import ConfigError, HalError
-from hal.ops.kernels.form_kernels import plain
+from hal.ops.kernels.kernel_table import Kernel
 from hal.vendor import FormKernels
 
 from .device import NpuDevice
@@ -37,7 +37,7 @@ from .kernels import (
 from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
-from .kernels.forms import FormKernel, form_kernels
+from .kernels.forms import Prepare, form_kernels
 from .kernels.kernels import kernels
 from .options import NpuOptions
 from .soc import Generation
@@ -107,10 +107,10 @@ class NpuBackend(Backend):
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
         table |= recurrence.kernels(device.torch, generation)
-        self._forms = form_kernels(device.torch, generation, nz=options.nz_weights)
-        for name, forms in self._forms.items():
+        self._prepare: dict[Kernel, Prepare] = {table["causal_conv1d"]: recurrence.prepared}
+        for name, forms in form_kernels(device.torch, generation, nz=options.nz_weights).items():
             table[name] = FormKernels(name, [(each.takes, each.kernel) for each in forms])
-        self._forms["causal_conv1d"] = [FormKernel(plain, table["causal_conv1d"], recurrence.prepared)]
+            self._prepare |= {each.kernel: each.prepare for each in forms}
         if generation.experts:
             fuses = options.nz_weights and generation.swiglu_quant_nz
             mlps = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
@@ -178,8 +178,11 @@ class NpuBackend(Backend):
 
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return weights in the format of their kernel; see :meth:`hal.Backend.prepare_weights`."""
-        found = next((each for each in self._forms.get(use.operation, ()) if each.takes(use.form)), None)
-        return weights if found is None else found.prepare(weights, use)
+        kernel: Any = self.kernels.get(use.operation)
+        if isinstance(kernel, FormKernels):
+            kernel = kernel.taking(use.form)
+        prepare = self._prepare.get(kernel)
+        return weights if prepare is None else prepare(weights, use)
 
     def _join(self, config: Config) -> None:
         """Join the ranks. HCCL connects them here, so that a rank that ends later is noticed at once."""

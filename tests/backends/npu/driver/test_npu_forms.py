@@ -23,6 +23,7 @@ from hal.ops.form_samples import INT8, INT8_DYNAMIC, INT8_STATIC, drawn_bias, dr
 from hal.ops.forms import Form
 from hal.ops.tolerance import assert_agree
 from hal.testing.operations.compared_call import prepare_weights
+from hal.vendor import AddedKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Opened = Callable[..., hal.Backend]
@@ -205,6 +206,13 @@ class TestPrepared:
         weights = {name: each.to("npu") for name, each in weights.items()}
         found = npu().prepare_weights(weights, WeightUse("linear", torch.bfloat16, form))
         assert all(found[name] is weights[name] for name in weights)
+
+    def test_weights_of_a_kernel_that_a_package_adds_stay(self, npu: Opened) -> None:
+        backend, form = npu(), Form("int4", columns=256, zero_points=True)
+        added = AddedKernel("npu", "linear", form.__eq__, print).before(backend.kernels["linear"])
+        backend.kernels = {**backend.kernels, "linear": added}
+        weights = dict.fromkeys(("weight", "weight_scale", "weight_zero_point"), torch.ones(8, 1, device="npu"))
+        assert backend.prepare_weights(weights, WeightUse("linear", torch.float16, form)) is weights
 
     def test_a_scale_as_it_is_costs_a_launch(self, npu: Opened) -> None:
         backend, dtype = npu(), torch.float16
