@@ -82,8 +82,9 @@ class Form:
 
     @property
     def exact(self) -> bool:
-        """Whether products are exact sums of integers: of int8 numbers and inputs, with scales of rows alone."""
-        return self.numbers == "int8" and self.inputs != "float" and self.by_row and not self.zero_points
+        """Whether products are exact sums of integers: of int8 numbers and inputs, with float scales of rows alone."""
+        whole = self.by_row and self.scales == "float" and not self.zero_points
+        return self.numbers == "int8" and self.inputs != "float" and whole
 
     def group(self, in_features: int) -> int:
         """Return the columns that share a scale, of a weight with so many."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import attrs
+import pytest
 import torch
 
 from hal import ops
 from hal.ops import Draw
 from hal.ops.form_samples import drawn_input, drawn_weight
-from hal.ops.forms import FLOAT, Form
+from hal.ops.forms import FLOAT, Form, dequantize
 from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.form_kernels import FormKernels, plain
 
 
-def test_zero_points_are_subtracted_whatever_the_inputs_are() -> None:
-    for inputs in ("int8", "static_int8"):
-        draw, form = Draw(seed=0), Form("int8", zero_points=True, inputs=inputs)
-        weight, scale, zero = drawn_weight(draw, form, 24, 64)
-        assert zero is not None
-        x, x_scale = drawn_input(draw, form, 3, 64)
-        found = ops.operation("linear").reference(x, weight, None, scale, zero, x_scale, torch.float32, form)
-        wanted = x.double() @ ((weight.double() - zero) * scale).t()
-        wanted = wanted if x_scale is None else wanted * x_scale[:, None]
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("inputs", ["int8", "static_int8"])
+@pytest.mark.parametrize("form", [Form("int8", zero_points=True), Form("int8", scales="e8m0")], ids=str)
+def test_zero_points_and_scales_count_whatever_the_inputs_are(form: Form, inputs: str) -> None:
+    draw, form = Draw(seed=0), attrs.evolve(form, inputs=inputs)
+    weight, scale, zero = drawn_weight(draw, form, 24, 64)
+    x, x_scale = drawn_input(draw, form, 3, 64)
+    found = ops.operation("linear").reference(x, weight, None, scale, zero, x_scale, torch.float32, form)
+    wanted = x.double() @ dequantize(form, weight, scale, zero).double().t()
+    wanted = wanted if x_scale is None else wanted * x_scale[:, None]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_kernels_of_forms_are_a_kernel() -> None:
