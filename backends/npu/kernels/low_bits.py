@@ -137,7 +137,7 @@ class LowBits:
         table = self._tables[dtype].get(form.numbers)
         numbers = form.kind.values(weight) if table is None else table[weight.int()]
         shape = *weight.shape[:-1], form.width(weight)
-        numbers, rows, group = numbers.view(shape), weight.shape[-2], form.group(shape[-1])
+        numbers, rows, group = numbers.reshape(shape), weight.shape[-2], form.group(shape[-1])
         whole = form.rows == 1 and shape[-1] % group == 0
         if whole:
             numbers = numbers.unflatten(-1, (-1, group))
@@ -185,7 +185,7 @@ class LowBits:
         """
         found = {**weights, "weight_scale": self._scales(weights["weight_scale"], use.form, use.dtype)}
         if "weight_zero_point" in found:
-            found["weight_zero_point"] = _offset(found["weight_zero_point"], use.dtype)
+            found["weight_zero_point"] = (-found["weight_zero_point"].float()).to(use.dtype)
         if "bias" in found:
             linear = use.operation == "linear"
             found["bias"] = found["bias"].to(use.dtype) if linear else prepared_bias(found["bias"], use.dtype)

@@ -136,6 +136,18 @@ def test_a_lookup_widens_its_rows_only(npu: Opened, form: Form) -> None:
     assert max(written) == 3 * WIDTH, written
 
 
+@each_dtype()
+@pytest.mark.parametrize("form", [Form("int4", columns=64, zero_points=True), Form("int8", zero_points=True)], ids=str)
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "embedding"])
+def test_zero_points_in_16_bits(npu: Opened, name: str, form: Form, dtype: torch.dtype) -> None:
+    backend, operation = npu(), ops.operation(name)
+    place = list(operation.signature.parameters).index("weight_zero_point")
+    given = list(arguments(Draw(dtype, "npu"), name, form, 5))
+    given[place] = given[place].to(dtype)
+    found = operation.function(*prepare_weights(backend, operation, given, dtype))
+    assert_agree(operation, dtype, found, operation.reference(*on_cpu(given)), str(form))
+
+
 @thorough(DRAW, r"\[seed=[2-9]")
 @pytest.mark.parametrize("form", [INT8, INT8_STATIC, INT8_DYNAMIC, Form("int4", inputs="int8")], ids=str)
 @each_dtype()
