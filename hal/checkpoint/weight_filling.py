@@ -191,7 +191,7 @@ class LayerFilling:
                 continue
             held = {each: getattr(self.module, name) for each, name in names.items()}
             if use.form != FLOAT and self.module.weight_zero_point is not None:  # perhaps one that the backend added
-                held["weight_zero_point"] = self.module.weight_zero_point  # type: ignore[assignment]
+                held["weight_zero_point"] = self.module.weight_zero_point
             backend.replace_weights(held, moved, use)
         tied = self._tied_use
         if tied is not None and (prepared := getattr(self.module, tied.attribute)) is not None:

@@ -99,6 +99,7 @@ BLOCKS = "row_blocks"
 def _whole(scale: Weight, stored: StoredLayer) -> Weight:
     """Return the declaration of the scales of all blocks of rows, of which some parts do not fill the last."""
     layer, rows = stored.layer, stored.form.rows
+    assert scale.sizes is not None
     counts = tuple(-(-size // rows) for size in layer.layers.values() or (layer.out_features,))
     each: Assembly = Concatenated(BLOCKS, counts) if layer.parts and not layer.merged else Whole()
     return attrs.evolve(

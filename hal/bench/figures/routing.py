@@ -75,7 +75,11 @@ class ExpertTensor:
         """The numbers of an expert's matrix; 0 for a scale, a zero point or a bias."""
         if self.tensor.dim() < 3 or self.declared.group_sizes:
             return 0
-        return math.prod(self.tensor.shape[1:]) * math.prod(self.declared.packing.values())
+        found = math.prod(self.tensor.shape[1:])
+        for axis in self.declared.packing:
+            count, elements = self.declared.numbers(axis)
+            found = found * count // elements
+        return found
 
 
 def expert_projections(model: nn.Module) -> dict[str, list[ExpertTensor]]:

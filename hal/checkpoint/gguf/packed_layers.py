@@ -110,13 +110,13 @@ def pack_layers(
         elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
             reader = Blocks(kind)
             if SIZES[kind] % limits.group_multiple:
-                sizes = (linear.nbytes(form, computing) for form in (FLOAT, reader.form))
-                widened.append((kind, *sizes))
+                widened.append((kind, linear.nbytes(FLOAT, computing), linear.nbytes(reader.form, computing)))
                 continue
             layer = quantized_layer(linear, names, StoredAs(reader.form, reader), reader.form)
             types.add(kind)
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
+                assert isinstance(layer.module, Linear)
                 model.set_submodule(path, QuantizedEmbedding(tables[path], layer.module))
                 source, infos, path = f"{path}.weight", {f"{path}.table": infos[path]}, f"{path}.table"
                 renamed = {source: f"{path}.numbers"}

@@ -172,9 +172,9 @@ class Weight:
 
     def unit(self, axis: str) -> int:
         """Return how many elements of an axis belong to one element of the tensor."""
-        return self.group_sizes.get(axis) or self._numbers(axis)[0]
+        return self.group_sizes.get(axis) or self.numbers(axis)[0]
 
-    def _numbers(self, axis: str) -> tuple[int, int]:
+    def numbers(self, axis: str) -> tuple[int, int]:
         """Return how many elements of an axis how many numbers hold."""
         packing = self.packing.get(axis) or 1
         return packing if isinstance(packing, tuple) else (packing, 1)
@@ -182,7 +182,7 @@ class Weight:
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a tensor with these sizes of the axes."""
         return tuple(
-            -(-size // self.unit(axis)) * self._numbers(axis)[1] for axis, size in zip(self.names, sizes, strict=True)
+            -(-size // self.unit(axis)) * self.numbers(axis)[1] for axis, size in zip(self.names, sizes, strict=True)
         )
 
 

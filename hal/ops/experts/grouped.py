@@ -41,9 +41,9 @@ def _grouped_samples(draw: Draw) -> Iterator[Sample]:
         rows, experts = ((1, 3), (17, 8), (0, 2), (9, 4), (6, 2), (11, 3))[place]
         weight, scale, zero = drawn_weight(draw, form, experts, out, width, place=place)
         x, x_scale = drawn_input(draw, form, rows, width)
-        bias = drawn_bias(draw, form, experts, out, place=place)
+        added = drawn_bias(draw, form, experts, out, place=place)
         counts = split_rows(draw, rows, experts)
-        yield x, weight, counts, bias, scale, zero, x_scale, result_dtype(draw, x), form
+        yield x, weight, counts, added, scale, zero, x_scale, result_dtype(draw, x), form
 
 
 @op(
