@@ -124,23 +124,23 @@ def few_int8(
     return values if out is None else out.copy_(values)
 
 
-def filling(kernel: Kernel) -> Callable[..., Tensor]:
-    """Return a kernel that also takes ``out``."""
-
-    def run(*arguments: Any, out: Tensor | None = None) -> Tensor:
-        values: Tensor = kernel(*arguments)
-        return values if out is None else out.copy_(values)
-
-    return run
-
-
 @functools.cache
-def _integer_linear() -> Kernel:
+def _integer_linear() -> Callable[..., Tensor]:
     return torch_kernels.integer_linear(int8_product if multiplies_int8() else int8_matmul)
 
 
-exact_linear = filling(lambda *arguments: _integer_linear()(*arguments))
-"""See :func:`hal.ops.linear`, of forms whose sums are exact."""
+def exact_linear(*given: Any, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.linear`, of forms whose sums are exact."""
+    *tensors, dtype, form = given
+    if out is None:
+        return _integer_linear()(*tensors, dtype, form)
+    return out.copy_(_integer_linear()(*tensors, torch.float32, form))
+
+
+def embedding(*given: Any, out: Tensor | None = None) -> Tensor:
+    """See :func:`hal.ops.embedding`."""
+    rows = torch_kernels.embedding(*given)
+    return rows if out is None else out.copy_(rows)
 
 
 def _float_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any, out: Tensor | None = None) -> Tensor:
@@ -159,7 +159,7 @@ LINEAR: Sequence[tuple[Takes, Kernel]] = (
     (_every, linear),
 )
 KERNELS: dict[str, Sequence[tuple[Takes, Kernel]]] = {
-    "embedding": ((_every, filling(torch_kernels.embedding)),),
+    "embedding": ((_every, embedding),),
     "grouped_linear": tuple((takes, by_expert(kernel)) for takes, kernel in LINEAR),
     "linear": LINEAR,
 }

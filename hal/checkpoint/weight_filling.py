@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hal import ops
 from hal.checkpoint.quantized_layers import QuantizedLayer
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds, set_tensor
 from hal.checkpoint.weight_buffers import WeightBuffers

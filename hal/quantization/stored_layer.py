@@ -111,8 +111,8 @@ class StoredLayer:
         size = math.gcd(self.group_size, end - start)
         if size % self.form.kind.count:
             raise ConfigError(
-                f"{self.names[0]}: {self.ranks.size} ranks cut {self.layer.in_features} inputs into groups of {size}, and "
-                f"numbers of {self.form.numbers} are packed by {self.form.kind.count}",
+                f"{self.names[0]}: {self.ranks.size} ranks cut {self.layer.in_features} inputs into groups of {size}, "
+                f"and numbers of {self.form.numbers} are packed by {self.form.kind.count}",
                 f"set --tensor-parallel, or {TENSOR}, to a number that cuts between groups of {self.group_size}",
                 key=TENSOR,
             )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.quantized import kept_layers
 from click.testing import CliRunner
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
+from helpers.quantized import kept_layers
 from torch import Tensor, nn
 
 import hal

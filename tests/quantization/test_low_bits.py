@@ -580,9 +580,7 @@ def test_files_that_contradict_their_description(
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_blocks_that_parts_do_not_fill(
-    overrides: dict[str, Any], count: int, cpu: hal.Backend, tmp_path: Path
-) -> None:
+def test_blocks_that_parts_do_not_fill(overrides: dict[str, Any], count: int, cpu: hal.Backend, tmp_path: Path) -> None:
     """Then each row has the scales of its block."""
     sizes = {key: 80 for key in ("intermediate_size", "moe_intermediate_size") if key in overrides}
     quantized, plain = pair(tmp_path, Format("fp8", group=32), **{**overrides, **sizes, "num_key_value_heads": 1})
