@@ -69,13 +69,19 @@ class NodeForm:
         namespace: dict[str, Any] = {
             f"_default_{each.name}": each.default for each in declared.values() if each.default is not each.empty
         }
-        header = ", ".join(f"{each}=_default_{each}" if f"_default_{each}" in namespace else each for each in declared)
-        given = list(declared)
+        header = [f"{each}=_default_{each}" if f"_default_{each}" in namespace else each for each in declared]
+        given, without = list(declared), ""
         if self.options is not None:
             last = given.pop()
-            given += [f"{last}.{field.name}" for field in attrs.fields(self.options)]
+            fields = [field.name for field in attrs.fields(self.options)]
+            default = namespace.pop(f"_default_{last}", None)
+            if default is not None:  # Dynamo cannot wrap an object that is a default, and so meets its plain numbers
+                header[-1] = f"{last}=None"
+                numbers = [repr(getattr(default, field)) for field in fields]
+                without = f"    if {last} is None:\n        return _overload({', '.join(given + numbers)})\n"
+            given += [f"{last}.{field}" for field in fields]
         namespace["_overload"] = overload
-        exec(f"def {name}({header}):\n    return _overload({', '.join(given)})\n", namespace)
+        exec(f"def {name}({', '.join(header)}):\n{without}    return _overload({', '.join(given)})\n", namespace)
         return namespace[name]  # type: ignore[no-any-return]
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:

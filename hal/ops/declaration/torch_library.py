@@ -94,5 +94,6 @@ def without_aliases(result: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _substitute_in_dynamo(operation: Registrable, overload: OpOverload) -> None:
-    # Dynamo traces this function, with the same signature, in place of the public one, and so records the node.
-    torch.compiler.substitute_in_graph(operation.function)(operation.node_form.caller(overload, operation.name))
+    # Dynamo traces this function, of the same arguments, in place of the public one, and so records the node.
+    substitute = torch.compiler.substitute_in_graph(operation.function, skip_signature_check=True)
+    substitute(operation.node_form.caller(overload, operation.name))
