@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hal.device.memory import MemoryStats
     from hal.device.stream import Event, Stream
     from hal.drivers.backend import Backend
-    from hal.drivers.compiler import Compiler, Form, Outputs, Plan
+    from hal.drivers.compiler import Compiler, Outputs, PhaseForm, Plan
     from hal.drivers.driver import Driver, Probe
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
@@ -39,7 +39,6 @@ __all__ = [
     "Device",
     "Driver",
     "Event",
-    "Form",
     "FormContext",
     "FormKernels",
     "FullGraphForm",
@@ -51,6 +50,7 @@ __all__ = [
     "MemoryStats",
     "Outputs",
     "PartialKernel",
+    "PhaseForm",
     "Plan",
     "PreparingKernel",
     "Probe",
@@ -68,7 +68,7 @@ __getattr__ = imported_on_use(
         "Device": "hal.device.device",
         "Driver": "hal.drivers.driver",
         "Event": "hal.device.stream",
-        "Form": "hal.drivers.compiler",
+        "PhaseForm": "hal.drivers.compiler",
         "FormContext": "hal.execution.context",
         "FormKernels": "hal.ops.kernels.form_kernels",
         "FullGraphForm": "hal.execution.capture.full_graph",

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from hal.config import read
-from hal.drivers.compiler import Compiler, Form
+from hal.drivers.compiler import Compiler, PhaseForm
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
 
@@ -99,7 +99,7 @@ class NpugraphEx(Compiler):
     name = "npugraph_ex"
     reads = frozenset({"passes", "cache_dir", "queries"})
 
-    def make(self, context: FormContext) -> Form:
+    def make(self, context: FormContext) -> PhaseForm:
         """Return the form that compiles and captures the steps."""
         from .npugraph_ex.compiler import make_form
 

@@ -21,7 +21,7 @@ Plan = Callable[[], Outputs]
 """Runs a step that was planned. It is called at most once, before the next step is planned."""
 
 
-class Form(ABC):
+class PhaseForm(ABC):
     """The compiled form of a model for one runner, which runs the steps of some shapes.
 
     Attributes:
@@ -74,7 +74,7 @@ class Compiler(ABC):
         return None
 
     @abstractmethod
-    def make(self, context: Any) -> Form:
+    def make(self, context: Any) -> PhaseForm:
         """Make the form that runs a model's steps.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hal.drivers.compiler import Compiler, Form
+from hal.drivers.compiler import Compiler, PhaseForm
 
 if TYPE_CHECKING:
     from hal.execution.context import FormContext
@@ -23,7 +23,7 @@ class GraphCompiler(_Capturing):
     name = "graph"
     reads = frozenset({"passes", "torch_compile_max_bs", "queries"})
 
-    def make(self, context: FormContext) -> Form:
+    def make(self, context: FormContext) -> PhaseForm:
         from hal.execution.capture.full_graph import FullGraphForm, OptimizedGraphs
 
         return FullGraphForm(context, OptimizedGraphs(context))
@@ -36,7 +36,7 @@ class PiecewiseCompiler(_Capturing):
     reads = frozenset({"splitting_ops", "passes"})
     any_shape = True
 
-    def make(self, context: FormContext) -> Form:
+    def make(self, context: FormContext) -> PhaseForm:
         from hal.execution.pieces.piecewise import PiecewiseForm
 
         return PiecewiseForm(context)
@@ -50,7 +50,7 @@ class PiecewiseEagerCompiler(_Capturing):
     any_shape = True
     traces = False
 
-    def make(self, context: FormContext) -> Form:
+    def make(self, context: FormContext) -> PhaseForm:
         from hal.execution.pieces.piecewise_eager import PiecewiseEagerForm
 
         return PiecewiseEagerForm(context)
@@ -65,7 +65,7 @@ class InductorCompiler(Compiler):
     def unsupported(self, backend: Any) -> str | None:
         return None if backend.inductor is not None else "the driver does not support code from Inductor"
 
-    def make(self, context: FormContext) -> Form:
+    def make(self, context: FormContext) -> PhaseForm:
         from hal.execution.inductor import InductorForm
 
         return InductorForm(context)

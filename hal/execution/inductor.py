@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_step
-from hal.drivers.compiler import Form, Outputs, Plan
+from hal.drivers.compiler import Outputs, PhaseForm, Plan
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
 from hal.execution.context import OTHER_RANK, FormContext
@@ -21,7 +21,7 @@ log = logging.getLogger("hal.execution")
 Step = Callable[[list[Tensor]], Outputs]
 
 
-class InductorForm(Form):
+class InductorForm(PhaseForm):
     """Compiles the model's step for each number of queries, and runs it on batches of any size, without padding.
 
     ``capture_sizes`` selects the two variants: 1 selects that for one sequence, any other size that for more. Without

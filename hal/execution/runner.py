@@ -19,7 +19,7 @@ from hal.config.bounds import SEQUENCES, check_count
 from hal.device.capture_lock import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import Form
+from hal.drivers.compiler import PhaseForm
 from hal.drivers.compiler_registry import EAGER
 from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
@@ -169,7 +169,7 @@ class Runner(Closable):
             raise self.uses.error()
         return self._states
 
-    def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> Form:
+    def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> PhaseForm:
         config = self.backend.config.compilation.of(phase)
         return self.backend.compiler(config.compiler).make(
             FormContext(
@@ -194,7 +194,7 @@ class Runner(Closable):
         return self._steps
 
     @property
-    def forms(self) -> Mapping[Phase, Form]:
+    def forms(self) -> Mapping[Phase, PhaseForm]:
         """The form of each phase that is not eager."""
         return MappingProxyType({} if self._steps is None else self._steps.forms)
 

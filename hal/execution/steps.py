@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.drivers.compiler import Form, Plan
+from hal.drivers.compiler import PhaseForm, Plan
 from hal.execution.check_outputs import check_hidden, check_logits
 from hal.execution.context import Phase
 from hal.execution.lockstep import AlignedStep, Lockstep
@@ -57,7 +57,7 @@ class Steps:
         *,
         debug: bool,
     ) -> None:
-        self.forms: dict[Phase, Form] = {}
+        self.forms: dict[Phase, PhaseForm] = {}
         self.uncaptured = uncaptured
         self._model, self._queries, self._lockstep, self._debug = model, queries, lockstep, debug
         self._warned: set[str] = set()

@@ -17,7 +17,7 @@ import torch
 
 from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
-from hal.drivers.compiler import Form, Plan
+from hal.drivers.compiler import PhaseForm, Plan
 from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemory
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
@@ -52,7 +52,7 @@ class Bucket:
         self.parts.clear()
 
 
-class CapturedForm(Form):
+class CapturedForm(PhaseForm):
     """Runs steps on graphs of several sizes, captured largest first into one pool. Smaller batches are padded.
 
     A subclass chooses the shapes, captures a bucket, and plans a step on a bucket.
@@ -119,7 +119,7 @@ class CapturedForm(Form):
 
     @abstractmethod
     def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
-        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.vendor.Form.plan`."""
+        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`PhaseForm.plan`."""
 
     @abstractmethod
     def size_of(self, shape: StepShape) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hal.drivers.compiler import Compiler, Form, Outputs, Plan
+from hal.drivers.compiler import Compiler, Outputs, PhaseForm, Plan
 from hal.execution.context import FormContext
 from hal.execution.optimized_model import OptimizedModel
 from hal.step import Batch, StepShape
 
 
-class CountingForm(Form):
+class CountingForm(PhaseForm):
     """Runs steps of equal queries through the optimized step."""
 
     def __init__(self, context: FormContext) -> None:
