@@ -29,13 +29,14 @@ PROGRAM = """
 import json, sys
 import hal
 from hal.errors import HalError
-from hal.ops import catalogue
+from hal.ops import Form, catalogue
 
 try:
     backend = hal.open({"backend": sys.argv[1], **json.loads(sys.argv[2])})
 except HalError:
     print("{}")
 else:
+    kernels = backend.kernels.get("linear")
     fused = [name for name in catalogue() if name in backend.kernels]
     print(json.dumps({
         "dtypes": ", ".join(str(each).removeprefix("torch.") for each in backend.limits.dtypes),
@@ -48,6 +49,10 @@ else:
             part: "kernels" if all(name in backend.kernels for name in names) else "composed"
             for part, names in json.loads(sys.argv[3]).items()
         },
+        **{
+            part: "kernels" if kernels is not None and kernels.taking(Form(**form)) else "composed"
+            for part, form in json.loads(sys.argv[4]).items()
+        },
     }))
 """
 PARTS = {
@@ -56,12 +61,17 @@ PARTS = {
     "attention among the patches of images": ["packed_attention"],
     "mixtures of experts": ["topk_route", "expert_mlp"],
     "recurrent layers": ["causal_conv1d", "gated_delta_rule"],
-    "int8 weights": ["linear_int8"],
-    "int8 weights and activations": ["quant_linear_static", "quant_linear_dynamic"],
-    "weights of 4 and 8 bits in groups": ["weight_only_linear"],
-    "float8 weights": ["fp8_linear"],
 }
 """By the part of a model, the operations that it consists of."""
+FORMS: dict[str, dict[str, Any]] = {
+    "int8 weights": {"numbers": "int8"},
+    "int8 weights and activations": {"numbers": "int8", "inputs": "int8"},
+    "int4 weights in groups": {"numbers": "int4", "columns": 32},
+    "int4 weights in groups and int8 activations": {"numbers": "int4", "columns": 32, "inputs": "int8"},
+    "float8 weights in blocks": {"numbers": "float8", "rows": 128, "columns": 128},
+    "float4 weights in groups (MXFP4)": {"numbers": "float4", "columns": 32, "scales": "e8m0"},
+}
+"""Forms of weights, by what the table calls them."""
 
 
 def shown(tests: Path = TESTS) -> dict[str, dict[str, list[str]]]:
@@ -88,7 +98,7 @@ def _marks(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[list[st
 def opened(name: str, config: dict[str, Any]) -> dict[str, str]:
     """Return what a backend declares; nothing where its driver cannot be opened."""
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", PROGRAM, name, json.dumps(config), json.dumps(PARTS)]
+    command = [sys.executable, "-c", PROGRAM, name, json.dumps(config), json.dumps(PARTS), json.dumps(FORMS)]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
     declared: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
     return declared

@@ -72,7 +72,7 @@ def linear(
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, accumulated in float32 and rounded once.
 
-    The weight of another form than :data:`~hal.ops.forms.FLOAT` is ``(weight - weight_zero_point) * weight_scale``, and
+    The weight of another form than :data:`~hal.ops.FLOAT` is ``(weight - weight_zero_point) * weight_scale``, and
     a kernel may round it, its scales and zero points to the result's dtype. Of int8 inputs, the product is multiplied
     by ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, products are summed exactly, and
     multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums.
@@ -172,7 +172,7 @@ def embedding(
 ) -> Tensor:
     """Return row ``token_ids[i]`` of ``weight`` for each token ``i``.
 
-    The table of another form than :data:`~hal.ops.forms.FLOAT` is also an output projection, and has the layout that
+    The table of another form than :data:`~hal.ops.FLOAT` is also an output projection, and has the layout that
     the driver prepared for :func:`linear`. Its rows are computed in float32 and rounded to dtype once; a kernel may
     round scales and zero points to dtype, too.
 
