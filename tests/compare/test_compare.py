@@ -274,10 +274,16 @@ class TestSaved:
 
     def test_every_kind_of_argument(self, tmp_path: Path) -> None:
         """Save a dtype, None, an expanded tensor, and an argument with another dtype in the second run."""
-        operation = ops.operation("quant_linear_static")
+        operation = ops.operation("linear")
         x, weight = torch.ones(1, 4, dtype=torch.int8).expand(3, 4), torch.ones(2, 4, dtype=torch.int8)
-        given = {"x": x, "weight": weight, "deq_scale": torch.ones(2), "quant_bias": None, "dtype": torch.float16}
-        other = {**given, "deq_scale": torch.ones(2, dtype=torch.int64)}
+        given = dict.fromkeys(operation.signature.parameters) | {
+            "x": x,
+            "weight": weight,
+            "weight_scale": torch.ones(2, 1),
+            "dtype": torch.float16,
+            "form": ops.Form("int8", inputs="static_int8"),
+        }
+        other = {**given, "weight_scale": torch.ones(2, 1, dtype=torch.int64)}
         call = Call(0, 0, operation.name, "a", "a.0")
         result = {"result": torch.full((3, 2), 4.0, dtype=torch.float16)}
         save(Evidence(call, operation, given, other, result, result), ("cpu", "acme"), torch.float16, tmp_path / "call")
@@ -285,8 +291,8 @@ class TestSaved:
         first, second = loaded.arguments("first"), loaded.arguments("second")
         assert first[0].stride() == (0, 1)
         assert torch.equal(first[0], x)
-        assert first[3:] == [None, torch.float16]
-        assert (first[2].dtype, second[2].dtype) == (torch.float32, torch.int64)
+        assert first[4:] == [None, None, torch.float16, given["form"]]
+        assert (first[3].dtype, second[3].dtype) == (torch.float32, torch.int64)
         assert torch.equal(operation.reference(*first), loaded.results("first")["result"])
 
     def test_options(self, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +115,22 @@ def test_all_tensors_of_all_compilers(compiler: str, model_type: type[Encoder]) 
                 torch.testing.assert_close(found.logits, at @ model.embedding.weight.t())
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return the product, in ``out`` if the CPU's graph gives its memory."""
-    found = torch.nn.functional.linear(x, weight, bias)
-    return found if out is None else out.copy_(found)
+def counting(rows: list[int]) -> Callable[..., Tensor]:
+    """Return a kernel of ``linear`` that lists the rows of the head. The CPU's graph gives it memory to write."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *form: Any, out: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == Scorer.vocab_size:
+            rows.append(x.shape[0])
+        found = torch.nn.functional.linear(x, weight, bias)
+        return found if out is None else out.copy_(found)
+
+    return linear
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_no_head_runs_for_no_rows(compiler: str) -> None:
-    backend = opened(compiler)
-    width, rows = Scorer.vocab_size, list[int]()
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        if weight.shape[0] == width:
-            rows.append(x.shape[0])
-        return product(x, weight, bias, out)
-
-    backend.kernels = {**backend.kernels, "linear": counted}
+    backend, rows = opened(compiler), list[int]()
+    backend.kernels = {**backend.kernels, "linear": counting(rows)}
     backend.activate()
     with hal.Runner(Scorer(), backend) as runner:
         for new, cached in (([[1, 2, 3], [4]], [0, 0]), ([[5], [6]], [3, 1])):
@@ -148,20 +147,7 @@ def test_no_head_runs_for_no_rows(compiler: str) -> None:
 def test_a_prefill_computes_the_asked_rows_only() -> None:
     for compiler in COMPILERS:
         backend, rows = opened(compiler), list[int]()
-
-        def counted(
-            x: Tensor,
-            weight: Tensor,
-            bias: Tensor | None = None,
-            rows: list[int] = rows,
-            *,
-            out: Tensor | None = None,
-        ) -> Tensor:
-            if weight.shape[0] == Scorer.vocab_size:
-                rows.append(x.shape[0])
-            return product(x, weight, bias, out)
-
-        backend.kernels = {**backend.kernels, "linear": counted}
+        backend.kernels = {**backend.kernels, "linear": counting(rows)}
         backend.activate()
         with hal.Runner(Scorer(), backend) as runner:
             batch = runner.batch([[1] * 9, [2] * 7], [[1], [2]])

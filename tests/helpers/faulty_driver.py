@@ -155,8 +155,8 @@ class FaultyBackend(CpuBackend):
         """Not a fault: weights in another form, and a cache in another layout."""
         self.prepares, self.state_layout = True, "backwards"
 
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return REFERENCE["linear"](x, -weight, bias)
+        def linear(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+            return REFERENCE["linear"](x, -weight, *others)
 
         def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
             last = key_cache.shape[0] * key_cache.shape[1] - 1

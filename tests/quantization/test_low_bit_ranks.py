@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import rank_programs
-from helpers.checkpoints import random_checkpoint
-from helpers.gguf_writing import write_gguf
-from helpers.low_bits import DENSE, WHOLE, Format, gpt_oss_pair, modelslim, pair
+from helpers.low_bits import DENSE, WHOLE, Format, modelslim, pair
 from helpers.low_bits_on_ranks import CASES
 from helpers.quantized import change_tensors, error
 from helpers.ranks import in_ranks
@@ -19,8 +16,6 @@ import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError
 from hal.parallel import Mesh
-
-NARROW = {**DENSE, "intermediate_size": 96}
 
 
 @thorough(
@@ -41,53 +36,15 @@ def test_logits_of_ranks_are_those_of_one(count: int, name: str, tmp_path: Path)
         assert rank["held"] < alone["held"] * (1 / count + 0.1)
 
 
-def narrow(format: Format) -> Callable[[Path], Path]:
-    return lambda folder: pair(folder, format, **NARROW)[0]
-
-
-def narrow_gguf(kind: str) -> Callable[[Path], Path]:
-    def written(folder: Path) -> Path:
-        plain = random_checkpoint(folder / "plain", **{**NARROW, "attention_bias": False})
-        return write_gguf(plain, folder / "model.gguf", kind=kind)
-
-    return written
-
-
-def narrow_modelslim(folder: Path) -> Path:
-    made = narrow(Format(WHOLE, symmetric=True, activations=True))(folder)
-    modelslim(made, 32)
-    return made
-
-
-REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "packed": (narrow(Format("compressed-tensors", symmetric=True)), r"scales: .* 48 of in_features .* group of 32"),
-    "w8a16_group": (narrow(Format("compressed-tensors", bits=8)), r"scales: .* 48 of in_features .* group of 32"),
-    "w4a8": (narrow(Format(WHOLE, symmetric=True, activations=True)), r"scales: .* 48 of in_features .* group of 32"),
-    "gptq": (narrow(Format("gptq")), r"(scales|qzeros): .* 48 of in_features .* group of 32"),
-    "awq": (narrow(Format("awq")), r"(scales|qzeros): .* 48 of in_features .* group of 32"),
-    "fp8-blocks": (narrow(Format("fp8")), r"scales: .* 48 of out_features .* group of 32"),
-    "modelslim": (narrow_modelslim, r"second_scales: .* 48 of in_features .* group of 32"),
-    "mxfp4": (
-        lambda folder: gpt_oss_pair(folder, intermediate_size=96)[0],
-        r"(scales|blocks): .* 48 of in_features .* group of 32",
-    ),
-    "Q8_0": (narrow_gguf("Q8_0"), r"scales: .* 48 of in_features .* group of 32"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_cuts_inside_a_group_are_refused(name: str, tmp_path: Path) -> None:
-    write, message = REFUSED[name]
-    config = {"backend": "cpu", "dtype": "float32", "quantized_weights": "kept"}
+def test_cuts_inside_packed_numbers_are_refused(tmp_path: Path) -> None:
+    """Ranks may cut inside a group, but each of their groups fills whole elements."""
+    made, _ = pair(tmp_path, Format("gptq"), **{**DENSE, "intermediate_size": 72})
     mesh = Mesh(tensor=Group("pair", 1, 2, object()))
     with (
-        hal.open(config, mesh=mesh) as backend,
-        pytest.raises(ConfigError, match=message) as caught,
+        hal.open({"backend": "cpu", "dtype": "float32"}, mesh=mesh) as backend,
+        pytest.raises(ConfigError, match=r"2 ranks cut 72 inputs into groups of 4, .* packed by 8"),
     ):
-        hal.load_model(write(tmp_path), backend)
-    assert caught.value.remedy.endswith("suit all weights of the model: 1"), (
-        "3 ranks cut between groups, and not the heads"
-    )
+        hal.load_model(made, backend)
 
 
 def test_cuts_inside_a_byte_are_refused(tmp_path: Path) -> None:

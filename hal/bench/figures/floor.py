@@ -215,7 +215,8 @@ def _projections(model: CausalLM) -> list[Linear]:
 
 def _numbers(layer: Linear) -> int:
     """Return the numbers of a projection's weight."""
-    return _weight(layer).shape[0] * layer.in_features
+    held = _weight(layer).numel()
+    return held * layer.form.kind.count // layer.form.kind.elements if layer.quantized else held
 
 
 def _weight(layer: Linear) -> Tensor:
