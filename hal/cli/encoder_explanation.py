@@ -6,64 +6,73 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from hal.cli.console import print_table
-from hal.cli.explanation import print_rewrites, print_stages
+from hal.cli.explanation import context_of, print_rewrites, print_stages
 from hal.cli.stdout import echo
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
     from hal.drivers.backend import Backend
-    from hal.nn import Encoder
+    from hal.execution.context import FormContext
+    from hal.nn import CausalLM
 
 EMBEDDINGS = 16
 """Embeddings of the image whose launches are counted."""
 
 
-def explain_encoder(encoder: Encoder, on: Backend) -> None:
-    """Print how the backend runs an encoder, and its launches on a backend that counts them.
+def explain_encoder(model: CausalLM, on: Backend) -> None:
+    """Print how the backend runs a model's encoder, and its launches on a backend that counts them.
 
     Raises:
         HalError: what a runner would raise.
     """
+    from hal.compile.trace import StepSizes
     from hal.drivers.compiler_registry import EAGER
-    from hal.execution.encoder_steps import GRAPH, INDUCTOR, encoder_compiler, encoder_sizes, optimized_encoder
+    from hal.execution.capture.capture_sizes import embeddings_to_capture
 
-    chosen = encoder_compiler(on)
-    echo(f"\n{type(encoder).__name__}, {on.name}: a step of the encoder, {chosen}\n")
+    context = context_of(model, on, 2, "encoder")
+    chosen = context.config.compiler
+    echo(f"\n{type(model.encoder).__name__}, {on.name}: a step of the encoder, {chosen}\n")
     if chosen == EAGER:
         echo("the encoder's Python code is run eagerly; no rewrite is applied")
-    elif chosen == INDUCTOR:
+    elif chosen == "inductor":
         echo("Inductor compiles the traced graph for any number of images; no rewrite is applied")
     else:
         with on.translating_errors():
-            step = optimized_encoder(encoder, on)
+            step = context.optimized(StepSizes(None))
         print_stages(step.stages)
         echo()
         print_rewrites(step, on)
-        if chosen == GRAPH:
-            sizes = ", ".join(map(str, encoder_sizes(on)))
+        if chosen == "graph":
+            sizes = ", ".join(map(str, embeddings_to_capture(context.config, on.config.max_prefill_tokens)))
             echo(f"\nsteps of up to {sizes} embeddings are captured; larger ones run uncaptured")
-    _print_launches(encoder, on)
+    _print_launches(context)
 
 
-def _print_launches(encoder: Encoder, on: Backend) -> None:
+def _print_launches(context: FormContext) -> None:
     import torch
 
-    from hal.execution.encoder_steps import encoder_step
+    from hal.drivers.compiler_registry import EAGER, OPTIMIZED
+    from hal.execution.steps import Steps
+    from hal.execution.uncaptured import Uncaptured
 
+    on, encoder, chosen = context.backend, context.encoder, context.config.compiler
+    assert encoder is not None
     try:
         with on.counting_launches():
             pass
     except ConfigError:
         return
+    steps = Steps(context.model, frozenset(), {"encoder": Uncaptured(context, chosen != EAGER)}, None, debug=False)
     batch = encoder.batch([encoder.example(EMBEDDINGS * encoder.row_tokens)]).to(on.device.torch)
     token = on.enter()
     try:
         with on.translating_errors(), torch.inference_mode():
-            step = encoder_step(encoder, on)
-            step(batch)
+            if chosen not in (EAGER, OPTIMIZED):
+                steps.forms["encoder"] = on.compiler(chosen).make(context)
+            steps.encode(batch)
             on.device.synchronize()
             with on.counting_launches() as found:
-                step(batch)
+                steps.encode(batch)
     finally:
         on.leave(token)
     counts = Counter(found)

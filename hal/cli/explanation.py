@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hal.compile.split import SplitStep
     from hal.config import CompilationConfig
     from hal.drivers.backend import Backend
-    from hal.execution.context import FormContext
+    from hal.execution.context import FormContext, Phase
     from hal.nn import CausalLM
     from hal.step import StateSpec
 
@@ -136,7 +136,7 @@ def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, fl
     from hal.step import StepShape
 
     began, shape = time.perf_counter(), StepShape.uniform(size)
-    decoder = OptimizedModel(_context(model, on, 2))
+    decoder = OptimizedModel(context_of(model, on, 2))
     decoder.prepare(shape)
     step = decoder.optimized[shape]
     return step, time.perf_counter() - began - sum(each.seconds for each in step.stages)
@@ -159,17 +159,18 @@ def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
     return stages
 
 
-def _context(model: CausalLM, on: Backend, num_blocks: int) -> FormContext:
+def context_of(model: CausalLM, on: Backend, num_blocks: int, phase: Phase = "decode") -> FormContext:
+    """Return the context of a phase, with states of so many blocks."""
     from hal.execution.context import FormContext
 
     states = on.allocate(_spec(model, on, num_blocks))
     longest = min(model.max_length, states.spec.num_tokens)
-    return FormContext(model, on, states, on.config.compilation.of("decode"), "decode", None, longest)
+    return FormContext(model, on, states, on.config.compilation.of(phase), phase, None, longest)
 
 
 def _form(model: CausalLM, on: Backend, size: int) -> Any:
     """Return the form that the backend's compiler gives decode steps."""
-    return on.compiler(on.config.compilation.of("decode").compiler).make(_context(model, on, size + 1))
+    return on.compiler(on.config.compilation.of("decode").compiler).make(context_of(model, on, size + 1))
 
 
 @contextmanager

@@ -111,9 +111,12 @@ class CompilationConfig:
     prefill: PhaseConfig = attrs.field(factory=PhaseConfig)
     encoder: EncoderConfig = attrs.field(factory=EncoderConfig)
 
-    def of(self, phase: Literal["decode", "prefill"]) -> CompilationConfig:
-        """Return the configuration of one phase, with its overrides applied."""
+    def of(self, phase: Literal["decode", "prefill", "encoder"]) -> CompilationConfig:
+        """Return the configuration of one phase, with its overrides applied. An encoder has the passes of prefill."""
         given = {name: each for name, each in attrs.asdict(getattr(self, phase)).items() if each is not None}
+        if phase == "encoder":
+            chosen = {"compiler": "eager" if self.compiler == "eager" else "optimized", "capture_sizes": None} | given
+            return attrs.evolve(self.of("prefill"), **chosen, max_capture_size=None, torch_compile_max_bs=None)
         if phase == "prefill":
             # The sizes above are decode batch sizes, and only pieces can be captured for any number of tokens.
             rest = {

@@ -1,27 +1,17 @@
-"""The step of an encoder, and the cache of its results."""
+"""The cache of an encoder's results."""
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from hal.drivers.backend import Backend
-from hal.errors import CaptureError, CompileError, ModelError
-from hal.execution.encoder_steps import (
-    GRAPH,
-    INDUCTOR,
-    CapturedEncoder,
-    EncoderStep,
-    eager_encoder,
-    encoder_compiler,
-    encoder_step,
-)
+from hal.drivers.compiler import Outputs
+from hal.errors import ModelError
 from hal.nn import Encoder, EncoderItem
-
-log = logging.getLogger("hal.execution")
+from hal.step import EncoderBatch
 
 
 def most_tokens(encoder: Encoder, backend: Backend) -> int:
@@ -34,48 +24,19 @@ class Encoding:
 
     Args:
         encoder: a module of a model that is loaded on the backend.
-        backend: runs the encoder, as ``compilation.encoder`` says.
+        backend: has the encoder's weights.
+        run: runs a step of the encoder. What it returns is valid until the next one.
 
     Attributes:
         steps: the steps so far.
-        prepared_early: whether the runner calls :meth:`prepare` when it is made, as for all that is captured.
     """
 
-    def __init__(self, encoder: Encoder, backend: Backend) -> None:
-        self._encoder, self._backend = encoder, backend
+    def __init__(self, encoder: Encoder, backend: Backend, run: Callable[[EncoderBatch], Outputs]) -> None:
+        self._encoder, self._backend, self._run = encoder, backend, run
         self._budget = backend.config.cache.num_embeddings
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the least recently used first
         self._rows = 0
-        self._step: EncoderStep | None = None
         self.steps = 0
-        self.prepared_early = encoder_compiler(backend) in (GRAPH, INDUCTOR)
-
-    def prepare(self) -> None:
-        """Make what runs the steps, unless that is done.
-
-        Raises:
-            CaptureError: a size cannot be captured, and ``on_capture_error`` is ``raise``.
-            CompileError: the encoder cannot be traced or compiled, and ``on_capture_error`` is ``raise``.
-        """
-        if self._step is not None:
-            return
-        try:
-            self._step = encoder_step(self._encoder, self._backend)
-        except (CaptureError, CompileError) as error:
-            if self._backend.config.compilation.on_capture_error == "raise":
-                raise
-            log.warning("%s runs its Python code: %s", type(self._encoder).__name__, str(error))
-            self._step = eager_encoder(self._encoder)
-
-    @property
-    def replays(self) -> int:
-        """How many steps ran on graphs."""
-        return self._step.replays if isinstance(self._step, CapturedEncoder) else 0
-
-    def close(self) -> None:
-        """Free the graphs."""
-        if isinstance(self._step, CapturedEncoder):
-            self._step.close()
 
     def encode(self, items: Sequence[EncoderItem]) -> list[Tensor]:
         """Return the embeddings of each item, ``[rows, width]``, on the device. Those in the cache are not computed.
@@ -99,9 +60,7 @@ class Encoding:
 
     def _encode(self, items: list[EncoderItem]) -> list[Tensor]:
         batch = self._encoder.batch(items).to(self._backend.device.torch)
-        self.prepare()
-        assert self._step is not None
-        (embeddings,) = self._step(batch)
+        (embeddings,) = self._run(batch)
         self.steps += 1
         wanted = sum(map(self._encoder.rows, items))
         if embeddings.dim() != 2 or embeddings.shape[0] < wanted:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.inductor_backend import compile_step
-from hal.compile.trace import StepSizes, trace_step
-from hal.drivers.compiler import Outputs, PhaseForm, Plan
+from hal.compile.trace import StepSizes, trace_encoder, trace_step
+from hal.drivers.compiler import PhaseForm, Outputs, Plan
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
-from hal.execution.context import OTHER_RANK, FormContext
-from hal.step import Batch, StepShape
+from hal.execution.context import FormContext
+from hal.nn import Encoder
+from hal.step import StaticBatch, StepShape
 
 log = logging.getLogger("hal.execution")
 
-Step = Callable[[list[Tensor]], Outputs]
+CompiledStep = Callable[[list[Tensor]], Outputs]
 
 
 class InductorForm(PhaseForm):
-    """Compiles the model's step for each number of queries, and runs it on batches of any size, without padding.
+    """Compiles the step for each number of queries, or an encoder's. It runs batches of any size, without padding.
 
     ``capture_sizes`` selects the two variants: 1 selects that for one sequence, any other size that for more. Without
     the first variant, a single sequence is padded to two.
@@ -33,28 +36,18 @@ class InductorForm(PhaseForm):
 
     def __init__(self, context: FormContext) -> None:
         self._context = context
-        config = context.config
-        sizes, numbers = capture_sizes(config, context.backend.limits.capture_sizes), queries_to_capture(config)
-        self._pairs = {queries: context.static_batch(StepShape.uniform(2, queries)) for queries in numbers}
-        self._one: dict[int, Step] = {}
-        self._many: dict[int, Step] = {}
-        problem = None
-        try:
-            for queries in numbers:
-                if 1 in sizes:
-                    self._one[queries] = self._compile(1, queries)
-                if sizes[-1] > 1:
-                    self._many[queries] = self._compile(sizes[-1], queries)
-        except CompileError as error:
-            if config.on_capture_error == "raise":
-                raise
-            problem = str(error)
-        if config.on_capture_error == "eager" and not context.all_agree(problem is None):
+        self._pairs: dict[int, StaticBatch] = {}
+        self._one: dict[int, CompiledStep] = {}
+        self._many: dict[int, CompiledStep] = {}
+        make = self._compile_all if context.encoder is None else partial(self._compile_encoder, context.encoder)
+        if isinstance(context.attempt(make, f"{context.phase} batches run uncaptured"), str):
             self._one.clear()
             self._many.clear()
-            log.warning("%s batches run uncaptured: %s", context.phase, problem or OTHER_RANK)
+            self.uncaptured = None
 
-    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+    def plan(self, batch: Any, shape: StepShape) -> Plan | str:
+        if self.uncaptured is not None:
+            return partial(self.uncaptured, batch)
         queries = shape.queries
         if queries in self._one and shape.sequences == 1:
             return lambda: self._one[queries](batch.tensors())
@@ -64,8 +57,8 @@ class InductorForm(PhaseForm):
         if shape.sequences > 1:
             return lambda: self._many[queries](batch.tensors())
         pair = self._pairs[queries]
-        if batch.block_table.shape[1] > pair.batch.block_table.shape[1]:
-            return "its block table exceeds that of a padded batch"
+        if refusal := pair.refusal(batch):
+            return refusal
 
         def padded() -> Outputs:
             pair.fill(batch)
@@ -75,7 +68,25 @@ class InductorForm(PhaseForm):
 
         return padded
 
-    def _compile(self, sequences: int, queries: int) -> Step:
+    def _compile_all(self) -> None:
+        context, config = self._context, self._context.config
+        sizes = capture_sizes(config, context.backend.limits.capture_sizes)
+        for queries in queries_to_capture(config):
+            self._pairs[queries] = context.static_batch(StepShape.uniform(2, queries))
+            if 1 in sizes:
+                self._one[queries] = self._compile(1, queries)
+            if sizes[-1] > 1:
+                self._many[queries] = self._compile(sizes[-1], queries)
+
+    def _compile_encoder(self, encoder: Encoder) -> None:
+        """Compile an encoder, whose step is traced for any number of tokens and sequences."""
+        step = trace_encoder(encoder, whole=self._context.backend.inductor or ())
+        collectives_of_one(step.graph)
+        step.check_any_size(encoder)
+        run = compile_step(step)
+        self.uncaptured = lambda batch: run(batch.tensors())
+
+    def _compile(self, sequences: int, queries: int) -> CompiledStep:
         context = self._context
         sizes = StepSizes(sequences, queries)
         step = trace_step(context.model, context.states, sizes, whole=context.backend.inductor or ())

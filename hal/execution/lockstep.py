@@ -17,7 +17,7 @@ from hal.errors import BatchError
 from hal.nn import CausalLM
 from hal.parallel.host_values import check_host_group, gather_numbers
 from hal.step import Batch, StateSpec, StepShape
-from hal.step.padded_batch import extended, padding_batch
+from hal.step.padding import extended, padding_batch
 
 
 @attrs.frozen(eq=False)

@@ -22,7 +22,7 @@ from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
 from hal.step import LAST, StateSpec
 from hal.step.dummies import DUMMY_BLOCK
-from hal.step.padded_batch import padding_batch
+from hal.step.padding import padding_batch
 from hal.step.rows import taken
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hal.compile.optimize import OptimizedStep, optimize_model
+from hal.compile.optimize import OptimizedStep
 from hal.compile.trace import StepSizes
 from hal.drivers.compiler import Outputs
 from hal.execution.context import FormContext
@@ -35,6 +35,8 @@ class OptimizedModel:
         Returns:
             A function from a batch's tensors, in the order of its fields, to what the step returns.
         """
+        if self._context.encoder is not None:
+            shape = StepShape(0, 0, 0)  # One trace serves all.
         if shape not in self._steps:
             known = next((each for each in self._lowered if each[0].traced.serves(shape)), None)
             if known is None:
@@ -45,10 +47,9 @@ class OptimizedModel:
 
     def _optimize(self, shape: StepShape) -> tuple[OptimizedStep, Lowered]:
         context = self._context
-        sizes = StepSizes(shape.sequences, shape.queries)
-        step = optimize_model(
-            context.model, context.states, sizes, context.backend, context.config.passes, context.rows
-        )
+        step = context.optimized(StepSizes(shape.sequences, shape.queries), context.rows)
+        if context.encoder is not None:
+            step.traced.check_any_size(context.encoder)
         step.hoist(context.backend)
         return step, step.lowered()
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from hal.device.capture_lock import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import PhaseForm
-from hal.drivers.compiler_registry import EAGER
+from hal.drivers.compiler_registry import EAGER, OPTIMIZED
 from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
@@ -127,31 +128,28 @@ class Runner(Closable):
         lockstep = None
         if backend.lockstep:
             lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
-        if model.encoder is not None:
-            self._encoding = Encoding(model.encoder, backend)
-        phases: tuple[Phase, ...] = ("decode", "prefill")
+        phases: tuple[Phase, ...] = ("decode", "prefill", *(() if model.encoder is None else ("encoder",)))
         compilation = backend.config.compilation
-        chosen = [phase for phase in phases if compilation.of(phase).compiler != EAGER]
-        uncaptured: dict[Phase, Uncaptured] = {phase: self._uncaptured(phase, chosen) for phase in phases}
-        first, second = uncaptured.values()
-        if (first.passes, first.otherwise_python) == (second.passes, second.otherwise_python):
-            uncaptured["prefill"] = first
+        chosen = [phase for phase in phases if compilation.of(phase).compiler not in (EAGER, OPTIMIZED)]
+        uncaptured = {phase: self._uncaptured(phase, chosen) for phase in phases}
+        if uncaptured["decode"].same(uncaptured["prefill"]):
+            uncaptured["prefill"] = uncaptured["decode"]
         self._steps = Steps(model, frozenset(compilation.queries), uncaptured, lockstep, debug=compilation.debug)
-        early = self._encoding is not None and self._encoding.prepared_early
-        if not chosen and not early:
+        if model.encoder is not None:
+            self._encoding = Encoding(model.encoder, backend, self._steps.encode)
+        if not chosen:
             return
         all_agree = agreement(backend, lockstep)
         token = backend.enter()
         try:
             with backend.translating_errors(), CAPTURING:  # The free device memory is measured before any capture.
                 for phase in chosen:
-                    form = self._steps.forms[phase] = self._make_form(phase, all_agree)
+                    context = self._context(phase, all_agree)
+                    form = self._steps.forms[phase] = backend.compiler(context.config.compiler).make(context)
                     uncaptured[phase].step = uncaptured[phase].step or form.uncaptured
-                for each in uncaptured.values():
-                    if not each.otherwise_python:  # else when a step first needs it
-                        each.prepare()
-                if early and self._encoding is not None:
-                    self._encoding.prepare()
+                for phase, each in uncaptured.items():
+                    if each.context.refuses and (phase != "encoder" or phase in chosen):
+                        each.prepare()  # else when a step first needs it
         finally:
             backend.leave(token)
 
@@ -169,23 +167,24 @@ class Runner(Closable):
             raise self.uses.error()
         return self._states
 
-    def _make_form(self, phase: Phase, all_agree: Callable[[bool], bool]) -> PhaseForm:
+    def _context(self, phase: Phase, all_agree: Callable[[bool], bool] = bool) -> FormContext:
         config = self.backend.config.compilation.of(phase)
-        return self.backend.compiler(config.compiler).make(
-            FormContext(
-                self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
-            )
+        return FormContext(
+            self.model, self.backend, self.states, config, phase, self._max_sequences, self._max_length, all_agree
         )
 
     def _uncaptured(self, phase: Phase, chosen: Sequence[Phase]) -> Uncaptured:
-        """Return what runs the steps of a phase that no form accepts, given the phases that are not eager."""
-        compilation = self.backend.config.compilation
-        config = compilation.of(phase)
-        if not chosen or getattr(compilation, phase).compiler == EAGER:
-            return Uncaptured(self.model, self.states, self.backend, None)
-        compiler = self.backend.compiler(compilation.of(phase if phase in chosen else chosen[0]).compiler)
-        python = not compiler.traces or config.on_capture_error == "eager"
-        return Uncaptured(self.model, self.states, self.backend, config.passes, otherwise_python=python)
+        """Return what runs the steps of a phase that no form accepts, given the phases with a compiler."""
+        context, compilation = self._context(phase), self.backend.config.compilation
+        if phase == "encoder":
+            return Uncaptured(context, context.config.compiler != EAGER)
+        with_logits = [each for each in chosen if each != "encoder"]
+        if not with_logits or getattr(compilation, phase).compiler == EAGER:
+            return Uncaptured(context, False)
+        compiler = self.backend.compiler(compilation.of(phase if phase in chosen else with_logits[0]).compiler)
+        if not compiler.traces:
+            context = attrs.evolve(context, config=attrs.evolve(context.config, on_capture_error="eager"))
+        return Uncaptured(context, True)
 
     @property
     def _running(self) -> Steps:
@@ -213,7 +212,7 @@ class Runner(Closable):
     @property
     def encoding_replays(self) -> int:
         """How many steps of the encoder ran on graphs."""
-        return 0 if self._encoding is None else self._encoding.replays
+        return 0 if self._steps is None else self._steps.encoder_replays
 
     def batch(
         self,
@@ -376,13 +375,10 @@ class Runner(Closable):
 
     def _release_outputs(self) -> None:
         forms = [] if self._steps is None else list(self._steps.forms.values())
-        encoding = self._encoding
         self._model = self._states = self._slots = self._steps = self._encoding = None
         with ExitStack() as stack:
             for form in forms:
                 stack.callback(form.close)
-            if encoding is not None:
-                stack.callback(encoding.close)
 
     def _collect(self) -> None:
         """Return the memory to the device. Traces leave reference cycles, which only the garbage collector frees."""

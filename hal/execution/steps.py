@@ -6,12 +6,14 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from hal.drivers.compiler import PhaseForm, Plan
+from hal.drivers.compiler import PhaseForm, Outputs, Plan
+from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.check_outputs import check_hidden, check_logits
 from hal.execution.context import Phase
 from hal.execution.lockstep import AlignedStep, Lockstep
@@ -46,6 +48,7 @@ class Steps:
     Attributes:
         forms: the form of each phase that is not eager.
         uncaptured: as given.
+        encoder_replays: the number of the encoder's steps that ran on graphs.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Steps:
     ) -> None:
         self.forms: dict[Phase, PhaseForm] = {}
         self.uncaptured = uncaptured
+        self.encoder_replays = 0
         self._model, self._queries, self._lockstep, self._debug = model, queries, lockstep, debug
         self._warned: set[str] = set()
         self._checked = self._checked_logits = False
@@ -78,6 +82,17 @@ class Steps:
         if self._debug:
             self._returned = (output.hidden_states, *output.extra.values(), *(() if rows is NONE else (output.logits,)))
         return output
+
+    def encode(self, batch: Any) -> Outputs:
+        """Run a step of the encoder."""
+        form, shape = self.forms.get("encoder"), batch.shape
+        plan = None if form is None else form.plan(batch, shape)
+        if isinstance(plan, str):
+            self._warn(plan, shape)
+        elif plan is not None:
+            self.encoder_replays += isinstance(form, CapturedForm)
+            return plan()
+        return self.uncaptured["encoder"].run(batch)
 
     def run_parts(self, batch: Batch, rows: Wanted, max_tokens: int) -> StepOutput:
         """Run a batch in steps of at most ``max_tokens`` tokens."""

@@ -13,12 +13,12 @@ from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.grouped_batch import grouped_batch
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
+from hal.step.padding import StaticBatch
 from hal.step.page_layout import PageLayout
 from hal.step.rows import ALL, LAST, NONE, Rows, SplitBatch, Wanted, last_rows, split_batch
 from hal.step.shape import StepShape
 from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
-from hal.step.static_batch import StaticBatch
 
 __all__ = [
     "ALL",

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from hal.step.fields import BatchBase, Padding, field, host_twin
+from hal.step.shape import StepShape
 
 
 def padding_last(padding: Padding) -> Tensor:
-    """Return starts in which padding tokens are a sequence behind the others."""
-    return torch.full((padding.sizes["sequences"] + 1,), padding.sizes["tokens"], dtype=torch.int32)
+    """Return starts in which padding tokens are one sequence, behind those of a batch."""
+    starts = torch.full((padding.sizes["sequences"] + 1,), padding.sizes["tokens"], dtype=torch.int32)
+    starts[0] = 0
+    return starts
 
 
 @attrs.frozen(eq=False)
@@ -33,3 +36,8 @@ class EncoderBatch(BatchBase):
     def num_tokens(self) -> int:
         """Number of tokens, from the host twin."""
         return int(self.query_start_loc_host[-1])
+
+    @property
+    def shape(self) -> StepShape:
+        """The shape of the step."""
+        return StepShape(self.num_tokens, self.query_start_loc_host.shape[0] - 1, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.step.batch import Batch
 from hal.step.fields import fields_of
 from hal.step.host_copies import to_device
-from hal.step.padded_batch import padding_batch
+from hal.step.padding import padding_batch
 
 
 def joined_fields(

@@ -6,13 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers.seeing import build, item
 from helpers.thorough import EXHAUSTIVE, LONG, thorough
 
 import hal
-from hal.errors import ConfigError
+from hal.errors import CompileError, ConfigError
+from hal.execution.context import FormContext
 
 
 def open_runner(path: Path, encoder: dict[str, Any], compiler: str = "graph") -> hal.Runner:
@@ -55,3 +57,48 @@ def test_configurations_that_do_not_fit_are_refused(seeing: tuple[Any, Path, lis
         open_runner(seeing[1], {"compiler": "optimized", "capture_sizes": [8]})
     with pytest.raises(ConfigError, match="unknown value 'piecewise'"):
         open_runner(seeing[1], {"compiler": "piecewise"})
+
+
+@pytest.mark.parametrize("compiler", ["graph", "optimized"])
+def test_an_encoder_that_cannot_be_traced(
+    compiler: str, seeing: tuple[Any, Path, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """``on_capture_error`` says what follows, as for the model's own steps: an error, or the encoder's Python code."""
+    _, path, ((group, expected), *_) = seeing
+    compilation = {"encoder": {"compiler": compiler}}
+    for setting in ("raise", "eager"):
+        backend = hal.open(
+            {"backend": "cpu", "dtype": "float32", "compilation": {**compilation, "on_capture_error": setting}}
+        )
+        model: Any = hal.load_model(path, backend)
+        forward = model.encoder.forward
+        model.encoder.forward = lambda batch, forward=forward: (
+            forward(batch) * (1 if batch.query_start_loc[0] >= 0 else 2)
+        )
+        if setting == "raise":
+            with backend, pytest.raises(CompileError, match="cannot be traced"):
+                hal.Runner(model, backend).encode(group)
+            continue
+        with backend, hal.Runner(model, backend) as runner:
+            for found, wanted in zip(runner.encode(group), expected, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            assert runner.encoding_replays == 0
+        assert ("encoder batches run uncaptured" in caplog.text) == (compiler == "graph")
+        assert caplog.text.count("steps that no graph holds run the Python code of") == 1
+
+
+@pytest.mark.parametrize("other_rank", [True, False])
+@pytest.mark.parametrize("setting", ["raise", "eager"])
+def test_graphs_of_an_encoder_are_those_of_all_ranks(
+    setting: str, other_rank: bool, seeing: tuple[Any, Path, list[Any]]
+) -> None:
+    with open_runner(seeing[1], {}) as runner:
+        config = attrs.evolve(
+            runner.backend.config.compilation.of("encoder"), capture_sizes=(8,), on_capture_error=setting
+        )
+        context = FormContext(
+            runner.model, runner.backend, runner.states, config, "encoder", None, 64, lambda yes: yes and other_rank
+        )
+        form = runner.backend.compiler("graph").make(context)
+        assert len(form.shapes) == (setting == "raise" or other_rank)  # type: ignore[attr-defined]
+        form.close()

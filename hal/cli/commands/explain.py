@@ -116,7 +116,7 @@ def command(
         if model.encoder is not None:
             from hal.cli.encoder_explanation import explain_encoder
 
-            explain_encoder(model.encoder, on)
+            explain_encoder(model, on)
     if dump is not None and stages:
         with writing(dump):
             _dump(dump, stages, split)

@@ -1,7 +1,6 @@
-"""The sizes to capture: numbers of sequences for whole steps, numbers of tokens for pieces.
+"""The sizes to capture: numbers of sequences or embeddings for whole steps, numbers of tokens for pieces.
 
-:mod:`hal.execution.capture.captured_form` chooses the size for a batch, and :mod:`hal.step.static_batch` pads the
-batch.
+:mod:`hal.execution.capture.captured_form` chooses the size for a batch, and :mod:`hal.step.padding` pads the batch.
 """
 
 from __future__ import annotations
@@ -13,9 +12,27 @@ from hal.config import CompilationConfig
 from hal.config.bounds import SEQUENCES as LARGEST
 from hal.errors import ConfigError
 from hal.execution.context import FormContext
+from hal.step import StepShape
 
 SMALLEST_TOKENS, LARGEST_TOKENS = 16, 1024
 """The range of the default token counts for prefill. Each count is twice the one before."""
+EMBEDDINGS = (64, 256, 1024)
+"""The default numbers of an encoder's embeddings."""
+
+
+def shapes_to_capture(context: FormContext) -> list[StepShape]:
+    """Return the shapes of whole steps to capture, the largest first.
+
+    Raises:
+        ConfigError: see :func:`capture_sizes`.
+    """
+    if (encoder := context.encoder) is not None:
+        sizes = embeddings_to_capture(context.config, context.backend.config.max_prefill_tokens)
+        tokens = [size * encoder.row_tokens for size in reversed(sizes)]
+        return [StepShape(each, max(2, encoder.most_sequences(each)), 0) for each in tokens]
+    sizes, numbers = sequences_to_capture(context), queries_to_capture(context.config)
+    shapes = [StepShape.uniform(size, queries) for queries in numbers for size in sizes]
+    return sorted(shapes, key=lambda shape: -shape.tokens)
 
 
 def sequences_to_capture(context: FormContext) -> list[int]:
@@ -54,6 +71,19 @@ def prompt_tokens_to_capture(config: CompilationConfig, limit: int) -> list[int]
     most = min(limit, LARGEST_TOKENS)
     defaults = [size for exponent in range(32) if (size := SMALLEST_TOKENS << exponent) < most]
     return capture_sizes(config, (*defaults, most), limit)
+
+
+def embeddings_to_capture(config: CompilationConfig, limit: int) -> list[int]:
+    """Return the numbers of embeddings to capture, ascending.
+
+    Args:
+        config: of the encoder.
+        limit: the most embeddings of a step.
+
+    Raises:
+        ConfigError: see :func:`capture_sizes`.
+    """
+    return capture_sizes(config, [size for size in EMBEDDINGS if size <= limit] or [limit])
 
 
 def capture_sizes(config: CompilationConfig, defaults: Sequence[int], most: int | None = None) -> list[int]:

@@ -1,6 +1,6 @@
 """The base class of captured forms: buckets, padding, the capture budget, and the fallback after a failed capture.
 
-:mod:`hal.step.static_batch` implements the padding of a batch; this module chooses the bucket.
+:mod:`hal.step.padding` implements the padding of a batch; this module chooses the bucket.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,12 +19,12 @@ import torch
 from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
 from hal.drivers.compiler import PhaseForm, Plan
-from hal.errors import CaptureError, CompileError, ConfigError, DeviceOutOfMemory
+from hal.errors import CaptureError, ConfigError, DeviceOutOfMemory
 from hal.execution.capture.address_checks import Addresses
 from hal.execution.capture.capture_budget import CaptureBudget
-from hal.execution.context import OTHER_RANK, FormContext
+from hal.execution.context import FormContext
 from hal.execution.state_spec import free_memory
-from hal.step import Batch, StaticBatch, StepShape
+from hal.step import StaticBatch, StepShape
 
 log = logging.getLogger("hal.execution")
 
@@ -75,27 +76,15 @@ class CapturedForm(PhaseForm):
         self._buckets: dict[int, list[Bucket]] = {}
         self._sizes: dict[int, list[int]] = {}
         self._missing = "no size was captured"
-        config, phase = context.config, context.phase
-        problem = None
-        try:
-            with context.backend.translating_errors():
-                largest = self.prepare()
-            self._check_budget(largest)
-        except (CaptureError, CompileError) as error:
-            if config.on_capture_error == "raise":
-                raise
-            problem = str(error)
-        if self._all_agree(problem is None):
-            self._capture(largest)
+        largest = context.attempt(self._prepared, f"{context.phase} batches run uncaptured")
+        if isinstance(largest, str):
+            self._missing = largest
         else:
-            self._missing = problem or OTHER_RANK
-            log.warning("%s batches run uncaptured: %s", phase, self._missing)
-        for key, found in self._buckets.items():
-            found.sort(key=lambda bucket: bucket.shape.tokens)
-            self._sizes[key] = [self.size_of(bucket.shape)[1] for bucket in found]
+            self._capture(largest)
+        self._sizes = {key: [bucket.shape.tokens for bucket in found] for key, found in self._buckets.items()}
         first = next((found[-1] for found in self._buckets.values()), None)
         self._addresses = None
-        if config.debug and first is not None:
+        if context.config.debug and first is not None:
             self._addresses = Addresses(context.model, context.states, first.static.batch)
         log.info(
             "captured %s for %s: %s", context.phase, self.describe(), ", ".join(map(str, self.shapes)) or "nothing"
@@ -118,12 +107,12 @@ class CapturedForm(PhaseForm):
         """Capture the graphs of a bucket into a pool, and return the pool."""
 
     @abstractmethod
-    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
-        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`PhaseForm.plan`."""
+    def plan_bucket(self, bucket: Bucket, batch: Any) -> Plan | str:
+        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.vendor.PhaseForm.plan`."""
 
-    @abstractmethod
-    def size_of(self, shape: StepShape) -> tuple[int, int]:
-        """Return the key of the buckets for a shape, and the shape's size among them."""
+    def key_of(self, shape: StepShape) -> int:
+        """Return the key of the buckets for a shape."""
+        return shape.queries
 
     def describe(self) -> str:
         """Return a description of the captures, for logs."""
@@ -135,18 +124,24 @@ class CapturedForm(PhaseForm):
         return [bucket.shape for found in self._buckets.values() for bucket in found]
 
     def bucket_for(self, shape: StepShape) -> Bucket | None:
-        """Return the smallest bucket that holds a step of ``shape``, or None."""
-        key, size = self.size_of(shape)
-        sizes = self._sizes.get(key, ())
-        place = bisect_left(sizes, size)
-        return self._buckets[key][place] if size and place < len(sizes) else None
+        """Return the smallest bucket that holds a step of ``shape``, or None.
 
-    def plan(self, batch: Batch, shape: StepShape) -> Plan | str:
+        Padding tokens belong to a sequence behind those of the step. A bucket without sequences takes any.
+        """
+        key = self.key_of(shape)
+        found = self._buckets.get(key, ())
+        for bucket in found[bisect_left(self._sizes[key], shape.tokens) :] if found else ():
+            captured = bucket.shape
+            room = captured.sequences - shape.sequences
+            if shape.tokens and (not captured.sequences or room >= (captured.tokens > shape.tokens)):
+                return bucket
+        return None
+
+    def plan(self, batch: Any, shape: StepShape) -> Plan | str:
         """Plan a batch on the smallest bucket that holds it."""
         bucket = self.bucket_for(shape)
         if bucket is None:
-            key, _ = self.size_of(shape)
-            found = self._buckets.get(key)
+            found = self._buckets.get(self.key_of(shape))
             if not found:
                 return self._missing
             return f"it is larger than the largest captured size ({found[-1].shape})"
@@ -164,9 +159,11 @@ class CapturedForm(PhaseForm):
         self._sizes.clear()
         self._missing = "the form is closed"
 
-    def _all_agree(self, captured: bool) -> bool:
-        """Return whether all ranks that step together could capture. Ranks with graphs of different sizes would not."""
-        return captured if self.context.config.on_capture_error == "raise" else self.context.all_agree(captured)
+    def _prepared(self) -> Sequence[StaticBatch]:
+        with self.context.backend.translating_errors():
+            largest = self.prepare()
+        self._check_budget(largest)
+        return largest
 
     def _check_budget(self, largest: Sequence[StaticBatch]) -> None:
         context, backend = self.context, self.context.backend
@@ -189,7 +186,7 @@ class CapturedForm(PhaseForm):
     def _check_sizes(self, biggest: StaticBatch) -> None:
         """Raise an error if a number of queries has too many sizes, or if the largest step cannot fit."""
         context = self.context
-        number = max(Counter(self.size_of(each)[0] for each in self.shapes_to_capture()).values(), default=0)
+        number = max(Counter(map(self.key_of, self.shapes_to_capture())).values(), default=0)
         if number > CAPTURES:
             raise ConfigError(
                 f"compilation asks for {number} sizes of {context.phase} steps, and the limit is {CAPTURES}",
@@ -207,28 +204,20 @@ class CapturedForm(PhaseForm):
     def _capture(self, largest: Sequence[StaticBatch]) -> None:
         context, pool = self.context, None
         for shape in self.shapes_to_capture():
-            key, _ = self.size_of(shape)
-            whole = next(each for each in largest if self.size_of(each.shape)[0] == key)
+            key = self.key_of(shape)
+            whole = next(each for each in largest if self.key_of(each.shape) == key)
             bucket = Bucket(shape, whole.first(shape))
-            problem = None
+            otherwise = f"{context.phase} batches of {shape} run in a larger bucket or uncaptured"
             try:
                 with torch.inference_mode():
-                    made = self.capture_bucket(bucket, pool)
-            except BaseException as error:
+                    made = context.attempt(partial(self.capture_bucket, bucket, pool), otherwise)
+            except BaseException:
                 bucket.drop()
-                if not isinstance(error, CaptureError | CompileError) or context.config.on_capture_error == "raise":
-                    self.close()
-                    raise
-                problem = str(error)
-            if not self._all_agree(problem is None):
+                self.close()
+                raise
+            if isinstance(made, str):
                 bucket.drop()
-                log.warning(
-                    "%s batches of %s run in a larger bucket or uncaptured: %s",
-                    context.phase,
-                    shape,
-                    problem or OTHER_RANK,
-                )
                 continue
             pool = made
-            self._buckets.setdefault(key, []).insert(0, bucket)
+            self._buckets.setdefault(key, []).insert(0, bucket)  # The shapes descend.
             context.backend.captured_graphs.update(bucket.graphs)

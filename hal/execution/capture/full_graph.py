@@ -10,11 +10,11 @@ from typing import Any
 from hal.device.graph import Graph
 from hal.drivers.compiler import Outputs, Plan
 from hal.errors import CompileError
-from hal.execution.capture.capture_sizes import queries_to_capture, sequences_to_capture
+from hal.execution.capture.capture_sizes import shapes_to_capture
 from hal.execution.capture.captured_form import Bucket, CapturedForm
 from hal.execution.context import FormContext
 from hal.execution.optimized_model import OptimizedModel
-from hal.step import Batch, StaticBatch, StepShape
+from hal.step import ALL, StaticBatch, StepShape
 
 
 class GraphMaker(ABC):
@@ -52,12 +52,13 @@ class OptimizedGraphs(GraphMaker):
         try:
             return self._call(static)
         except CompileError:
-            if self._context.config.on_capture_error == "raise":
-                raise
+            if self._context.encoder is not None:
+                raise  # One trace serves all sizes.
             return partial(self._context.eagerly, static.batch, self._context.rows)  # capture() reports the error.
 
     def capture(self, static: StaticBatch, pool: Any) -> Graph:
         graph = self._context.backend.graph()
+        graph.host_names = static.twins
         graph.capture(self._call(static), pool=pool)
         return graph
 
@@ -81,7 +82,7 @@ class FullGraphForm(CapturedForm):
 
     def __init__(self, context: FormContext, maker: GraphMaker) -> None:
         self.maker = maker
-        self.with_logits = context.model.has_logits
+        self.with_logits = context.rows is ALL
         super().__init__(context)
 
     def prepare(self) -> Sequence[StaticBatch]:
@@ -92,27 +93,19 @@ class FullGraphForm(CapturedForm):
         return list(largest.values())
 
     def shapes_to_capture(self) -> Sequence[StepShape]:
-        sizes = sequences_to_capture(self.context)
-        shapes = [
-            StepShape.uniform(size, queries) for queries in queries_to_capture(self.context.config) for size in sizes
-        ]
-        return sorted(shapes, key=lambda shape: -shape.tokens)
+        return shapes_to_capture(self.context)
 
     def warm_up(self, largest: StaticBatch) -> Callable[[], Any]:
         return self.maker.warm_up(largest)
-
-    def size_of(self, shape: StepShape) -> tuple[int, int]:
-        return shape.queries, shape.sequences
 
     def capture_bucket(self, bucket: Bucket, pool: Any) -> Any:
         graph = self.maker.capture(bucket.static, pool)
         bucket.graphs.append(graph)
         return graph.pool
 
-    def plan_bucket(self, bucket: Bucket, batch: Batch) -> Plan | str:
-        columns = bucket.static.batch.block_table.shape[1]
-        if batch.block_table.shape[1] > columns:
-            return f"its block table has more columns than the {columns} captured"
+    def plan_bucket(self, bucket: Bucket, batch: Any) -> Plan | str:
+        if refusal := bucket.static.refusal(batch):
+            return refusal
         graph = bucket.graphs[0]
         replay = graph.plan(bucket.static.host_values(batch, graph.host_values))
         if isinstance(replay, str):

@@ -34,9 +34,9 @@ class TokenForm(CapturedForm):
         """Return a shape for each number of tokens, with any sequences."""
         return [StepShape(size, 0, 0) for size in reversed(tokens_to_capture(self.context))]
 
-    def size_of(self, shape: StepShape) -> tuple[int, int]:
-        """Return one key for all buckets, and the number of tokens."""
-        return 0, shape.tokens
+    def key_of(self, shape: StepShape) -> int:
+        """Return one key for all buckets."""
+        return 0
 
     def describe(self) -> str:
         """Return the number of pieces."""

@@ -77,7 +77,8 @@ class PiecewiseEagerForm(TokenForm):
             StepShape(size, sequences, length), max_blocks=1 if decodes else spec.blocks_for(size), length=length
         )
         fixed = self._largest.first(StepShape(size, 0, 0)).by_token
-        return attrs.evolve(made.batch, **fixed)
+        batch: Batch = attrs.evolve(made.batch, **fixed)
+        return batch
 
     def _fields(self, batch: Batch) -> dict[int, str]:
         """Return the fields that differ between steps, by the ids of their tensors."""

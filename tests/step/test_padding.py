@@ -11,7 +11,7 @@ import torch
 import hal
 from hal.step import SlotBatch, fields_of
 from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
-from hal.step.padded_batch import extended, padding_batch
+from hal.step.padding import extended, padding_batch
 
 BLOCK = 16
 
