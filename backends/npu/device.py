@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -21,6 +22,7 @@ from .emulator.activation import is_active
 from .failures import EXECUTION, explain
 
 _THREAD_LEVEL = 0
+_stream_id = attrgetter("stream_id")
 UPDATING = threading.RLock()
 """Held from the start of a replay until its update is complete, and during recovery from a failure.
 
@@ -83,8 +85,11 @@ class NpuDevice(Device):
 
     def stream_beside(self, *streams: Any) -> Any:
         """Return a side stream that differs from the given streams, of which there are at most two."""
-        taken = {each.stream_id for each in streams}
-        return next(each for each in self.side_streams if each.stream_id not in taken)
+        taken = set(map(_stream_id, streams))
+        for each in self.side_streams:
+            if each.stream_id not in taken:
+                break
+        return each
 
     def synchronize(self) -> None:
         """Block the host until all work enqueued on the NPU has finished.

@@ -167,11 +167,13 @@ class NpuGraph(Graph):
         if self._limits and (refusal := self._refusal(host_values["kv_lens_host"].tolist())):
             return refusal
         # Records with the same keys share one update, which torch_npu only reads.
-        made = []
+        made: list[dict[str, Any]] = []
         for keys, names in self._distinct:
-            own = {argument: host_values[name] for argument, name in names.items()}
-            made.append({key: update(own) for key, update in keys.items()})
-        return [made[index] for index in self._updates]
+            own = dict(zip(names, map(host_values.__getitem__, names.values()), strict=True))
+            made.append(found := {})
+            for key, update in keys.items():
+                found[key] = update(own)
+        return list(map(made.__getitem__, self._updates))
 
     def _refusal(self, lens: list[int]) -> str | None:
         return next(filter(None, (limit.refusal(lens) for limit in self._limits)), None)

@@ -62,7 +62,7 @@ def _print_launches(context: FormContext) -> None:
             pass
     except ConfigError:
         return
-    steps = Steps(context.model, frozenset(), {"encoder": Uncaptured(context, chosen != EAGER)}, None, debug=False)
+    steps = Steps(context.model, on, {"encoder": Uncaptured(context, chosen != EAGER)}, None)
     batch = encoder.batch([encoder.example(EMBEDDINGS * encoder.row_tokens)]).to(on.device.torch)
     token = on.enter()
     try:

@@ -19,18 +19,21 @@ class HostValues:
     Args:
         names: the names of tensors that launches read, where it is not the argument's. An encoder whose layers call one
             operation with several lists of starts needs them.
+
+    Attributes:
+        tensors: the tensors that the launches read, by name.
     """
 
     def __init__(self, names: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._given = {tensor.data_ptr(): name for name, tensor in names.items()}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def items(self) -> list[tuple[str, Tensor]]:
         """Return the names, and the tensors that the launches read."""
-        return list(self._tensors.items())
+        return list(self.tensors.items())
 
     def record(self, name: str, tensor: Tensor, operation: str) -> str:
         """Record that a launch of ``operation`` reads ``tensor`` on the host as its argument ``name``.
@@ -44,7 +47,7 @@ class HostValues:
                 f"{operation} was called with {name} on {tensor.device}; a host value must be a CPU tensor",
                 "pass the host twin of the tensor, a field of hal.step.Batch",
             )
-        known = self._tensors.setdefault(name, tensor)
+        known = self.tensors.setdefault(name, tensor)
         if known.data_ptr() != tensor.data_ptr() or known.shape != tensor.shape:
             raise CaptureError(
                 f"two launches in one capture read different tensors as {name}; replays update one per name",
@@ -54,28 +57,33 @@ class HostValues:
 
     def check(self, values: Mapping[str, HostValue]) -> dict[str, Tensor]:
         """Return ``values`` as tensors. Raise HostValueError if a name, shape or dtype is wrong."""
-        if values.keys() != self._tensors.keys():
+        if values.keys() != self.tensors.keys():
             for name in values:
-                if name not in self._tensors:
+                if name not in self.tensors:
                     raise HostValueError(
-                        f"the graph has no host value {name!r}; {nearest(name, self._tensors)}",
+                        f"the graph has no host value {name!r}; {nearest(name, self.tensors)}",
                         "pass the names that were captured",
                     )
-            missing = sorted(set(self._tensors) - set(values))
+            missing = sorted(set(self.tensors) - set(values))
             raise HostValueError(
                 f"the replay lacks the host values {', '.join(missing)}", "pass every host value to every replay"
             )
-        return {name: self._fit(name, value) for name, value in values.items()}
+        found = {}
+        for name, value in values.items():
+            known = self.tensors[name]
+            if isinstance(value, Tensor) and value.is_cpu and value.dtype == known.dtype and value.shape == known.shape:
+                found[name] = value
+            else:
+                found[name] = self._fit(name, value)
+        return found
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Copy validated ``values`` into the tensors that the launches read."""
         for name, value in values.items():
-            self._tensors[name].copy_(value)
+            self.tensors[name].copy_(value)
 
     def _fit(self, name: str, value: HostValue) -> Tensor:
-        expected = self._tensors[name]
-        if value is expected:
-            return expected
+        expected = self.tensors[name]
         if not isinstance(value, Tensor):
             if not (isinstance(value, Sequence) and all(type(number) is int for number in value)):
                 raise HostValueError(

@@ -81,6 +81,10 @@ class BackendResources(Closable):
             return DeviceError(f"the device failed: {error}", "rerun the step; restart the process if it fails again")
         return None
 
+    def explained(self, error: Exception) -> HalError | None:
+        """Return the result of :meth:`explain` for an exception that is none of hal's, else None."""
+        return None if isinstance(error, HalError) else self.explain(error)
+
     def translating_errors(self) -> AbstractContextManager[None]:
         """Raise the result of :meth:`explain` in place of exceptions that it knows.
 
@@ -155,10 +159,8 @@ class _Translating:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, HalError):
-            known = self._backend.explain(error)
-            if known is not None:
-                raise known from error
+        if isinstance(error, Exception) and (known := self._backend.explained(error)) is not None:
+            raise known from error
 
 
 def _while_open(method: Callable[..., Any]) -> Callable[..., Any]:

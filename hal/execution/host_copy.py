@@ -20,10 +20,17 @@ class HostCopy:
 
     def __init__(self, backend: Backend, *tensors: Tensor) -> None:
         self._backend = backend
-        with backend.translating_errors():
-            self._copies = tuple(each.to("cpu", non_blocking=True, copy=True) for each in tensors)
+        copies = []
+        try:
+            for each in tensors:
+                copies.append(each.to("cpu", non_blocking=True, copy=True))
             self._copied = backend.device.event()
             self._copied.record()
+        except Exception as error:
+            if (known := backend.explained(error)) is None:
+                raise
+            raise known from error
+        self._copies = tuple(copies)
 
     @property
     def arrived(self) -> bool:
@@ -36,6 +43,10 @@ class HostCopy:
         Raises:
             DeviceError: work that the device ran before the copies has failed.
         """
-        with self._backend.translating_errors():
+        try:
             self._copied.synchronize()
+        except Exception as error:
+            if (known := self._backend.explained(error)) is None:
+                raise
+            raise known from error
         return self._copies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from hal.checkpoint.weight_replacement import replace_tensors
@@ -35,15 +34,10 @@ def replace_weights(runner: Runner, tensors: Mapping[str, Tensor] | Iterable[tup
         ClosedError: the runner is closed.
     """
     backend = runner.backend
-    with runner.uses:
-        token = backend.enter()
-        try:
-            with backend.translating_errors(), torch.inference_mode():
-                backend.device.synchronize()  # Steps may still run.
-                replace_tensors(runner.model, backend, tensors)
-                backend.device.synchronize()  # The caller may change its tensors.
-        finally:
-            backend.leave(token)
+    with runner.running():
+        backend.device.synchronize()  # Steps may still run.
+        replace_tensors(runner.model, backend, tensors)
+        backend.device.synchronize()  # The caller may change its tensors.
         for each in list(backend.runners):
             if isinstance(each, Runner) and not each.closed and each.model is runner.model:
                 each.forget()

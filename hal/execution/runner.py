@@ -6,9 +6,9 @@ For each step it chooses the form that runs it, such as a captured graph, or the
 from __future__ import annotations
 
 import gc
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -32,14 +32,14 @@ from hal.execution.step_output import StepOutput
 from hal.execution.steps import Steps
 from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM, EncoderItem
-from hal.step import LAST, NONE, Batch, Bounds, StateMemory, Wanted
+from hal.step import LAST, Batch, Bounds, StateMemory, Wanted
 from hal.step.block_allocator import BlockAllocator, SlotAllocator
 from hal.step.dummies import DUMMY_BLOCK
 from hal.step.input_batch import InputBatch
 from hal.step.prefix_cache import PrefixCache
-from hal.step.rows import check_rows
 
-log = logging.getLogger("hal.execution")
+_inside: ContextVar[Runner | None] = ContextVar("hal_runner", default=None)
+"""The runner in whose :meth:`Runner.running` this thread is."""
 
 
 class Runner(Closable):
@@ -109,7 +109,6 @@ class Runner(Closable):
     def _make(self, model: CausalLM, max_length: int | None, num_blocks: int | None) -> None:
         backend = self.backend
         check_placed(model, backend)
-        self._has_logits = model.has_logits
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
         with backend.translating_errors():
@@ -134,7 +133,7 @@ class Runner(Closable):
         uncaptured = {phase: self._uncaptured(phase, chosen) for phase in phases}
         if uncaptured["decode"].same(uncaptured["prefill"]):
             uncaptured["prefill"] = uncaptured["decode"]
-        self._steps = Steps(model, frozenset(compilation.queries), uncaptured, lockstep, debug=compilation.debug)
+        self._steps = Steps(model, backend, uncaptured, lockstep)
         if model.encoder is not None:
             self._encoding = Encoding(model.encoder, backend, self._steps.encode)
         if not chosen:
@@ -288,11 +287,31 @@ class Runner(Closable):
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
+        if _inside.get() is self:
+            return self._running.step(batch, rows)
+        with self.running():
+            return self._running.step(batch, rows)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the runner open in a block, which runs on its backend, in inference mode, and raises its errors.
+
+        :meth:`step` does so itself. What runs several steps, or reads the results of one, enters the block once.
+
+        Raises:
+            ClosedError: the runner is closed.
+        """
         with self.uses:
-            token = self.backend.enter()
+            token, before = self.backend.enter(), _inside.set(self)
             try:
-                return self._step(batch, rows)
+                with torch.inference_mode():
+                    yield
+            except Exception as error:
+                if (known := self.backend.explained(error)) is None:
+                    raise
+                raise known from error
             finally:
+                _inside.reset(before)
                 self.backend.leave(token)
 
     def encode(self, items: Sequence[EncoderItem]) -> list[Tensor]:
@@ -305,17 +324,12 @@ class Runner(Closable):
             ModelError: the model has no encoder, or it returned tensors of other shapes.
             ClosedError: the runner is closed.
         """
-        with self.uses:
+        with self.running():
             if self._encoding is None:
                 raise ModelError(
                     f"{type(self.model).__name__} has no encoder", "leave the items out, or use another model"
                 )
-            token = self.backend.enter()
-            try:
-                with self.backend.translating_errors(), torch.inference_mode():
-                    return self._encoding.encode(items)
-            finally:
-                self.backend.leave(token)
+            return self._encoding.encode(items)
 
     def forget(self) -> None:
         """Drop the prefixes and the embeddings that are kept, which other weights of the model computed."""
@@ -337,29 +351,8 @@ class Runner(Closable):
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
-        with self.uses:
-            token = self.backend.enter()
-            try:
-                with self.backend.translating_errors(), torch.inference_mode():
-                    return self._running.idle()
-            finally:
-                self.backend.leave(token)
-
-    def _step(self, batch: Batch, rows: Wanted) -> StepOutput:
-        batch.check()
-        with self.backend.translating_errors(), torch.inference_mode():
-            rows = check_rows(rows, batch)
-            if rows is not NONE and not self._has_logits:
-                raise ModelError(
-                    f"{type(self.model).__name__} computes no logits, and rows is {rows}",
-                    "pass rows=hal.step.NONE, and read hidden_states",
-                )
-            most = self.backend.config.max_prefill_tokens
-            if not self.model.causal:
-                batch.check_whole(most)
-            if batch.num_tokens <= most or batch.num_tokens == batch.num_sequences:
-                return self._running.run(batch, rows)
-            return self._running.run_parts(batch, rows, most)
+        with self.running():
+            return self._running.idle()
 
     def _check_closable(self) -> None:
         super()._check_closable()

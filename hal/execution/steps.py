@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.drivers.backend import Backend
 from hal.drivers.compiler import PhaseForm, Outputs, Plan
+from hal.errors import ModelError
 from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.check_outputs import check_hidden, check_logits
 from hal.execution.context import Phase
@@ -20,8 +21,8 @@ from hal.execution.lockstep import AlignedStep, Lockstep
 from hal.execution.step_output import StepOutput
 from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
-from hal.step import NONE, Batch, StepShape, Wanted
-from hal.step.rows import split_batch, taken
+from hal.step import LAST, NONE, Batch, StepShape, Wanted
+from hal.step.rows import check_rows, split_batch, taken
 
 log = logging.getLogger("hal.execution")
 
@@ -38,12 +39,13 @@ class _Planned:
 class Steps:
     """Runs the steps of one runner.
 
+    Its methods are called in the block of :meth:`hal.Runner.running`.
+
     Args:
         model: the model.
-        queries: the numbers of queries per sequence of decode steps.
+        backend: runs the steps, as its configuration says.
         uncaptured: what runs the steps of each phase that no form accepts.
         lockstep: keeps the steps of data ranks alike; None if this rank steps alone.
-        debug: whether a step invalidates what the one before returned.
 
     Attributes:
         forms: the form of each phase that is not eager.
@@ -52,36 +54,34 @@ class Steps:
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        queries: AbstractSet[int],
-        uncaptured: Mapping[Phase, Uncaptured],
-        lockstep: Lockstep | None,
-        *,
-        debug: bool,
+        self, model: CausalLM, backend: Backend, uncaptured: Mapping[Phase, Uncaptured], lockstep: Lockstep | None
     ) -> None:
         self.forms: dict[Phase, PhaseForm] = {}
         self.uncaptured = uncaptured
         self.encoder_replays = 0
-        self._model, self._queries, self._lockstep, self._debug = model, queries, lockstep, debug
+        self._model, self._backend, self._lockstep = model, backend, lockstep
+        self._queries, self._debug = backend.config.compilation.queries, backend.config.compilation.debug
+        self._has_logits = model.has_logits
         self._warned: set[str] = set()
         self._checked = self._checked_logits = False
         self._returned: tuple[Tensor, ...] = ()
 
-    def run(self, batch: Batch, rows: Wanted) -> StepOutput:
-        """Run one step."""
-        if self._debug:
-            self._invalidate(batch)
-        shape = batch.shape
-        if self._lockstep is None:
-            output = self._finish(self._plan(batch, shape, rows), batch, shape, rows)
-        else:
-            step = self._lockstep.align(batch)
-            assert step is not None, "this rank has a batch"
-            output = self._finish(self._plan_together(self._lockstep, step), batch, shape, rows)
-        if self._debug:
-            self._returned = (output.hidden_states, *output.extra.values(), *(() if rows is NONE else (output.logits,)))
-        return output
+    def step(self, batch: Batch, rows: Wanted = LAST) -> StepOutput:
+        """Run the new tokens of all sequences; see :meth:`hal.Runner.step`."""
+        batch.check()
+        if rows is not LAST:
+            rows = check_rows(rows, batch)
+        if rows is not NONE and not self._has_logits:
+            raise ModelError(
+                f"{type(self._model).__name__} computes no logits, and rows is {rows}",
+                "pass rows=hal.step.NONE, and read hidden_states",
+            )
+        most, tokens = self._backend.config.max_prefill_tokens, batch.token_ids.shape[0]
+        if not self._model.causal:
+            batch.check_whole(most)
+        if tokens <= most or tokens == batch.num_sequences:
+            return self._run(batch, rows)
+        return self._run_parts(batch, rows, most)
 
     def encode(self, batch: Any) -> Outputs:
         """Run a step of the encoder."""
@@ -94,13 +94,13 @@ class Steps:
             return plan()
         return self.uncaptured["encoder"].run(batch)
 
-    def run_parts(self, batch: Batch, rows: Wanted, max_tokens: int) -> StepOutput:
+    def _run_parts(self, batch: Batch, rows: Wanted, max_tokens: int) -> StepOutput:
         """Run a batch in steps of at most ``max_tokens`` tokens."""
         parts = split_batch(batch, rows, max_tokens)
         found: list[tuple[Tensor, ...]] = []
         logits = []
         for part, wanted in parts.steps:
-            output = self.run(part, wanted)
+            output = self._run(part, wanted)
             found.append(tuple(each.clone() for each in (output.hidden_states, *output.extra.values())))
             if wanted is not NONE:
                 logits.append(output.logits.clone())
@@ -117,11 +117,20 @@ class Steps:
         self._plan_together(self._lockstep, step).plan()
         return True
 
-    def _finish(self, planned: _Planned, batch: Batch, shape: StepShape, rows: Wanted) -> StepOutput:
-        """Run a step, which may have more tokens than ``batch``, and return what the batch asks for."""
-        tokens, found = batch.num_tokens, planned.plan()
+    def _run(self, batch: Batch, rows: Wanted) -> StepOutput:
+        """Run one step, which may have more tokens than ``batch``, and return what the batch asks for."""
+        if self._debug:
+            self._invalidate(batch)
+        shape, lockstep, tokens = batch.shape, self._lockstep, batch.token_ids.shape[0]
+        if lockstep is None:
+            planned = self._plan(batch, shape, rows)
+        else:
+            aligned = lockstep.align(batch)
+            assert aligned is not None, "this rank has a batch"
+            planned = self._plan_together(lockstep, aligned)
+        found = planned.plan()
         if found[0].shape[0] > tokens:
-            found = tuple(each[:tokens] for each in found)
+            found = tuple([each[:tokens] for each in found])
         logits: Tensor | None = None
         if planned.with_logits:
             *found_first, logits = found
@@ -131,15 +140,18 @@ class Steps:
             self._checked = True
         if rows is NONE:
             logits = None
-        elif logits is not None:
-            logits = taken(logits, rows, batch, shape)
-        else:
+        elif logits is None:
             hidden = taken(found[0], rows, batch, shape)
             logits = planned.uncaptured.logits(hidden)
             if not self._checked_logits:
                 check_logits(self._model, logits, hidden.shape[0])
                 self._checked_logits = True
-        return StepOutput(found[0], dict(zip(self._model.extra, found[1:], strict=True)), logits)
+        elif rows is not LAST or shape.queries != 1:
+            logits = taken(logits, rows, batch, shape)
+        output = StepOutput(found[0], dict(zip(self._model.extra, found[1:], strict=True)), logits)
+        if self._debug:
+            self._returned = (*found, *(() if logits is None else (logits,)))
+        return output
 
     def _plan_together(self, lockstep: Lockstep, step: AlignedStep) -> _Planned:
         """Plan a step of all data ranks."""

@@ -65,6 +65,7 @@ class Request:
         mask: returns which tokens are allowed next.
         leader: a request of the same prompt, whose prompt is to be in the cache first.
         inputs: the inputs of the prompt beside its tokens; None for text alone.
+        plain: whether each next token is the likeliest, whatever the other parameters, without images or a mask.
     """
 
     prompt_index: int
@@ -88,6 +89,7 @@ class Request:
     mask: Mask | None = None
     leader: Request | None = None
     inputs: PromptInputs | None = None
+    plain: bool = False
 
     @property
     def identities(self) -> list[int]:

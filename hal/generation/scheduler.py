@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import NONE, to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache
+
+_plain, _row = attrgetter("plain"), attrgetter("row")  # without a call of Python for each request
 
 
 class Scheduler:
@@ -78,6 +81,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait for its first step."""
         self._waiting.append(request)
+        params = request.params
+        bare = request.mask is None and request.inputs is None and not request.bad and params.logprobs is None
+        biased = params.logit_bias or params.min_new_tokens or has_penalties(params)
+        request.plain = bare and not biased and params.temperature == 0
         if self._table is None and has_penalties(request.params):
             self._table = PenaltyTable(self._runner.model.vocab_size, self._runner.backend.device.torch)
 
@@ -113,7 +120,7 @@ class Scheduler:
     def _advance(self) -> list[tuple[Request, Token]]:
         after_admission, self._admitted = self._admitted, False
         if not after_admission:
-            if admitted := self._admit():
+            if self._waiting and (admitted := self._admit()):
                 self._admitted = True
                 return self._step(admitted)
             if self._waiting and not self._running:
@@ -122,9 +129,11 @@ class Scheduler:
                     "blocks or slots",
                     "finish or close the other generate() of this runner, or raise cache.num_tokens (or num_sequences)",
                 )
-        if going := [each for each in self._running if not each.ended and each.drawn < each.limit]:
-            return self._step(going)
-        return self._read()
+        going = []
+        for each in self._running:
+            if each.drawn < each.limit and not each.ended:
+                going.append(each)
+        return self._step(going) if going else self._read()
 
     def _admit(self) -> list[Request]:
         """Return the next prompts that fit into the cache, with their new tokens, and into one step."""
@@ -163,34 +172,31 @@ class Scheduler:
 
     def _step(self, sequences: list[Request]) -> list[tuple[Request, Token]]:
         """Start a step of sequences, in the order of their rows, and return tokens that became known."""
-        runner, inputs = self._runner, self._inputs
-        with runner.uses, runner.backend.translating_errors():  # Open until the logits are read: they may be a graph's.
+        runner, inputs, plain = self._runner, self._inputs, all(map(_plain, sequences))
+        with runner.running():  # Open until the logits are read: they may be a graph's.
             if not sequences[0].drawn:
                 self._run_to_places(sequences)
             counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
-            rows = [each.row for each in sequences]
-            batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))
+            rows = None if len(sequences) == len(self._running) else list(map(_row, sequences))
+            batch = inputs.batch(counts, rows=rows, **{} if plain else self._fields(sequences, counts))
             logits = runner.step(batch).logits
             inputs.advance(counts, rows=rows)
             for each in sequences:
                 each.unread += 1
             found = self._read()  # During the step. Masks need these tokens.
-            for each in sequences:
-                self._save_states(each, len(each.tokens))
-            entered = runner.backend.enter()  # Another may be active.
-            try:
-                with torch.inference_mode():
-                    wrong = logits.amax(-1).isnan()
-                    chosen = self._choose(sequences, logits).masked_fill_(wrong, 0)  # A next step may read it.
-                    likely = logprobs_of(logits, chosen, [each.params.logprobs for each in sequences])
-            finally:
-                runner.backend.leave(entered)
+            if runner.prefixes is not None:
+                for each in sequences:
+                    self._save_states(each, len(each.tokens))
+            wrong = logits.amax(-1).isnan()
+            chosen = ops.greedy_sample(logits) if plain else self._choose(sequences, logits)
+            chosen.masked_fill_(wrong, 0)  # A next step may read it.
+            likely = () if plain else logprobs_of(logits, chosen, [each.params.logprobs for each in sequences])
             for each in sequences:
                 each.drawn += 1
             self._unread = sequences, HostCopy(runner.backend, chosen, wrong, *likely)
             if not self._overlaps:
                 return self._read()
-            inputs.extend_pending([each.row for each in sequences], chosen)
+            inputs.extend_pending(list(map(_row, sequences)), chosen)
         return found
 
     def _run_to_places(self, sequences: list[Request]) -> None:
@@ -263,28 +269,26 @@ class Scheduler:
         if self._unread is None:
             return []
         (sequences, copy), self._unread = self._unread, None
-        chosen, wrong, *likely = (each.tolist() for each in copy.wait())
-        logprobs = read_logprobs(likely, [each.params.logprobs for each in sequences])
-        going = {each for each in sequences if not each.ended}
-        if bad := [each for each, is_wrong in zip(sequences, wrong, strict=True) if is_wrong and each in going]:
+        chosen, wrong, *likely = map(Tensor.tolist, copy.wait())
+        if any(wrong) and (bad := [each for each, nan in zip(sequences, wrong, strict=True) if nan and not each.ended]):
             raise NumericsError(
                 f"the model gave NaN logits for prompt {', '.join(str(each.prompt_index) for each in bad)}",
                 "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
             )
-        self._inputs.extend_each([each.row for each in sequences], chosen)
-        for sequence, token in zip(sequences, chosen, strict=True):
+        self._inputs.extend_each(list(map(_row, sequences)), chosen)
+        logprobs = read_logprobs(likely, [each.params.logprobs for each in sequences]) if likely else None
+        found = []
+        for place, sequence in enumerate(sequences):
             sequence.unread -= 1
             if not sequence.ended:
                 if not sequence.has_generated:  # Its prompt is in the cache. A failure of the device has been raised.
                     self._remember(sequence)
-                sequence.append(token)
-        found = [
-            (each, each.token(*logprob)) for each, logprob in zip(sequences, logprobs, strict=True) if each in going
-        ]
+                sequence.append(chosen[place])
+                found.append((sequence, sequence.token(*logprobs[place] if logprobs else ())))
         for each in sequences:
             if each.ended and not each.unread:
                 self._release(each)
-        return sorted(found, key=lambda pair: pair[0].prompt_index)
+        return found if len(found) < 2 else sorted(found, key=lambda pair: pair[0].prompt_index)
 
     def _release(self, sequence: Request) -> None:
         """Free what a finished sequence holds. The last row takes the place of its row."""

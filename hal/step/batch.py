@@ -69,7 +69,7 @@ class Batch(BatchBase):
     @property
     def shape(self) -> StepShape:
         """The shape of the step, from the host twins."""
-        return StepShape.of_starts(self.num_tokens, self.query_start_loc_host.tolist())
+        return StepShape.of_starts(self.token_ids.shape[0], self.query_start_loc_host.tolist())
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,7 +86,8 @@ class Batch(BatchBase):
         Kernels would read past the end of a tensor that is too short.
         """
         own_type: Any = type(self)
-        for name, wanted in _shapes(own_type, self.num_tokens, self.num_sequences, self.block_table.shape[1]):
+        sizes = self.token_ids.shape[0], self.kv_lens.shape[0], self.block_table.shape[1]
+        for name, wanted in _shapes(own_type, *sizes):
             if getattr(self, name).shape != wanted:
                 raise BatchError(
                     f"the batch's {name} has the shape {list(getattr(self, name).shape)}, not {list(wanted)}, for "

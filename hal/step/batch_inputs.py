@@ -116,7 +116,7 @@ def rows_of(rows: Sequence[int], size: int) -> Any:
         BatchError: there is no such row, or it occurs twice.
     """
     # For so few numbers, Python is faster than numpy.
-    count = length_of("rows", rows)
+    count = len(rows) if isinstance(rows, list) else length_of("rows", rows)
     if count <= size and [*rows] == [*range(count)] and set(map(type, rows)) <= {int}:
         return slice(count)
     index = int64_of("rows", rows)

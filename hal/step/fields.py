@@ -13,6 +13,7 @@ declarations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -165,6 +166,7 @@ def host_twin(name: str) -> Any:
     return attrs.field(metadata={_KEY: (None, None, 0, False, name, None)})
 
 
+@cache
 def suffixed(name: str, group: int) -> str:
     """Return the name of a field of a cache group. Groups after the first have their number in it."""
     return f"{name}_{group}" if group else name

@@ -166,7 +166,6 @@ class InputBatch:
                 unchanged then.
         """
         index = rows_of(rows, self._size)
-        length_of("token_ids", token_ids)
         tokens = integers_of(rows, "token id {}", token_ids, 0, self._bounds.vocab_size)
         if len(tokens) != len(rows):
             raise BatchError(f"{len(rows)} rows get {len(tokens)} tokens", "pass one token for each row")
@@ -296,7 +295,9 @@ class InputBatch:
         columns = min(-(-longest // (_COLUMNS * self._block_size)) * _COLUMNS, self._columns)
         layout = self._staging.layout({"tokens": len(of_token), "sequences": len(numbers), "blocks": columns})
         layout.host["token_ids"][:] = tokens = self._tokens[of_token, new.positions]
-        tables = [each.read(index, numbers, before, longest, columns) for each in self._tables]
+        tables = []
+        for each in self._tables:
+            tables.append(each.read(index, numbers, before, longest, columns))
         new.write(layout.host, tables, self._block_size)
         for name, of_group in zip(self._slot_fields, self._slots, strict=True):
             layout.host[name][:] = of_group[index]

@@ -81,11 +81,17 @@ class StaticBatch:
 
     def fill(self, batch: Any) -> None:
         """Copy ``batch``, which fits, in, and reset the rows after it to padding."""
-        self._copy(batch, self._on_device)
+        for name, fixed in self._on_device.items():
+            given = getattr(batch, name)
+            if given.shape == fixed.shape:
+                fixed.copy_(given)
+            else:
+                _copy_padded(fixed, given, self._fields[name], self._padding[name])
 
     def fill_tokens(self, batch: Any) -> None:
         """Copy in the fields whose shape the number of tokens determines, and reset the rows after them to padding."""
-        self._copy(batch, self.by_token)
+        for name, fixed in self.by_token.items():
+            _copy_padded(fixed, getattr(batch, name), self._fields[name], self._padding[name])
 
     def host_values(self, batch: Any, names: Container[str] | None = None) -> dict[str, Tensor]:
         """Return the host values of ``batch`` padded to this size, by field name.
@@ -128,14 +134,6 @@ class StaticBatch:
         }
         self.by_token = {name: each for name, each in self._on_device.items() if fields[name].only_tokens}
         self._tables = {name: each for name, each in self._on_device.items() if fields[name].dim("blocks") == 1}
-
-    def _copy(self, batch: Any, tensors: Mapping[str, Tensor]) -> None:
-        for name, fixed in tensors.items():
-            given = getattr(batch, name)
-            if given.shape == fixed.shape:
-                fixed.copy_(given)
-            else:
-                _copy_padded(fixed, given, self._fields[name], self._padding[name])
 
 
 def _copy_padded(fixed: Tensor, given: Tensor, declared: Field, padding: int | float | Tensor) -> Tensor:

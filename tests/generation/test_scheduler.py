@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.reference import open_runner, prompts
+from helpers.step_calls import check_calls
 
 import hal
 from hal.generation.request import Request, Token, checked
@@ -85,3 +86,10 @@ def test_closing_frees_what_requests_hold(trained: Path) -> None:
     scheduler.close()
     assert scheduler.idle
     assert runner.blocks.num_free == free
+
+
+def test_python_calls_of_a_token(trained: Path) -> None:
+    """The host calls few functions for a token, apart from the CPU's kernels, which a replay runs."""
+    backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1]}})
+    with backend, hal.Runner(hal.load_model(trained, backend), backend) as runner:
+        check_calls(runner, without="backends.cpu")

@@ -61,6 +61,7 @@ class CapturedForm(PhaseForm):
     Attributes:
         context: the form's arguments.
         num_graphs: graphs per bucket.
+        any_queries: whether a bucket takes steps of any queries. Otherwise it takes those of its own number.
 
     Raises:
         CaptureError: a graph cannot be captured, or the device has no room for all, and ``on_capture_error`` is
@@ -70,6 +71,7 @@ class CapturedForm(PhaseForm):
     """
 
     num_graphs: int = 1
+    any_queries: bool = False
 
     def __init__(self, context: FormContext) -> None:
         self.context = context
@@ -110,10 +112,6 @@ class CapturedForm(PhaseForm):
     def plan_bucket(self, bucket: Bucket, batch: Any) -> Plan | str:
         """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.vendor.PhaseForm.plan`."""
 
-    def key_of(self, shape: StepShape) -> int:
-        """Return the key of the buckets for a shape."""
-        return shape.queries
-
     def describe(self) -> str:
         """Return a description of the captures, for logs."""
         return "whole steps"
@@ -128,7 +126,7 @@ class CapturedForm(PhaseForm):
 
         Padding tokens belong to a sequence behind those of the step. A bucket without sequences takes any.
         """
-        key = self.key_of(shape)
+        key = 0 if self.any_queries else shape.queries
         found = self._buckets.get(key, ())
         for bucket in found[bisect_left(self._sizes[key], shape.tokens) :] if found else ():
             captured = bucket.shape
@@ -141,7 +139,7 @@ class CapturedForm(PhaseForm):
         """Plan a batch on the smallest bucket that holds it."""
         bucket = self.bucket_for(shape)
         if bucket is None:
-            found = self._buckets.get(self.key_of(shape))
+            found = self._buckets.get(0 if self.any_queries else shape.queries)
             if not found:
                 return self._missing
             return f"it is larger than the largest captured size ({found[-1].shape})"
@@ -186,7 +184,7 @@ class CapturedForm(PhaseForm):
     def _check_sizes(self, biggest: StaticBatch) -> None:
         """Raise an error if a number of queries has too many sizes, or if the largest step cannot fit."""
         context = self.context
-        number = max(Counter(map(self.key_of, self.shapes_to_capture())).values(), default=0)
+        number = max(Counter(each.queries for each in self.shapes_to_capture()).values(), default=0)
         if number > CAPTURES:
             raise ConfigError(
                 f"compilation asks for {number} sizes of {context.phase} steps, and the limit is {CAPTURES}",
@@ -204,8 +202,7 @@ class CapturedForm(PhaseForm):
     def _capture(self, largest: Sequence[StaticBatch]) -> None:
         context, pool = self.context, None
         for shape in self.shapes_to_capture():
-            key = self.key_of(shape)
-            whole = next(each for each in largest if self.key_of(each.shape) == key)
+            whole = next(each for each in largest if self.any_queries or each.shape.queries == shape.queries)
             bucket = Bucket(shape, whole.first(shape))
             otherwise = f"{context.phase} batches of {shape} run in a larger bucket or uncaptured"
             try:
@@ -219,5 +216,5 @@ class CapturedForm(PhaseForm):
                 bucket.drop()
                 continue
             pool = made
-            self._buckets.setdefault(key, []).insert(0, bucket)  # The shapes descend.
+            self._buckets.setdefault(shape.queries, []).insert(0, bucket)  # The shapes descend.
             context.backend.captured_graphs.update(bucket.graphs)

@@ -107,7 +107,7 @@ class FullGraphForm(CapturedForm):
         if refusal := bucket.static.refusal(batch):
             return refusal
         graph = bucket.graphs[0]
-        replay = graph.plan(bucket.static.host_values(batch, graph.host_values))
+        replay = graph.plan(bucket.static.host_values(batch, graph.host_values.tensors))
         if isinstance(replay, str):
             return replay
 

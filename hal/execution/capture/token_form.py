@@ -16,6 +16,8 @@ from hal.step import StaticBatch, StepShape
 class TokenForm(CapturedForm):
     """Runs steps of any shape on graphs captured for numbers of tokens."""
 
+    any_queries = True
+
     def prepare(self) -> Sequence[StaticBatch]:
         """Return a batch of the largest number of tokens."""
         most = tokens_to_capture(self.context)[-1]
@@ -33,10 +35,6 @@ class TokenForm(CapturedForm):
     def shapes_to_capture(self) -> Sequence[StepShape]:
         """Return a shape for each number of tokens, with any sequences."""
         return [StepShape(size, 0, 0) for size in reversed(tokens_to_capture(self.context))]
-
-    def key_of(self, shape: StepShape) -> int:
-        """Return one key for all buckets."""
-        return 0
 
     def describe(self) -> str:
         """Return the number of pieces."""

@@ -95,7 +95,7 @@ class PromptPass(ABC):
 
     def _run(self, inputs: InputBatch, chunks: Sequence[Chunk]) -> None:
         runner, counts = self._runner, [each.stop - each.start for each in chunks]
-        with runner.uses, runner.backend.translating_errors(), torch.inference_mode():
+        with runner.running():
             rows = to_device(found, runner.backend.device.torch) if (found := self.rows(chunks)) else NONE
             output = runner.step(inputs.batch(counts), rows=rows)
             inputs.advance(counts)

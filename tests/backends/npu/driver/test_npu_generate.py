@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from helpers.reference import prompts
+from helpers.step_calls import check_calls
 from torch import Tensor
 
 import hal
@@ -151,3 +152,9 @@ def test_nan_is_refused_one_step_late(opened: Open) -> None:
     with pytest.raises(NumericsError, match="prompt 0, 1"):
         list(steps)
     assert runner.blocks.num_free == free
+
+
+def test_python_calls_of_a_token(npu: Callable[..., hal.Backend], trained: Path) -> None:
+    backend = npu(compilation={"compiler": "graph", "capture_sizes": [1]})
+    with hal.Runner(hal.load_model(trained, backend), backend) as runner:
+        check_calls(runner)
