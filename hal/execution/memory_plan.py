@@ -16,8 +16,7 @@ from hal.errors import ConfigError
 from hal.execution.capture.capture_budget import MARGIN
 from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
 from hal.execution.encoding import most_tokens
-from hal.execution.placement import check_placed
-from hal.execution.state_spec import check_fits, longest_sequence, spec_of
+from hal.execution.state_spec import check_fits, check_placed, longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
 from hal.step import LAST, StateSpec

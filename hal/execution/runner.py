@@ -26,8 +26,15 @@ from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
-from hal.execution.placement import check_placed
-from hal.execution.state_spec import allocated, check_fits, longest_sequence, saved_states, spec_of, windows_of
+from hal.execution.state_spec import (
+    allocated,
+    check_fits,
+    check_placed,
+    longest_sequence,
+    saved_states,
+    spec_of,
+    windows_of,
+)
 from hal.execution.step_output import StepOutput
 from hal.execution.steps import Steps
 from hal.execution.uncaptured import Uncaptured

@@ -1,4 +1,4 @@
-"""The states of a model, known from its config or allocated by a runner, and the check that they fit into memory."""
+"""The states of a model, known from its config or allocated by a runner, and whether both fit a backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hal.nn import CausalLM
 from hal.step import StateMemory, StateSpec
 from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.page_layout import paged_states
-from hal.step.saved_states import SavedStates
+from hal.step.prefix_cache import SavedStates
 from hal.step.state import SEQUENCE
 
 SAVED_INTERVAL = 256
@@ -197,3 +197,18 @@ def free_memory(device: Device, wanted: int) -> int:
         gc.collect()  # An unused runner may still hold memory: traces leave reference cycles.
         device.empty_cache()
     return device.memory_stats().free
+
+
+def check_placed(model: CausalLM, backend: Backend) -> None:
+    """Raise ConfigError if a model was prepared by another backend, or is on another device."""
+    if model.prepared_by not in (None, backend.name):
+        raise ConfigError(
+            f"the model's weights were prepared by the backend {model.prepared_by}, not by {backend.name}",
+            f"load the model again, on the backend {backend.name}",
+        )
+    device = next(model.parameters()).device
+    if device != backend.device.torch:
+        raise ConfigError(
+            f"the model is on {device}, and the backend {backend.name} on {backend.device.torch}",
+            "load the model on the backend of the runner, or move it there",
+        )

@@ -15,10 +15,9 @@ from hal.drivers.backend import Backend
 from hal.drivers.compiler import PhaseForm, Outputs, Plan
 from hal.errors import ModelError
 from hal.execution.capture.captured_form import CapturedForm
-from hal.execution.check_outputs import check_hidden, check_logits
 from hal.execution.context import Phase
 from hal.execution.lockstep import AlignedStep, Lockstep
-from hal.execution.step_output import StepOutput
+from hal.execution.step_output import StepOutput, check_hidden, check_logits
 from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
 from hal.step import LAST, NONE, Batch, StepShape, Wanted

@@ -19,7 +19,7 @@ from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.assembly import Merged
 from hal.nn.weights.share import Share, unshared
 from hal.nn.weights.weight import Consumer, Weight
-from hal.step.slot_batch import SlotBatch
+from hal.step.model_batches import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates, State
 
 L2_EPS = 1e-6

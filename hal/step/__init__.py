@@ -5,19 +5,23 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
-from hal.step.cache_groups import CacheGroups
-from hal.step.draft_batch import draft_batch
-from hal.step.embedding_batch import AxesBatch, AxesSlotBatch, EmbeddingBatch, embedding_batch
 from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
 from hal.step.grouped_batch import grouped_batch
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
+from hal.step.model_batches import (
+    AxesBatch,
+    AxesSlotBatch,
+    EmbeddingBatch,
+    SlotBatch,
+    draft_batch,
+    embedding_batch,
+)
 from hal.step.padding import StaticBatch
-from hal.step.page_layout import PageLayout
+from hal.step.page_layout import CacheGroups, PageLayout
 from hal.step.rows import ALL, LAST, NONE, Rows, SplitBatch, Wanted, last_rows, split_batch
 from hal.step.shape import StepShape
-from hal.step.slot_batch import SlotBatch
 from hal.step.state import SEQUENCE, TOKEN, State, StateMemory, StateSpec
 
 __all__ = [

@@ -25,7 +25,7 @@ from hal.step.shape import StepShape
 from hal.step.tensor_checks import check_values, checked_fields
 
 if TYPE_CHECKING:
-    from hal.step.cache_groups import CacheGroups
+    from hal.step.page_layout import CacheGroups
 
 
 @attrs.frozen(eq=False)

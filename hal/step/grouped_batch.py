@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from hal.step.batch import Batch
-from hal.step.cache_groups import CacheGroups
 from hal.step.fields import fields_of, suffixed
-from hal.step.slot_batch import SlotBatch
+from hal.step.model_batches import SlotBatch
+from hal.step.page_layout import CacheGroups
 
 TABLES = ("block_table", "slot_mapping")
 """The fields that a group of layers with states per token has."""

@@ -19,9 +19,9 @@ from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, len
 from hal.step.block_table import MORE, BlockTable
 from hal.step.dummies import DUMMY_SLOT
 from hal.step.fields import fields_of
+from hal.step.model_batches import SlotBatch
 from hal.step.new_tokens import NewTokens
 from hal.step.pending_tokens import PENDING, PendingTokens
-from hal.step.slot_batch import SlotBatch
 from hal.step.staging import Staging
 
 _COLUMNS = 8

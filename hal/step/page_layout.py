@@ -1,4 +1,6 @@
-"""Memory that the layers of several cache groups share: pages, each of one group at a time.
+"""The cache groups of a model, and the memory that their layers share: pages, each of one group at a time.
+
+A cache group is the layers that share a block table, or the slots of sequences.
 
 An engine gives each group its own blocks of one pool. Layers at the same place of their groups share memory: a page is
 an engine's block there, and holds the keys and values of some tokens, or the states of one sequence. So that tensors
@@ -134,3 +136,34 @@ def paged_states(
 def _entry(spec: StateSpec, layer: int, name: str) -> int:
     state = spec.layers[layer][name]
     return math.prod(state.shape) * spec.dtype_of(state).itemsize
+
+
+@attrs.frozen
+class CacheGroups:
+    """The cache groups of a model. Groups of layers with states per token, and per sequence, are numbered apart.
+
+    Attributes:
+        layers: the layers of each group, in order. A layer without states is in none.
+        per_token: whether each group's layers keep states per token.
+        layout: the layout of the pages.
+        num_pages: the number of pages, including the dummy page.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    per_token: tuple[bool, ...]
+    layout: PageLayout
+    num_pages: int
+
+    def number(self, group: int) -> int:
+        """Return the number of a group among those of its kind."""
+        return self.per_token[:group].count(self.per_token[group])
+
+    @property
+    def num_tables(self) -> int:
+        """The number of groups of layers with states per token."""
+        return sum(self.per_token)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of groups of layers with states per sequence."""
+        return len(self.per_token) - self.num_tables

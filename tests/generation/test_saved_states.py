@@ -18,8 +18,7 @@ import hal
 from hal.errors import ConfigError
 from hal.step import NONE
 from hal.step.block_allocator import BlockAllocator
-from hal.step.prefix_cache import PrefixCache
-from hal.step.saved_states import SavedStates
+from hal.step.prefix_cache import PrefixCache, SavedStates
 
 VOCAB, INTERVAL = 96, 32
 

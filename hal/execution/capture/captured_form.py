@@ -1,4 +1,4 @@
-"""The base class of captured forms: buckets, padding, the capture budget, and the fallback after a failed capture.
+"""The base classes of captured forms: buckets, padding, the capture budget, and checks of addresses.
 
 :mod:`hal.step.padding` implements the padding of a batch; this module chooses the bucket.
 """
@@ -9,22 +9,24 @@ import logging
 from abc import abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
 from hal.drivers.compiler import PhaseForm, Plan
-from hal.errors import CaptureError, ConfigError, DeviceOutOfMemory
-from hal.execution.capture.address_checks import Addresses
+from hal.errors import CaptureError, ConfigError, DeviceOutOfMemory, GraphError
 from hal.execution.capture.capture_budget import CaptureBudget
+from hal.execution.capture.capture_sizes import tokens_to_capture
 from hal.execution.context import FormContext
 from hal.execution.state_spec import free_memory
-from hal.step import StaticBatch, StepShape
+from hal.nn import CausalLM
+from hal.step import Batch, StateMemory, StaticBatch, StepShape
 
 log = logging.getLogger("hal.execution")
 
@@ -218,3 +220,74 @@ class CapturedForm(PhaseForm):
             pool = made
             self._buckets.setdefault(shape.queries, []).insert(0, bucket)  # The shapes descend.
             context.backend.captured_graphs.update(bucket.graphs)
+
+
+class TokenForm(CapturedForm):
+    """Runs steps of any shape on graphs captured for numbers of tokens, not for whole batches.
+
+    The graphs read and write fixed memory with a row for each token of the bucket. Between the graphs, the splitting
+    operations run on the rows of the batch, with its lengths and block tables. One set of graphs thus serves any shape.
+    """
+
+    any_queries = True
+
+    def prepare(self) -> Sequence[StaticBatch]:
+        """Return a batch of the largest number of tokens."""
+        most = tokens_to_capture(self.context)[-1]
+        spec = self.context.states.spec
+        decodes = self.context.phase == "decode"
+        sequences = most if decodes else 1
+        # Some kernels reject a sequence longer than the cache. The rows beyond it are not used.
+        length = min(most // sequences, spec.num_tokens)
+        return [
+            self.context.static_batch(
+                StepShape(most, sequences, length), max_blocks=1 if decodes else spec.blocks_for(most), length=length
+            )
+        ]
+
+    def shapes_to_capture(self) -> Sequence[StepShape]:
+        """Return a shape for each number of tokens, with any sequences."""
+        return [StepShape(size, 0, 0) for size in reversed(tokens_to_capture(self.context))]
+
+    def describe(self) -> str:
+        """Return the number of pieces."""
+        return f"{self.num_graphs} pieces"
+
+
+class Addresses:
+    """The addresses of a model's weights and buffers, its states and a batch, by name.
+
+    Args:
+        model: looked up again at each check, to find replaced tensors.
+        states: looked up again at each check.
+        batch: the fixed batch that graphs read.
+    """
+
+    def __init__(self, model: CausalLM, states: StateMemory, batch: Batch) -> None:
+        self._model, self._states, self._batch = model, states, batch
+        self._captured = {name: _place(tensor) for name, tensor in self._tensors()}
+
+    def check(self) -> None:
+        """Raise GraphError if the address, the shape or the dtype of a tensor has changed."""
+        found = {name: _place(tensor) for name, tensor in self._tensors()}
+        moved = sorted(name for name in {*found, *self._captured} if found.get(name) != self._captured.get(name))
+        if moved:
+            shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
+            raise GraphError(
+                f"{shown} has another address than at the capture, and the graphs would read the old memory",
+                "write into the tensor with copy_() instead of replacing it, or create another Runner",
+            )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()
+        for name, tensor in self._states.tensors():
+            yield f"state {name}", tensor
+        for name, tensor in attrs.asdict(self._batch, recurse=False).items():
+            yield f"batch.{name}", tensor
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    # A weight in a layout of the backend's own has no address that torch shows. The graphs hold that tensor itself.
+    address = tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return address, tuple(tensor.shape), tensor.dtype, str(tensor.device)

@@ -17,15 +17,14 @@ from hal.compile.trace import StepSizes
 from hal.device.graph import Graph
 from hal.drivers.compiler import Outputs, Plan
 from hal.errors import ConfigError
-from hal.execution.capture.captured_form import Bucket
-from hal.execution.capture.token_form import TokenForm
+from hal.execution.capture.captured_form import Bucket, TokenForm
 from hal.step import Batch, StaticBatch, fields_of
 
 Values = dict[str, Tensor]
 
 
 @attrs.frozen
-class _Part:
+class _Piece:
     """A segment of a bucket: its graph, if captured, and the memory of its outputs."""
 
     graph: Graph | None
@@ -127,7 +126,7 @@ class PiecewiseForm(TokenForm):
             else:
                 rows = {name: row[: bucket.shape.tokens] for name in names if (row := self._rows.get(name)) is not None}
             values |= rows
-            bucket.parts.append(_Part(graph, rows))
+            bucket.parts.append(_Piece(graph, rows))
             for _, held in (each for each in holding if each[0] <= index):
                 held.release_outputs()
             holding = [each for each in holding if each[0] > index]

@@ -20,11 +20,10 @@ from torch import Tensor
 from hal.device.graph import Graph
 from hal.drivers.compiler import Outputs, Plan
 from hal.errors import CaptureError, ConfigError
-from hal.execution.capture.captured_form import Bucket
-from hal.execution.capture.token_form import TokenForm
-from hal.execution.check_outputs import check_hidden
+from hal.execution.capture.captured_form import Bucket, TokenForm
 from hal.execution.pieces.split_calls import Cut, Kind, SplitCall, cut_to, record_calls, tensors_of
 from hal.execution.pieces.splitting_capture import Part, Splitter
+from hal.execution.step_output import check_hidden
 from hal.ops.declaration.axes import TOKENS
 from hal.ops.declaration.operation import Operation
 from hal.step import Batch, StaticBatch, StepShape, fields_of

@@ -1,4 +1,4 @@
-"""The batch of a model that reads embeddings among its tokens, such as those of images."""
+"""Batches of models that read more than tokens: states per sequence, embeddings, or another model's hidden states."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from hal.step.batch import Batch
+from hal.step.dummies import DUMMY_SLOT
 from hal.step.fields import field
-from hal.step.slot_batch import SlotBatch
+
+
+@attrs.frozen(eq=False, slots=False)  # so that a class can derive from it and from another kind of batch
+class SlotBatch(Batch):
+    """A batch for a model that keeps a state per sequence.
+
+    Attributes:
+        slots: ``[sequences]``, int32: the slot of each sequence, from ``runner.slots``; the dummy slot for padding.
+    """
+
+    slots: Tensor = field("sequences", torch.int32, pad=DUMMY_SLOT)
 
 
 def _none_embedded(batch: Batch) -> Tensor:
@@ -71,3 +82,22 @@ def embedding_batch(base: type[EmbeddingBatch], width: int, dtype: torch.dtype) 
 
     SizedBatch.__name__ = SizedBatch.__qualname__ = base.__name__
     return SizedBatch
+
+
+@lru_cache(maxsize=64)
+def draft_batch(width: int, dtype: torch.dtype) -> type[Batch]:
+    """Return a batch class with the field ``hidden_states``, ``[tokens, width]``, which each batch must be given.
+
+    ``token_ids`` has, for each position, the token that follows it. ``hidden_states`` has what the target model's step
+    returned for that position, or what the drafting model returned in its last step.
+
+    Args:
+        width: the elements of a hidden state.
+        dtype: the dtype, which is the model's.
+    """
+
+    @attrs.frozen(eq=False)
+    class DraftBatch(Batch):
+        hidden_states: Tensor = field(f"tokens {width}", dtype)
+
+    return DraftBatch
