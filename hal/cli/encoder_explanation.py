@@ -28,6 +28,7 @@ def explain_encoder(model: CausalLM, on: Backend) -> None:
     from hal.compile.trace import StepSizes
     from hal.drivers.compiler_registry import EAGER
     from hal.execution.capture.capture_sizes import embeddings_to_capture
+    from hal.execution.optimized_model import optimized_step
 
     context = context_of(model, on, 2, "encoder")
     chosen = context.config.compiler
@@ -38,7 +39,7 @@ def explain_encoder(model: CausalLM, on: Backend) -> None:
         echo("Inductor compiles the traced graph for any number of images; no rewrite is applied")
     else:
         with on.translating_errors():
-            step = context.optimized(StepSizes(None))
+            step = optimized_step(context, StepSizes(None))
         print_stages(step.stages)
         echo()
         print_rewrites(step, on)

@@ -127,16 +127,14 @@ class Graph(ABC):
             GraphError: the graph has no capture.
             ClosedError: the graph, or its backend, is closed.
         """
-        if not self._captured:
-            self._require_capture("replay")
+        self._require_capture("replay")
         prepared = self._accept(self.host_values.check(host_values))
         if isinstance(prepared, str):
             return prepared
 
         def run() -> Any:
             with self._launching, nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
-                if not self._captured:
-                    self._require_capture("replay")
+                self._require_capture("replay")
                 self._launch(prepared)
                 return self._outputs
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from hal.compile.optimize import OptimizedStep, kept_whole, optimize, optimize_model
-from hal.compile.trace import StepSizes, trace_encoder
 from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import Outputs
@@ -87,18 +84,6 @@ class FormContext:
             return (self.encoder(batch),)
         found = flat_outputs(self.model, self.model(batch, self.states.layers))
         return found if rows is NONE else (*found, self.model.logits(found[0]))
-
-    def optimized(self, sizes: StepSizes, rows: Rows = NONE) -> OptimizedStep:
-        """Trace the step and rewrite it for the backend; see :func:`hal.compile.optimize.optimize_model`.
-
-        Args:
-            sizes: the sizes to trace for. An encoder is always traced for any size.
-            rows: the rows of logits that the step computes, too.
-        """
-        if self.encoder is None:
-            return optimize_model(self.model, self.states, sizes, self.backend, self.config.passes, rows)
-        trace = partial(trace_encoder, self.encoder, whole=kept_whole(self.backend), decompose=False)
-        return optimize(trace, self.backend, self.config.passes)
 
     @property
     def refuses(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from hal.compile.optimize import OptimizedStep
-from hal.compile.trace import StepSizes
+from hal.compile.optimize import OptimizedStep, kept_whole, optimize, optimize_model
+from hal.compile.trace import StepSizes, trace_encoder
 from hal.drivers.compiler import Outputs
 from hal.execution.context import FormContext
-from hal.step import Batch, StepShape
+from hal.step import NONE, Batch, Rows, StepShape
 
 Lowered = Callable[..., Outputs]
 
@@ -47,7 +48,7 @@ class OptimizedModel:
 
     def _optimize(self, shape: StepShape) -> tuple[OptimizedStep, Lowered]:
         context = self._context
-        step = context.optimized(StepSizes(shape.sequences, shape.queries), context.rows)
+        step = optimized_step(context, StepSizes(shape.sequences, shape.queries), context.rows)
         if context.encoder is not None:
             step.traced.check_any_size(context.encoder)
         step.hoist(context.backend)
@@ -56,3 +57,21 @@ class OptimizedModel:
     def __call__(self, batch: Batch, shape: StepShape) -> Outputs:
         """Return what the step of a batch computes, logits included."""
         return self.prepare(shape)(*batch.tensors())
+
+
+def optimized_step(context: FormContext, sizes: StepSizes, rows: Rows = NONE) -> OptimizedStep:
+    """Trace the step of a phase and rewrite it for the backend.
+
+    Args:
+        context: the phase.
+        sizes: the sizes to trace for. An encoder is always traced for any size.
+        rows: the rows of logits that the step computes, too.
+
+    Raises:
+        CompileError: the module cannot be traced, or a pass failed.
+    """
+    model, backend, passes = context.model, context.backend, context.config.passes
+    if context.encoder is None:
+        return optimize_model(model, context.states, sizes, backend, passes, rows)
+    trace = partial(trace_encoder, context.encoder, whole=kept_whole(backend), decompose=False)
+    return optimize(trace, backend, passes)

@@ -13,6 +13,7 @@ from hal.compile.optimize import kept_whole, optimize
 from hal.compile.trace import StepSizes, trace_logits
 from hal.drivers.compiler import Outputs
 from hal.execution.context import FormContext
+from hal.execution.optimized_model import optimized_step
 
 
 @attrs.define(eq=False)
@@ -58,7 +59,7 @@ class Uncaptured:
 
     def _optimized_step(self) -> Callable[[Any], Outputs]:
         context = self.context
-        step = context.optimized(StepSizes(None, tokens=context.backend.config.max_prefill_tokens))
+        step = optimized_step(context, StepSizes(None, tokens=context.backend.config.max_prefill_tokens))
         lowered = step.for_any_size(context.module, context.backend)
         return lambda batch: lowered(*batch.tensors())
 

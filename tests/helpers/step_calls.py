@@ -18,7 +18,7 @@ MOST = {
     "backends.npu.lengths": 1,
     "device.closing": 2,
     "device.device": 1,
-    "device.graph": 3,
+    "device.graph": 5,
     "device.host_device": 4,
     "device.host_values": 2,
     "device.stream": 5,
