@@ -12,7 +12,7 @@ from torch import Tensor
 from hal.compile.collectives_of_one import collectives_of_one
 from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_encoder, trace_step
-from hal.drivers.compiler import PhaseForm, Outputs, Plan
+from hal.drivers.compiler import Outputs, PhaseForm, Plan
 from hal.errors import CompileError
 from hal.execution.capture.capture_sizes import capture_sizes, queries_to_capture
 from hal.execution.context import FormContext

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import PhaseForm, Outputs, Plan
+from hal.drivers.compiler import Outputs, PhaseForm, Plan
 from hal.errors import ModelError
 from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.context import Phase

@@ -112,7 +112,7 @@ class CapturedForm(PhaseForm):
 
     @abstractmethod
     def plan_bucket(self, bucket: Bucket, batch: Any) -> Plan | str:
-        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`hal.vendor.PhaseForm.plan`."""
+        """Plan a batch on the bucket of its size, or return why it does not fit; see :meth:`PhaseForm.plan`."""
 
     def describe(self) -> str:
         """Return a description of the captures, for logs."""
