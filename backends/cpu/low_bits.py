@@ -159,7 +159,7 @@ LINEAR: Sequence[tuple[Takes, Kernel]] = (
     (_every, linear),
 )
 KERNELS: dict[str, Sequence[tuple[Takes, Kernel]]] = {
-    "embedding": ((_every, embedding),),
+    "embedding": ((plain, torch_kernels.embedding), (_every, embedding)),
     "grouped_linear": tuple((takes, by_expert(kernel)) for takes, kernel in LINEAR),
     "linear": LINEAR,
 }

@@ -19,6 +19,7 @@ from hal.device.host_values import HostValues
 from hal.errors import CaptureError
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.torch_library import without_aliases
+from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 
 from .launch import Launch, storage_of, tensors_of
@@ -112,10 +113,12 @@ class Recorder(TorchDispatchMode):
             assert self.launches is not None
             assert self._host_values is not None
             arguments = operation.arguments(args, kwargs)
-            for name in operation.host:
-                self._host_values.record(name, arguments[name], operation.name)
             chosen = getattr(kernel, "chosen", None)  # so that a replay calls the kernel itself
             run = kernel if chosen is None else chosen(*arguments.values())
+            if run is torch_kernels.embedding:  # calls torch alone, which a replay then calls without Python between
+                return run(*args, **kwargs)
+            for name in operation.host:
+                self._host_values.record(name, arguments[name], operation.name)
             self.opaque = True
             try:
                 result = tree_map_only(Tensor, Tensor.contiguous, run(*args, **kwargs))
