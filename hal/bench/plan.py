@@ -38,7 +38,7 @@ class Plan:
         checkpoint: folder of a checkpoint; exclusive with ``shapes``.
         shapes: key of :data:`hal.bench.contenders.shapes.SHAPES`; the weights are random.
         backend: name of a driver, or ``auto``; None uses the environment's.
-        dtype: as in :class:`hal.Config`; None uses the environment's.
+        dtype: as in :class:`hal.Config`; None uses the environment's. So is ``model_source``.
         batch_sizes: batch sizes, measured separately.
         length: tokens per sequence in the cache (decode) or in the prompt (prefill).
         compilers: hal's compilers to measure; empty selects all of the backend's for decode, and ``eager`` for prefill.
@@ -57,6 +57,7 @@ class Plan:
     shapes: str | None = None
     backend: str | None = None
     dtype: str | None = None
+    model_source: str | None = None
     batch_sizes: tuple[int, ...] = (1,)
     length: int = 512
     compilers: tuple[str, ...] = ()
@@ -147,7 +148,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         BenchmarkError: a library to measure against is not installed, or memory does not suffice.
     """
     settings = read_config()
-    options = {"backend": plan.backend, "dtype": plan.dtype}
+    options = {"backend": plan.backend, "dtype": plan.dtype, "model_source": plan.model_source}
     settings |= {key: value for key, value in options.items() if value is not None}
     settings["options"] = {**settings.get("options", {}), **plan.options}
     settings.pop("compilation", None)  # the benchmark sets it

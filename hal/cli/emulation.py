@@ -23,7 +23,7 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
 
     Args:
         emulate: whether the option was given; if not, nothing is added.
-        backend: value of ``--backend``; None uses the environment's.
+        backend: the driver's name; None or ``auto`` for none.
 
     Raises:
         ConfigError: no driver is named, or it has no such option.
@@ -33,20 +33,19 @@ def emulated(emulate: bool, backend: str | None) -> Iterator[dict[str, Any]]:
         return
     from hal.config import environment_options
 
-    named = backend or _backend_of_the_environment()
-    if named == "auto":
+    if backend in (None, "auto"):
         raise ConfigError(
             "--emulate needs a driver, and none is named",
             "use --backend NAME or HAL_BACKEND; `hal backends` lists the drivers",
         )
     try:
         # The variable may request more than True does, for example to hide a real device.
-        yield {"emulator": environment_options(named).get("emulator") or True}
+        yield {"emulator": environment_options(str(backend)).get("emulator") or True}
     except ConfigError as error:
         if not has_no_emulator(error):
             raise
         raise UnknownKey(
-            f"the driver {named} has no emulated device (--emulate): {error.problem}",
+            f"the driver {backend} has no emulated device (--emulate): {error.problem}",
             "omit --emulate, or choose another --backend",
             key=error.key,
         ) from error
@@ -87,9 +86,3 @@ def probed(emulate: bool, only: str | None = None) -> list[tuple[Candidate, dict
                     raise
         found.append((each, options))
     return found
-
-
-def _backend_of_the_environment() -> str:
-    from hal.drivers.registry import read_config  # imports torch
-
-    return str(read_config().get("backend", "auto"))

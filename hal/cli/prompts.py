@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Sequence, Sized
+from typing import BinaryIO, TypeVar
 
 import attrs
 import click
 
 from hal.errors import BatchError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from hal.generation.llm.chat_template import ChatTemplate
-
+P = TypeVar("P", bound=Sized)
 PROMPT = "A prompt, used verbatim. Repeatable."
 PROMPTS_FILE = "A UTF-8 file with one prompt per line, used verbatim, after those of --prompt. - reads stdin."
 STDIN = "<stdin>"
@@ -59,30 +55,15 @@ class Prompts:
                 raise BatchError(f"{origin} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
         return cls(texts, origins, stdin)
 
-    def encode(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None = None,
-        variables: Mapping[str, Any] | None = None,
-        media: Sequence[str] = (),
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt, or, with a template and variables, of the conversation that it begins.
-
-        With a template, a part of each type in ``media``, such as ``image``, precedes each prompt.
+    def encode(self, encode: Callable[[str], P]) -> list[P]:
+        """Return the prompts that ``encode`` makes of the texts.
 
         Raises:
             BatchError: a prompt has no tokens.
         """
-        encoded: list[list[int]] = []
-        for text in self.texts:
-            written = text
-            if template is not None:
-                parts = [*({"type": kind} for kind in media), {"type": "text", "text": text}]
-                message = {"role": "user", "content": parts if media else text}
-                written = template.render([message], **(variables or {}))
-            encoded.append(tokenizer.encode(written, add_special_tokens=template is None).ids)
-        for ids, origin in zip(encoded, self.origins, strict=True):
-            if not ids:
+        encoded = list(map(encode, self.texts))
+        for each, origin in zip(encoded, self.origins, strict=True):
+            if not len(each):
                 raise BatchError(f"{origin} is empty", "remove it, or write at least one character")
         return encoded
 

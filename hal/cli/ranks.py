@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -39,20 +39,13 @@ def parallel(data: str, tensor: str = TENSOR_PARALLEL) -> Callable[[Callable[...
     return decorate
 
 
-def with_ranks(
-    settings: Mapping[str, Any],
-    tensor_parallel: int | None,
-    data_parallel: int | None = None,
-    experts: str | None = None,
-) -> dict[str, Any]:
-    """Return the settings with the options' values in the place of theirs, where they are given."""
-    options = {"tensor": tensor_parallel, "data": data_parallel, "experts": experts}
-    given = {name: value for name, value in options.items() if value is not None}
-    return {**settings, "parallel": {**settings.get("parallel", {}), **given}} if given else dict(settings)
-
-
 def start_ranks(
-    parallel: ParallelConfig, checkpoint: Checkpoint, stdin: bytes | None = None, source: str = "auto"
+    parallel: ParallelConfig,
+    checkpoint: Checkpoint,
+    stdin: bytes | None = None,
+    source: str = "auto",
+    *,
+    leads: bool = False,
 ) -> bool:
     """Run this process's command in several ranks, unless it is one of them or the only one.
 
@@ -61,6 +54,7 @@ def start_ranks(
         checkpoint: of the model that they share.
         stdin: what this process has read from stdin.
         source: ``model_source`` of the configuration.
+        leads: whether rank 0 decides when all end; see :func:`run_ranks`.
 
     Returns:
         Whether ranks ran the command; if so, this process has nothing left to do.
@@ -78,7 +72,8 @@ def start_ranks(
         return False
     check_ranks(ranks)
     check_shared(checkpoint, parallel, source)
-    failure = run_ranks(["-m", "hal_command", *sys.argv[1:]], ranks, stdin=stdin, stdout=result_stream())
+    command = ["-m", "hal_command", *sys.argv[1:]]
+    failure = run_ranks(command, ranks, stdin=stdin, stdout=result_stream(), leads=leads)
     if failure is None:
         return True
     if failure.text:

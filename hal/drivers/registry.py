@@ -87,6 +87,19 @@ def read_config(source: Source = None) -> dict[str, Any]:
     return _copied(environment_mapping(driver_names=names) if source is None else to_mapping(source))
 
 
+def merged_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment's configuration, overridden by keys that are given, in tables one by one.
+
+    Raises:
+        ConfigError: as :func:`read_config`.
+    """
+    settings = read_config()
+    for key, value in read_config(given).items():
+        both = isinstance(value, dict) and isinstance(settings.get(key), dict)
+        settings[key] = {**settings[key], **value} if both else value
+    return settings
+
+
 def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copied(each) if isinstance(each, Mapping) else each for key, each in table.items()}
 

@@ -51,6 +51,7 @@ class Request:
         tokens: the prompt, and the new tokens that the host knows.
         length: the length of the prompt.
         limit: the most new tokens.
+        number: its number in a serving loop.
         sample_index: the index of the text among those of its prompt.
         cached: the tokens of the prompt that the cache already holds.
         drawn: the number of tokens drawn.
@@ -73,6 +74,7 @@ class Request:
     params: SamplingParams
     length: int
     limit: int
+    number: int = -1
     sample_index: int = 0
     blocks: list[int] = attrs.field(factory=list)
     slots: list[int] = attrs.field(factory=list)

@@ -6,15 +6,17 @@ so that no port has to be chosen. They end with the starting process, whatever e
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -29,7 +31,7 @@ from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
 from hal.parallel.child_python import child_python
 from hal.parallel.launcher_variables import is_rank, launched
-from hal.parallel.mesh import Mesh
+from hal.parallel.mesh import Mesh, explained
 from hal.parallel.rank_endings import MemoryWatch, describe_signal
 
 T = TypeVar("T")
@@ -46,6 +48,8 @@ YIELD = 3.0
 """Seconds that a rank whose collective failed leaves to the rank that is the cause, so that the cause is shown."""
 END = 10.0
 """Seconds in which a rank ends after another has failed, or after it failed. It is then killed."""
+AGAIN = 1.0
+"""Seconds after which a rank that ends gets the signal again."""
 INTERRUPTED = 0.5
 """Seconds in which a rank ends after this process was interrupted. It is then killed."""
 
@@ -84,6 +88,7 @@ def run_ranks(
     stdin: bytes | None = None,
     stdout: IO[Any] | None = None,
     seconds: float | None = None,
+    leads: bool = False,
 ) -> Failure | None:
     """Run Python in ``ranks`` processes, and wait for all of them.
 
@@ -97,6 +102,8 @@ def run_ranks(
         stdin: what each rank reads from stdin; None for nothing.
         stdout: the file that rank 0 writes to; None for this process's stdout.
         seconds: the time after which ranks that still run are ended; None for no limit.
+        leads: whether rank 0 decides when all end: it gets this process's stdin, and its SIGINT and SIGTERM, which the
+            other ranks ignore. Only in the main thread.
 
     Returns:
         The first failure; None if all ranks ended with exit status 0.
@@ -110,9 +117,12 @@ def run_ranks(
         started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
         first, files = keeper.folder / "error.json", {FAILED_FILE: str(keeper.folder / "failed")}
         of_first = {ERROR_FILE: str(first)}
-        stack.push(lambda kind, *_: _end(started, INTERRUPTED if kind else END))
+        stack.push(lambda kind, *_: _end(started, INTERRUPTED if kind else END, leads))
         memory = MemoryWatch()
+        set_handler = stack.enter_context(_signal_handlers()) if leads else None
         for rank in range(ranks):
+            if set_handler is not None and rank == 1:
+                set_handler(signal.SIG_IGN)  # The ranks that start now inherit it.
             errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             process = subprocess.Popen(
                 [*child_python(), *arguments],
@@ -122,11 +132,15 @@ def run_ranks(
                     **files,
                     **({} if rank else of_first),
                 },
-                stdin=subprocess.DEVNULL if stdin is None else stack.enter_context(_file_of(stdin)),
+                stdin=(None if leads and not rank else subprocess.DEVNULL)
+                if stdin is None
+                else stack.enter_context(_file_of(stdin)),
                 stdout=subprocess.DEVNULL if rank else stdout,
                 stderr=errors,
             )
             started.append((process, errors))
+        if set_handler is not None:
+            set_handler(functools.partial(_pass_on, started[0][0]))
         failure = _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds, memory)
         if failure is None:
             keeper.ended()
@@ -201,16 +215,48 @@ def _text(errors: IO[bytes] | None) -> str:
     return errors.read().decode(errors="replace")
 
 
-def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]], seconds: float) -> None:
-    for process, _ in started:
-        process.terminate()
+def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]], seconds: float, leads: bool) -> None:
+    for rank, (process, _) in enumerate(started):
+        process.send_signal(signal.SIGKILL if leads and rank else signal.SIGTERM)
     until = time.monotonic() + seconds
     for process, _ in started:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(AGAIN, max(POLL, until - time.monotonic())))
+                break
+            # A server has ended at the first one, but its rank waits for the cause.
+            process.send_signal(signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
+
+
+@contextmanager
+def _signal_handlers() -> Iterator[Callable[[Any], None]]:
+    """Yield a function that sets the handler of SIGINT and SIGTERM, which the end of the block restores."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def set_handler(handler: Any) -> None:
+        for number in before:
+            signal.signal(number, handler)
+
+    try:
+        yield set_handler
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pass_on(process: subprocess.Popen[bytes], number: int, frame: object) -> None:
+    """Send a process the signal that this one got, unless a terminal has sent it to both."""
+    if number != signal.SIGINT or not _is_in_foreground():
+        process.send_signal(number)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether Ctrl-C in a terminal reaches this process, and all in its group."""
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -234,17 +280,6 @@ def yielding_to_the_cause() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"this rank could not exchange a value with the others: {str(error).partition(chr(10))[0]}",
-            "look for the first error of another rank",
-        ) from error
-
-
 def gathered(value: T, mesh: Mesh) -> list[T]:
     """Return the values of all ranks, in their order. Every rank of the mesh calls it.
 
@@ -258,7 +293,7 @@ def gathered(value: T, mesh: Mesh) -> list[T]:
     if mesh.size == 1:
         return [value]
     values: list[Any] = [None] * mesh.size
-    with _explained():
+    with explained("exchange a value with the others"):
         distributed.all_gather_object(values, value)
     return values
 

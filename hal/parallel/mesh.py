@@ -18,6 +18,8 @@ from hal.device.group import SOLO, Group, forget_group, register_group
 from hal.errors import CommunicationError, ConfigError
 from hal.parallel.launcher_variables import is_rank, launched
 
+MISSING = "check that all ranks were started, and that they reach each other at MASTER_ADDR and MASTER_PORT"
+"""The remedy of an error at the start of ranks."""
 _numbers = itertools.count(1)
 """Numbers of meshes, for the names of their groups. Ranks make their meshes in the same order."""
 _joined: list[Mesh] = []
@@ -209,7 +211,7 @@ def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
         if is_rank():  # Each rank would wait for all.
             _check_size(launched()[1], config)
         try:
-            with _explained("join the other ranks"):
+            with explained("join the other ranks", MISSING):
                 _start(backend, limit)
         except ValueError as error:  # of torch, for a variable that is not set
             raise ConfigError(
@@ -221,7 +223,7 @@ def _connected(config: ParallelConfig, backend: str, made: list[Any]) -> Mesh:
             _started[distributed.group.WORLD] += 1
             made.append(distributed.group.WORLD)
     _check_size(distributed.get_world_size(), config)
-    with _explained("make the groups of the mesh"):
+    with explained("make the groups of the mesh", MISSING):
         rows = [[*range(first, first + config.tensor)] for first in range(0, config.size, config.tensor)]
         columns = [[*range(first, config.size, config.tensor)] for first in range(config.tensor)]
         tensor, data = _group_among(rows, limit, made), _group_among(columns, limit, made)
@@ -295,11 +297,9 @@ def _start(backend: str, limit: timedelta) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str, remedy: str = "look for the first error of another rank") -> Iterator[None]:
+    """Raise CommunicationError in place of torch's error inside the block, which does ``what``."""
     try:
         yield
     except (RuntimeError, distributed.DistError) as error:
-        raise CommunicationError(
-            f"this rank could not {what}: {str(error).partition(chr(10))[0]}",
-            "check that all ranks were started, and that they reach each other at MASTER_ADDR and MASTER_PORT",
-        ) from error
+        raise CommunicationError(f"this rank could not {what}: {str(error).partition(chr(10))[0]}", remedy) from error

@@ -39,7 +39,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-def run(app: ASGIApp, listener: socket.socket, shutdown_seconds: int, ready: Callable[[], None]) -> None:
+def run(
+    app: ASGIApp,
+    listener: socket.socket,
+    shutdown_seconds: int,
+    ready: Callable[[], None],
+    ended: Callable[[], bool],
+) -> None:
     """Answer requests until SIGTERM or SIGINT. Both let running requests end, for so many seconds.
 
     Args:
@@ -47,6 +53,7 @@ def run(app: ASGIApp, listener: socket.socket, shutdown_seconds: int, ready: Cal
         listener: the socket.
         shutdown_seconds: the seconds.
         ready: called when the server answers.
+        ended: asked often; once it returns True, the server ends.
 
     Raises:
         KeyboardInterrupt: SIGINT ended the server.
@@ -57,6 +64,9 @@ def run(app: ASGIApp, listener: socket.socket, shutdown_seconds: int, ready: Cal
             await super().startup(sockets)
             if self.started:
                 ready()
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or ended()
 
     config = uvicorn.Config(
         app,

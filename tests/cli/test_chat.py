@@ -117,8 +117,10 @@ def terminal(*arguments: str | Path) -> Iterator[Terminal]:
 
 
 @thorough(PROCESSES)
-def test_an_interrupt_stops_the_answer_and_not_the_program(talker: Path) -> None:
-    with terminal("chat", talker, "--backend", "cpu", "--temperature", "1", "--seed", "3") as screen:
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_an_interrupt_stops_the_answer_and_not_the_program(ranks: str, talker: Path) -> None:
+    given = ("--backend", "cpu", "--temperature", "1", "--seed", "3", "--tensor-parallel", ranks)
+    with terminal("chat", talker, *given) as screen:
         screen.wait_for("> $")
         screen.type("one\n")
         screen.wait_for("one\r\n.*\\S")

@@ -174,6 +174,13 @@ def _options() -> list[tuple[str, click.Option]]:
     return [(name, each) for name, command in commands for each in command.params if isinstance(each, click.Option)]
 
 
+def test_commands_that_run_models_have_all_options_of_the_configuration() -> None:
+    wanted = {"--backend", "--dtype", "--emulate", "--compiler", "--compilation-config", "--model-source"}
+    names = ("generate", "chat", "serve", "explain", "compare", "decode", "prefill")
+    for name in names:
+        assert wanted <= {each for command, option in _options() if command == name for each in option.opts}, name
+
+
 def test_an_option_has_one_spelling_and_one_kind() -> None:
     """An option that several commands take is spelled alike, and is a flag in all of them or in none."""
     spelled: dict[str, set[str]] = {}

@@ -69,7 +69,7 @@ def test_random_requests_of_threads_give_what_each_gives_alone(count: int, num_t
         check_together(llm, random.Random(seed), count, num_threads)
         until(lambda: not (llm.occupancy.running or llm.occupancy.waiting))
         assert idle_blocks(llm) == before
-        assert not llm._loop._deliver
+        assert not llm._loop._live
 
 
 def test_text_ids_and_reasons(llm: hal.LLM) -> None:

@@ -140,9 +140,27 @@ def test_many_clients(count: int, trained: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.written()
 
 
+RANKS = ("--tensor-parallel", "2")
+
+
+def test_ranks_serve_the_texts_of_one_until_one_is_killed(trained: Path, tmp_path: Path) -> None:
+    jobs = drawn_jobs(random.Random(3), 24)
+    with command(trained, tmp_path / "log", *ARGUMENTS, *RANKS, **ENVIRONMENT) as server:
+        found = asyncio.run(load(server.url, jobs, 3))
+        check_texts(found, jobs, expected_texts(trained, jobs))
+        until(lambda: metric(server.url, "hal_texts_running") == 0)
+        last = max(server.process.children(), key=lambda each: each.environ().get("RANK", ""))
+        last.kill()
+        assert server.process.wait(timeout=60) == 128 + signal.SIGKILL
+        assert server.written().count("error: rank 1 of 2 was ended by SIGKILL; when last seen") == 1
+        assert server.written().count("error: ") == 1
+
+
 @thorough(PROCESSES)
-def test_the_end_of_a_server(trained: Path, tmp_path: Path) -> None:
-    with command(trained, tmp_path / "log", *ARGUMENTS, "--shutdown-timeout", "60", **ENVIRONMENT) as server:
+@pytest.mark.parametrize("ranks", [(), RANKS], ids=["one", "two ranks"])
+def test_the_end_of_a_server(ranks: tuple[str, ...], trained: Path, tmp_path: Path) -> None:
+    given = (*ARGUMENTS, "--shutdown-timeout", "60", *ranks)
+    with command(trained, tmp_path / "log", *given, **ENVIRONMENT) as server:
         assert f"tiny is served at {server.url}/v1" in server.written()
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             events = client.completions.create(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from hal.cli.config_options import COMPILATION_CONFIG, compilation_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import print_table, progress_on_stderr
-from hal.cli.emulation import EMULATE, emulated
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.suggestions import SuggestingGroup
@@ -28,13 +27,10 @@ log = logging.getLogger("hal.cli")
 FILE = click.Path(path_type=Path)
 HELP = {
     "shapes": "Use random weights with the shapes of a model, such as qwen3-0.6b, in place of a checkpoint.",
-    "backend": "A driver, or auto; see `hal backends`.",
-    "dtype": "auto (the checkpoint's), float32, bfloat16 or float16.",
     "batch_sizes": "Number of sequences. Repeatable.",
     "compilers": "A compiler of the backend. Repeatable. Default: all for decode, eager for prefill.",
     "against": "transformers: eager and, for decode, compiled with a static cache. llama.cpp: the model's dtype, Q8_0 "
     "and Q4_0, or the GGUF file that hal reads. Repeatable.",
-    "compilation_config": f"{COMPILATION_CONFIG} For all compilers.",
     "repeats": "Timed steps of each contender.",
     "threads": "Number of torch's CPU threads.",
     "tensor_parallel": "Split hal's model between N ranks, which are started if this process is none.",
@@ -45,12 +41,8 @@ HELP = {
 OPTIONS = (
     click.argument("checkpoint", required=False, metavar="[CHECKPOINT]"),
     click.option("--shapes", metavar="NAME", help=HELP["shapes"]),
-    click.option("--backend", metavar="NAME", help=HELP["backend"]),
-    click.option("--emulate", is_flag=True, help=EMULATE),
-    click.option("--dtype", metavar="NAME", help=HELP["dtype"]),
     click.option("--batch-size", "batch_sizes", type=int, multiple=True, default=(1,), help=HELP["batch_sizes"]),
-    click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=HELP["compilers"]),
-    click.option("--compilation-config", metavar="JSON", help=HELP["compilation_config"]),
+    configured(compiler=HELP["compilers"], compilation_config=" For all compilers."),
     click.option("--against", multiple=True, metavar="NAME", help=HELP["against"]),
     click.option("--repeats", type=int, default=15, show_default=True, help=HELP["repeats"]),
     click.option("--threads", type=int, help=HELP["threads"]),
@@ -114,17 +106,14 @@ def _warn_of_unread_compilation() -> None:
         )
 
 
-def _bench(workload: Workload, figures_file: Path | None, **options: Any) -> None:
+def _bench(workload: Workload, figures_file: Path | None, settings: Settings, **options: Any) -> None:
     from hal.bench import bench_report
     from hal.bench.measurement import run
     from hal.bench.plan import Plan, checkpoint_of
-    from hal.config import CompilationConfig, ParallelConfig, read
+    from hal.config import ParallelConfig
     from hal.parallel.launch import rank, yielding_to_the_cause
 
-    emulate, given = options.pop("emulate"), options.pop("compilation_config")
-    compilation = {} if given is None else dict(compilation_of(given))
-    read(CompilationConfig, compilation, "--compilation-config")
-    plan = Plan(workload=workload, compilation=compilation, **options)
+    plan = Plan(workload=workload, **settings.given, **options)
     _warn_of_unread_compilation()
     first = rank() == 0
     if figures_file is not None and first:
@@ -132,8 +121,8 @@ def _bench(workload: Workload, figures_file: Path | None, **options: Any) -> Non
     ranks = plan.tensor_parallel or 1
     if ranks > 1 and start_ranks(ParallelConfig(ranks), checkpoint_of(plan)):
         return
-    with yielding_to_the_cause(), emulated(emulate, plan.backend) as driver_options:
-        plan = attrs.evolve(plan, options=driver_options)
+    with yielding_to_the_cause(), settings.emulated() as settings:
+        plan = attrs.evolve(plan, **settings.given)
         result = run(plan, say=progress_on_stderr(shown=first))
     if not first:
         return

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import progress_bar
-from hal.cli.emulation import EMULATE, emulated
+from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.sampling_options import REVISION, sampling_options
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.template_options import SWITCH, switches_of
@@ -41,12 +41,7 @@ SEED = "The seed of the first answer. By default, or with -1, a random one."
 @sampling_options(SEED)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
-@click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compiler", metavar="NAME", help=COMPILER)
-@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
+@configured(ranks=tensor_parallel())
 def command(
     checkpoint: Path,
     system: str | None,
@@ -54,12 +49,7 @@ def command(
     sampling: dict[str, Any],
     switches: Sequence[str],
     revision: str | None,
-    dtype: str | None,
-    backend: str | None,
-    emulate: bool,
-    compiler: str | None,
-    compilation_config: str | None,
-    model_source: str | None,
+    settings: Settings,
 ) -> None:
     """Talk with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
 
@@ -71,18 +61,21 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.generation.llm.chat_template import ChatTemplate
+    from hal.parallel.launch import yielding_to_the_cause
 
     variables = switches_of(switches)
+    config = settings.config()
     opened = Checkpoint.open(checkpoint, revision=revision)
     ChatTemplate.read(opened)  # Before the weights: it may be missing.
     opened.tokenizer()
-    settings = settings_of(backend, dtype, compiler, compilation_config, model_source)
-    with emulated(emulate, backend) as options:
-        settings["options"] = {**settings.get("options", {}), **options}
+    if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
+        return
+    with yielding_to_the_cause(), settings.emulated() as settings:
         with progress_bar("loading") as progress:
-            llm = hal.LLM(opened, config=settings, max_sequences=1, progress=progress)
+            llm = hal.LLM(opened, config=settings.given, max_sequences=1, progress=progress)
         with llm:
-            Conversation(llm, sampling, max_new_tokens, system, variables).run()
+            if llm.first:
+                Conversation(llm, sampling, max_new_tokens, system, variables).run()
 
 
 @attrs.define

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from hal.cli.config_options import COMPILATION_CONFIG, settings_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import print_table, progress_on_stderr
 from hal.cli.emulation import EMULATE_EACH, emulated, has_no_emulator
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
@@ -33,15 +33,11 @@ SAVE = "Save the first operation out of tolerance to the new folder DIR: its arg
 
 @click.command("compare", cls=ResultCommand, short_help="Compare two backends, or the compilers of one.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help=BACKENDS)
-@click.option("--compiler", "compilers", multiple=True, metavar="NAME", help=COMPILERS)
 @tensor_parallel(RANKS)
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--emulate", is_flag=True, help=EMULATE_EACH)
-@click.option("--compilation-config", metavar="JSON", help=f"{COMPILATION_CONFIG} For all compilers.")
+@configured(emulate=EMULATE_EACH, backend=BACKENDS, compiler=COMPILERS, compilation_config=" For all compilers.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), metavar="DIR", help=SAVE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.pass_context
@@ -54,9 +50,7 @@ def command(
     prompts: Sequence[str],
     prompts_file: BinaryIO | None,
     max_new_tokens: int,
-    dtype: str | None,
-    emulate: bool,
-    compilation_config: str | None,
+    settings: Settings,
     save_to: Path | None,
     as_json: bool,
 ) -> None:
@@ -71,36 +65,35 @@ def command(
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.hub import check_path
     from hal.compare import comparison_report
-    from hal.config import Config, ParallelConfig, read
+    from hal.config import ParallelConfig
 
-    named, modes = list(backends), list(compilers)
+    named, modes, compilation = list(backends), list(compilers), settings.given.get("compilation")
     if tensor_parallel is None:
-        _check_options(named, modes, save_to, compilation_config)
+        _check_options(named, modes, save_to, compilation)
     else:
-        _check_ranks(tensor_parallel, named, modes, save_to, compilation_config)
+        _check_ranks(tensor_parallel, named, modes, save_to, compilation)
     check_path(checkpoint)  # before the prompts, whose lack would hide a mistyped path
     given = Prompts.read(prompts, prompts_file)
-    settings = settings_of(None, dtype, None, compilation_config)
-    source = read(Config, settings, "configuration").model_source
+    merged, source, emulate = settings.merged(), settings.config().model_source, settings.emulate
     opened = Checkpoint.open(checkpoint)
     prompted = _prompts(opened, given, max_new_tokens, source)
     if tensor_parallel is not None:
-        _check_split(settings)
+        _check_split(merged)
         if not start_ranks(ParallelConfig(tensor_parallel), opened, given.stdin, source):
-            name = (named or [settings.get("backend", "auto")])[0]
-            context.exit(0 if _ranks_agree(opened, name, settings, tensor_parallel, prompted, emulate, as_json) else 1)
+            name = (named or [merged.get("backend", "auto")])[0]
+            context.exit(0 if _ranks_agree(opened, name, merged, tensor_parallel, prompted, emulate, as_json) else 1)
         return
     if modes:
         from hal.compare.compare_modes import compare_modes
 
-        (backend,) = _opened(named or [settings.get("backend", "auto")], settings, emulate)
+        (backend,) = _opened(named or [merged.get("backend", "auto")], merged, emulate)
         backend.activate()
         found = compare_modes(opened, backend, modes, prompted, say=progress_on_stderr())
     else:
         from hal.compare.compare_backends import compare_backends
 
         # Two backends run eagerly, whatever the environment's compilation is.
-        first, second = _opened(named, {**settings, "compilation": {}}, emulate)
+        first, second = _opened(named, {**merged, "compilation": {}}, emulate)
         found = (compare_backends(opened, first, second, prompted, save_to=save_to, say=progress_on_stderr()),)
     if as_json:
         echo(json.dumps([comparison_report.as_json(each) for each in found], indent=1))
@@ -113,7 +106,7 @@ def command(
     context.exit(0 if all(each.agrees for each in found) else 1)
 
 
-def _check_options(backends: list[str], modes: list[str], save_to: Path | None, compilation_config: str | None) -> None:
+def _check_options(backends: list[str], modes: list[str], save_to: Path | None, compilation: object) -> None:
     if modes:
         if len(backends) > 1:
             raise ConfigError(
@@ -131,17 +124,15 @@ def _check_options(backends: list[str], modes: list[str], save_to: Path | None, 
             "give --backend twice, as in --backend cpu --backend npu; or compare compilers of one, as in "
             "--compiler eager --compiler graph",
         )
-    elif compilation_config is not None:
+    elif compilation:
         raise ConfigError(
             "--compilation-config needs --compiler: two backends are compared eagerly",
             "omit it, or compare compilers of one backend",
         )
 
 
-def _check_ranks(
-    ranks: int, backends: list[str], modes: list[str], save_to: Path | None, compilation_config: str | None
-) -> None:
-    others = {"--compiler": modes, "--save": save_to, "--compilation-config": compilation_config}
+def _check_ranks(ranks: int, backends: list[str], modes: list[str], save_to: Path | None, compilation: object) -> None:
+    others = {"--compiler": modes, "--save": save_to, "--compilation-config": compilation}
     if given := [name for name, value in others.items() if value]:
         raise ConfigError(
             f"{given[0]} cannot be used with --tensor-parallel: ranks are compared eagerly, by their results",
@@ -201,7 +192,8 @@ def _prompts(checkpoint: Checkpoint, given: Prompts, max_new_tokens: int, source
     from hal.checkpoint.loading import build_model
     from hal.compare import texts
 
-    encoded = given.encode(checkpoint.tokenizer())
+    tokenizer = checkpoint.tokenizer()
+    encoded = given.encode(lambda text: tokenizer.encode(text).ids)
     most = min(max_new_tokens, build_model(checkpoint, source=source).max_length)  # The caches get room for as many.
     return texts.Prompts(tuple(map(tuple, encoded)), most, checkpoint.stop_token_ids)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import print_table
-from hal.cli.emulation import EMULATE, emulated
 from hal.cli.explanation import captures_python, explain_step
 from hal.cli.plan_explanation import explain_devices
 from hal.cli.rank_explanation import explain_ranks, without_ranks
-from hal.cli.ranks import parallel, with_ranks
+from hal.cli.ranks import parallel
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.config import bounds
@@ -39,14 +38,8 @@ ASSUME = "Figures of devices and links for --devices: a path ending in .toml or 
 
 @click.command("explain", cls=ResultCommand, short_help="Show how a decode step is compiled.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
-@click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--compiler", metavar="NAME", help=COMPILER)
-@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
+@configured(ranks=parallel(COPIES, PLANNED))
 @click.option("--batch-size", type=SEQUENCES, default=2, show_default=True, help="Of the decode step.")
-@parallel(COPIES, PLANNED)
 @click.option("--devices", type=click.IntRange(1, bounds.DEVICES), metavar="N", help=DEVICES)
 @click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
@@ -54,16 +47,8 @@ ASSUME = "Figures of devices and links for --devices: a path ending in .toml or 
 )
 def command(
     checkpoint: Path,
-    backend: str | None,
-    emulate: bool,
-    dtype: str | None,
-    compiler: str | None,
-    compilation_config: str | None,
-    model_source: str | None,
+    settings: Settings,
     batch_size: int,
-    tensor_parallel: int | None,
-    data_parallel: int | None,
-    experts: str | None,
     devices: int | None,
     assume: Path | None,
     dump: Path | None,
@@ -87,19 +72,15 @@ def command(
         return
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
-    from hal.config import read
     from hal.parallel import Mesh
 
     if dump is not None:
         check_folder(dump)
-    settings = settings_of(backend, dtype, compiler, compilation_config, model_source)
-    settings = with_ranks(settings, tensor_parallel, data_parallel, experts)
-    shared = read(hal.Config, settings, "configuration").parallel
+    shared = settings.config().parallel
     opened = Checkpoint.open(checkpoint)
     planned = Mesh.planned(shared.tensor, shared.data, experts=shared.experts != "split")
-    with emulated(emulate, backend) as options:
-        settings["options"] = {**settings.get("options", {}), **options}
-        on = hal.open(read(hal.Config, settings, "configuration"), mesh=planned)
+    with settings.emulated() as settings:
+        on = hal.open(settings.config(), mesh=planned)
     model = hal.load_model(opened, on)
     config = on.config.compilation.of("decode")
     echo(
@@ -112,7 +93,7 @@ def command(
     with without_ranks(on):
         with on.translating_errors():
             stages, split = explain_step(model, on, batch_size)
-        _launches(opened, checkpoint, on, batch_size, options)
+        _launches(opened, checkpoint, on, batch_size)
         if model.encoder is not None:
             from hal.cli.encoder_explanation import explain_encoder
 
@@ -187,7 +168,7 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
         echo()
 
 
-def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: dict[str, Any]) -> None:
+def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
     """Print a layer's launches, eager and compiled, on a backend that counts launches."""
     from hal.bench.figures.launches import count
     from hal.bench.plan import Plan, prepare
@@ -213,7 +194,8 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int, options: d
         length=20,
         compilers=modes,
         trace=True,
-        options={**on.config.options, **options},
+        model_source=on.config.model_source,
+        options=dict(on.config.options),
         compilation=kept,
     )
     found = count(prepare(plan, mesh=on.mesh), say=lambda text: None)

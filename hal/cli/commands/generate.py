@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,9 +16,8 @@ import attrs
 import click
 
 from hal.cli import ranks
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, MODEL_SOURCE, settings_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import progress_bar
-from hal.cli.emulation import EMULATE, emulated
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.sampling_options import REVISION, WITHOUT_EFFECT, params_of, sampling_options
 from hal.cli.stdout import ResultCommand, echo
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from hal.execution.runner import Runner
+    from hal.generation.llm.prompts import MultimodalPrompt
     from hal.generation.sampling_params import SamplingParams
     from hal.generation.streaming_text import Piece
-    from hal.nn import CausalLM, EncoderItem
 
-MAX_CACHE_TOKENS = 65536
-"""Maximum size of the cache by default; prompts that do not fit wait."""
 SEED = "Prompt i uses SEED + i. By default, or with -1, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
 IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
@@ -74,13 +72,7 @@ class _Generate(ResultCommand):
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
-@click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compiler", metavar="NAME", help=COMPILER)
-@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
-@click.option("--model-source", metavar="NAME", help=MODEL_SOURCE)
-@ranks.parallel(DATA_PARALLEL)
+@configured(ranks=ranks.parallel(DATA_PARALLEL))
 @click.option("--json", "as_json", is_flag=True, help=JSON)
 @click.option("--logprobs", type=int, metavar="N", help=LOGPROBS)
 @click.option("--stream", is_flag=True, help=STREAM)
@@ -96,15 +88,7 @@ def command(
     switches: Sequence[str],
     tools: Path | None,
     revision: str | None,
-    dtype: str | None,
-    backend: str | None,
-    emulate: bool,
-    compiler: str | None,
-    compilation_config: str | None,
-    model_source: str | None,
-    tensor_parallel: int | None,
-    data_parallel: int | None,
-    experts: str | None,
+    settings: Settings,
     as_json: bool,
     logprobs: int | None,
     stream: bool,
@@ -124,73 +108,67 @@ def command(
 
     HAL_* environment variables set the configuration; an option overrides a single key.
     """
-    import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.checkpoint.hub import check_path
     from hal.checkpoint.random_weights import meta_model
-    from hal.config import bounds, read
-    from hal.generation.llm.chat_template import ChatTemplate
-    from hal.generation.llm.processor import open_processor, prompt_with
-    from hal.generation.llm.videos import read_video
-    from hal.parallel.launch import agreed, yielding_to_the_cause
+    from hal.config.bounds import SEQUENCES
+    from hal.generation.llm.conversations import Conversations
+    from hal.generation.llm.engine import open_engine
+    from hal.generation.llm.prompts import MultimodalPrompt
+    from hal.parallel.launch import agreed, rank, yielding_to_the_cause
 
-    chat = chat or bool(images or videos)
+    kinds = {"image": images, "video": videos}
+    media = [{"type": kind, kind: str(file)} for kind, files in kinds.items() for file in files]
+    chat = chat or bool(media)
     if not chat and (switches or tools is not None):
         raise click.UsageError("--switch and --tools are for chat templates: add --chat.")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json.")
     check_path(checkpoint)  # before the prompts, whose lack would hide a mistyped path
     given = Prompts.read(prompts, prompts_file)
-    variables = {**switches_of(switches), **({} if tools is None else {"tools": tools_of(tools)})}
-    settings = ranks.with_ranks(
-        settings_of(backend, dtype, compiler, compilation_config, model_source), tensor_parallel, data_parallel, experts
-    )
-    asked = read(hal.Config, settings, "configuration")
+    variables, functions = switches_of(switches), tools_of(tools)
+    config = settings.config()
     opened = Checkpoint.open(checkpoint, revision=revision)
     params = params_of(opened, {"max_new_tokens": max_new_tokens, "logprobs": logprobs, **sampling})
-    preparation, kinds = None, ["image"] * len(images) + ["video"] * len(videos)
-    if kinds:  # Before the template, which would be blamed for an image.
-        meta_model(opened.config, asked.model_source).check_kinds(kinds)
-        preparation = open_processor(opened)
     tokenizer = opened.tokenizer()
-    if template := ChatTemplate.read(opened) if chat else None:
-        template.warn_of_other_endings(tokenizer, opened.stop_token_ids)
-    media = [*images, *(read_video(each, None, str(each)) for each in videos)]
-    tokens = given.encode(tokenizer, template, variables, kinds)
-    if ranks.start_ranks(asked.parallel, opened, given.stdin, asked.model_source):
+    model = functools.cache(lambda: meta_model(opened.config, config.model_source))
+    conversations = Conversations(opened, lambda: tokenizer, model)
+
+    def encode(text: str) -> MultimodalPrompt:
+        if not chat:
+            return MultimodalPrompt(tokenizer.encode(text).ids)
+        content = [*media, {"type": "text", "text": text}] if media else text
+        found = conversations.prompt([{"role": "user", "content": content}], functions, variables)
+        return found if isinstance(found, MultimodalPrompt) else MultimodalPrompt(found)
+
+    encoded = given.encode(encode)
+    if ranks.start_ranks(config.parallel, opened, given.stdin, config.model_source):
         return
 
-    with yielding_to_the_cause():
-        with emulated(emulate, backend) as options:
-            settings["options"] = {**settings.get("options", {}), **options}
-            config = read(hal.Config, settings, "configuration")
-            on = hal.open(config)
+    with yielding_to_the_cause(), settings.emulated() as settings, ExitStack() as stack:
+        merged = settings.merged()
+        merged["cache"] = {"reuse_prefixes": False, **merged.get("cache", {})}  # Texts do not depend on each other.
+        with progress_bar("loading", shown=rank() == 0) as progress:
+            runner, _ = open_engine(
+                opened,
+                merged,
+                stack,
+                max_length=None,
+                max_sequences=min(len(encoded), SEQUENCES),
+                progress=progress,
+                lengths=[len(each) + params.max_new_tokens for each in encoded],
+            )
         if "seed" not in sampling:
-            params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32), on.mesh))
-        with progress_bar("loading", shown=on.mesh.first) as progress:
-            model = hal.load_model(opened, on, progress=progress)
-        items: list[list[EncoderItem]] | None = None
-        if preparation is not None:
-
-            def encode(text: str) -> list[int]:
-                return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-            prepared = [prompt_with(model, preparation, each, media, encode) for each in tokens]
-            tokens, items = [each for each, _ in prepared], [each for _, each in prepared]
-        if "num_tokens" not in settings.get("cache", {}):
-            num_tokens = _cache_tokens([len(each) for each in tokens], params.max_new_tokens, model, on.block_size)
-            on.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, num_tokens=num_tokens)))
-        if on.mesh.first:
+            params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32), runner.backend.mesh))
+        if runner.backend.mesh.first:
             _print_notes(params, sampling)
-        with on, hal.Runner(model, on, max_sequences=min(len(tokens), bounds.SEQUENCES)) as runner:
-            _print_texts(runner, given.texts, tokens, items, params, tokenizer, as_json, stream)
+        _print_texts(runner, given.texts, encoded, params, tokenizer, as_json, stream)
 
 
 def _print_texts(
     runner: Runner,
     texts: list[str],
-    tokens: list[list[int]],
-    items: list[list[EncoderItem]] | None,
+    encoded: Sequence[MultimodalPrompt],
     params: SamplingParams,
     tokenizer: Tokenizer,
     as_json: bool,
@@ -203,6 +181,7 @@ def _print_texts(
     each_params = [attrs.evolve(params, seed=(params.seed + index) % (1 << 63)) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1
     held: list[Piece] = []  # of the prompt whose JSON is not complete
+    tokens, items = [each.token_ids for each in encoded], [each.items for each in encoded]
     made = generate(runner, tokens, each_params, tokenizer, items=items)
     for piece in texts_in_order(made, tokens, tokenizer, each_params):
         if not runner.backend.mesh.first:
@@ -240,13 +219,6 @@ def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:
 
 def _likely(piece: Piece) -> dict[str, Any]:
     return {"logprob": piece.logprob, "top": piece.top_logprobs}
-
-
-def _cache_tokens(lengths: list[int], max_new_tokens: int, model: CausalLM, block_size: int) -> int:
-    """Return a cache size in tokens that holds all prompts, or at least each one, in whole blocks."""
-    most = [min(length + max_new_tokens, model.max_length) for length in lengths]
-    whole = [math.ceil(each / block_size) * block_size for each in most]
-    return max(max(whole), min(sum(whole), MAX_CACHE_TOKENS))
 
 
 def _print_notes(params: SamplingParams, sampling: Mapping[str, Any]) -> None:

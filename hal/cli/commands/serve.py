@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from hal.cli.config_options import COMPILATION_CONFIG, COMPILER, settings_of
+from hal.cli.config_options import Settings, configured
 from hal.cli.console import progress_bar
-from hal.cli.emulation import EMULATE, emulated
+from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.sampling_options import REVISION
 from hal.cli.stdout import ResultCommand
 from hal.cli.template_options import SWITCH, switches_of
@@ -49,11 +49,7 @@ log = logging.getLogger("hal.cli")
 )
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
-@click.option("--dtype", metavar="NAME", help="auto (the checkpoint's), float32, bfloat16 or float16.")
-@click.option("--backend", metavar="NAME", help="A driver, or auto; see `hal backends`.")
-@click.option("--emulate", is_flag=True, help=EMULATE)
-@click.option("--compiler", metavar="NAME", help=COMPILER)
-@click.option("--compilation-config", metavar="JSON", help=COMPILATION_CONFIG)
+@configured(ranks=tensor_parallel())
 def command(
     checkpoint: Path,
     host: str,
@@ -67,11 +63,7 @@ def command(
     shutdown_timeout: int,
     switches: tuple[str, ...],
     revision: str | None,
-    dtype: str | None,
-    backend: str | None,
-    emulate: bool,
-    compiler: str | None,
-    compilation_config: str | None,
+    settings: Settings,
 ) -> None:
     """Serve the model CHECKPOINT, a folder or a name of the Hugging Face Hub, to clients of OpenAI's API.
 
@@ -88,22 +80,26 @@ def command(
         need(module, "serve", "hal serve")
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
+    from hal.parallel.launch import rank, yielding_to_the_cause
     from hal.serve.application import application
     from hal.serve.http_server import bound_socket, run
     from hal.serve.server_state import ServerOptions
 
     found = switches_of(switches)
-    listener = bound_socket(host, port)  # Before the weights: it may be taken.
-    settings = settings_of(backend, dtype, compiler, compilation_config)
+    config = settings.config()
     opened = Checkpoint.open(checkpoint, revision=revision)
     opened.tokenizer()
-    with emulated(emulate, backend) as options:
-        settings["options"] = {**settings.get("options", {}), **options}
+    if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
+        return
+    listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
+    with yielding_to_the_cause(), settings.emulated() as settings:
         with progress_bar("loading") as progress:
             llm = hal.LLM(
-                opened, config=settings, max_sequences=max_sequences, max_length=max_length, progress=progress
+                opened, config=settings.given, max_sequences=max_sequences, max_length=max_length, progress=progress
             )
         with llm:
+            if listener is None:
+                return
             allowed = ServerOptions(
                 name=served_name or str(checkpoint),
                 max_texts=max_sequences + max_waiting,
@@ -120,4 +116,5 @@ def command(
                 listener,
                 shutdown_timeout,
                 lambda: click.echo(f"{allowed.name} is served at http://{shown}:{listening_port}/v1", err=True),
+                lambda: llm.ended,
             )

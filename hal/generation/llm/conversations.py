@@ -22,7 +22,7 @@ class Conversations:
     Args:
         checkpoint: the checkpoint.
         tokenizer: returns its tokenizer.
-        model: returns the model.
+        model: returns the model, for images; it may be on the meta device.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
-        self._model().check_kinds(kind for _, kind, _ in media_of(messages))
+        if kinds := [kind for _, kind, _ in media_of(messages)]:
+            self._model().check_kinds(kinds)
         written, media = without_media(normalized(messages))
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)

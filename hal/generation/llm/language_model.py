@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
-from hal.errors import ConfigError, HalError
+from hal.drivers.registry import merged_config, read_config
+from hal.errors import ConfigError
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
@@ -30,7 +34,7 @@ from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
 from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, paired, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
 from hal.generation.logprobs import Logprob
-from hal.generation.request import Request, Token, checked
+from hal.generation.request import Request, checked
 from hal.generation.sampling_params import SamplingParams
 from hal.generation.streaming_text import Piece
 
@@ -51,6 +55,9 @@ class LLM:
     Finished prompts stay in the cache while there is room, and later ones skip the prefix that they share with one,
     unless ``cache.reuse_prefixes`` is false.
 
+    Ranks that torchrun or hal started share a model if ``parallel.tensor`` says so: each makes an LLM, the first rank
+    calls it, and the others run the same steps until that one closes its own. Their :meth:`close` waits for it.
+
     Threading: any thread may call the methods.
 
     Args:
@@ -70,6 +77,7 @@ class LLM:
 
     Attributes:
         checkpoint: the checkpoint.
+        first: whether this is the rank that takes the requests.
         defaults: the sampling parameters that it recommends.
         embedder: encodes the texts to embed.
         max_length: the most tokens of a prompt and its text.
@@ -103,17 +111,22 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self.embedder = Embedder(self.checkpoint, lambda: self.tokenizer)
         self._conversations = Conversations(self.checkpoint, lambda: self.tokenizer, lambda: self._runner.model)
+        given = {} if config is None else read_config(config)
+        named = {"backend": backend, "dtype": dtype, "model_source": model_source}
+        given |= {name: value for name, value in named.items() if value not in (None, "auto")}
+        if compiler is not None:
+            given["compilation"] = {**given.get("compilation", {}), "compiler": compiler}
         with ExitStack() as stack:
             self._runner, self.max_length = open_engine(
                 self.checkpoint,
-                {"backend": backend, "dtype": dtype, "compiler": compiler, "model_source": model_source},
-                config,
+                merged_config(given),
                 stack,
                 max_length=max_length,
                 max_sequences=max_sequences,
                 progress=progress,
             )
-            self._loop = ServingLoop(self._runner, max_sequences, self.max_length)
+            self.first = self._runner.backend.mesh.first
+            self._loop = ServingLoop(self._runner, max_sequences, self.max_length, self.checkpoint.tokenizer)
             stack.callback(self._loop.close)
             # Closes at the end of the program, too.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
@@ -125,8 +138,17 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the thread, and close runner and backend. Requests of other threads get a ClosedError."""
+        """End the thread, and close runner and backend. Requests of other threads get a ClosedError.
+
+        Raises:
+            HalError: another rank failed, or this one did.
+        """
         self._finalizer()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no further requests, because it is closed, or a rank failed."""
+        return self._loop.ended
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -252,16 +274,14 @@ class LLM:
         pairs = paired(prompts, continuations, lambda: self.tokenizer)
         whole = [[*prompt, *continuation] for prompt, continuation in pairs]
         self._check(whole)
-        scores = self._scored(whole, [len(prompt) for prompt, _ in pairs])
+        scores = self._scoring(whole, [len(prompt) for prompt, _ in pairs]).result().scores
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
     async def aprompt_logprobs(self, prompts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[Logprob]]:
         """Return the log-probabilities of prompts' second and later tokens, and of ``top`` likely ones, as score()."""
         encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
         self._check(encoded)
-        scoring = ScorePass(self._runner, encoded, [1] * len(encoded), top)
-        await asyncio.wrap_future(self._loop.start(scoring))
-        return scoring.scores
+        return (await asyncio.wrap_future(self._scoring(encoded, [1] * len(encoded), top))).scores
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.
@@ -279,24 +299,22 @@ class LLM:
             CheckpointError: it has no tokenizer, or declares something that hal does not do.
             ClosedError: the LLM is closed.
         """
-        embedding = self._embedding_of(texts, prompt_name)
-        self._loop.start(embedding).result()
-        return embedding.embeddings()
+        return self._embeddings(self._pooling(texts, prompt_name).result())
 
     async def aembed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts as :meth:`embed` does, without blocking the event loop."""
-        embedding = await asyncio.to_thread(self._embedding_of, texts, prompt_name)
-        await asyncio.wrap_future(self._loop.start(embedding))
-        return embedding.embeddings()
+        pooling = await asyncio.to_thread(self._pooling, texts, prompt_name)
+        return self._embeddings(await asyncio.wrap_future(pooling))
 
-    def _embedding_of(self, texts: Prompt | Sequence[Prompt], prompt_name: str | None) -> PoolingPass:
+    def _pooling(self, texts: Prompt | Sequence[Prompt], prompt_name: str | None) -> Future[PoolingPass]:
         self._check(prompts := self.embedder.tokens(texts, prompt_name))
-        return PoolingPass(self._runner, prompts, self.embedder.pooling)
+        return self._loop.start(functools.partial(PoolingPass, prompts=prompts, mode=self.embedder.pooling.mode))
 
-    def _scored(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> list[list[Logprob]]:
-        scoring = ScorePass(self._runner, prompts, starts, top)
-        self._loop.start(scoring).result()
-        return scoring.scores
+    def _embeddings(self, done: PoolingPass) -> Tensor:
+        return self.embedder.pooling.apply(torch.stack(done.vectors)) if done.vectors else torch.empty(0)
+
+    def _scoring(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> Future[ScorePass]:
+        return self._loop.start(functools.partial(ScorePass, prompts=prompts, starts=starts, top=top))
 
     def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[MultimodalPrompt]:
         return read_prompts(prompts, lambda: self.tokenizer)
@@ -359,7 +377,7 @@ class LLM:
         if not requests:
             return []
         before = self._prompt_logprobs(requests)
-        found = self._run(requests)
+        found = self._loop.tokens_of(requests)
         tokenizer = self.tokenizer if self.checkpoint.has_tokenizer else None
         return [
             completion_of(request, found[request], before.get(request.prompt_index), tokenizer) for request in requests
@@ -371,30 +389,4 @@ class LLM:
             return {}
         prompts = [each.tokens[: each.length] for each in first.values()]
         top = next(iter(first.values())).params.prompt_logprobs
-        return dict(zip(first, self._scored(prompts, [1] * len(prompts), top or 0), strict=True))
-
-    def _run(self, requests: Sequence[Request]) -> dict[Request, list[Token]]:
-        """Run requests, and return the tokens of each."""
-        found: dict[Request, list[Token]] = {each: [] for each in requests}
-        failed: list[HalError] = []
-        left, done = set(requests), threading.Event()
-
-        def deliver(request: Request, token: Token | HalError) -> None:
-            if isinstance(token, HalError):
-                failed.append(token)
-            else:
-                found[request].append(token)
-            if isinstance(token, HalError) or token.finished:
-                left.discard(request)
-                if not left:
-                    done.set()
-
-        self._loop.submit(requests, deliver)
-        try:
-            done.wait()
-        finally:
-            if left:
-                self._loop.cancel(requests)
-        if failed:
-            raise failed[0]
-        return found
+        return dict(zip(first, self._scoring(prompts, [1] * len(prompts), top or 0).result().scores, strict=True))

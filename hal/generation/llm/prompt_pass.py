@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hal.execution.runner import Runner
 from hal.execution.step_output import StepOutput
-from hal.generation.llm.pooling import Pooling
 from hal.generation.logprobs import Logprob, logprobs_of, read_logprobs
 from hal.step import NONE, Wanted, to_device
 from hal.step.input_batch import InputBatch
@@ -162,18 +161,16 @@ class PoolingPass(PromptPass):
     Args:
         runner: runs the steps.
         prompts: the token ids of each prompt.
-        pooling: how hidden states become a vector.
+        mode: how hidden states become a vector; see :class:`hal.generation.llm.pooling.Pooling`.
+
+    Attributes:
+        vectors: the vector of each prompt, after the pass: ``[width]``, float32, on the CPU.
     """
 
-    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], pooling: Pooling) -> None:
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], mode: str) -> None:
         super().__init__(runner, prompts)
-        self.max_tokens = runner.backend.config.max_prefill_tokens
-        self._pooling, self._mode = pooling, pooling.mode
-        self._vectors: list[Any] = [None] * len(prompts)
-
-    def embeddings(self) -> Tensor:
-        """Return the vectors, after the pass: ``[prompts, width]``, float32, on the CPU."""
-        return self._pooling.apply(torch.stack(self._vectors)) if self._vectors else torch.empty(0)
+        self.max_tokens, self._mode = runner.backend.config.max_prefill_tokens, mode
+        self.vectors: list[Any] = [None] * len(prompts)
 
     def rows(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return none: hidden states suffice."""
@@ -183,14 +180,14 @@ class PoolingPass(PromptPass):
         """Pool the hidden states."""
         parts = output.hidden_states.split([each.stop - each.start for each in chunks])
         for chunk, hidden in zip(chunks, parts, strict=True):
-            before, index = self._vectors[chunk.index], chunk.index
+            before, index = self.vectors[chunk.index], chunk.index
             found = self._pooled(hidden, len(chunk.tokens)).float().cpu()
             if before is None or self._mode == "last":
-                self._vectors[index] = found
+                self.vectors[index] = found
             elif self._mode == "mean":
-                self._vectors[index] = before + found
+                self.vectors[index] = before + found
             elif self._mode == "max":
-                self._vectors[index] = torch.maximum(before, found)
+                self.vectors[index] = torch.maximum(before, found)
 
     def _pooled(self, hidden: Tensor, length: int) -> Tensor:
         if self._mode == "mean":

@@ -1,24 +1,39 @@
-"""The thread that runs the requests of all callers together."""
+"""The thread that runs the requests of all callers together, on every rank that shares the model."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import attrs
+from tokenizers import Tokenizer
 
-from hal.errors import BatchError, ClosedError, HalError
+from hal.errors import BatchError, ClosedError, ConfigError, HalError, NumericsError
 from hal.execution.runner import Runner
 from hal.generation.llm.prompt_pass import PromptPass
-from hal.generation.request import Request, Token
+from hal.generation.request import Request, Token, checked
+from hal.generation.sampling_params import SamplingParams
 from hal.generation.scheduler import Scheduler
+from hal.nn import EncoderItem
+from hal.parallel.rank_messages import RankMessages
+
+P = TypeVar("P", bound=PromptPass)
 
 Deliver = Callable[[Request, Token | HalError], None]
 """Called in the loop's thread with each token of a request, or with the error that ended it. It must not block."""
+
+Call = tuple[str, Any]
+"""A call that every rank makes before the same step: the name of a method without ``_``, and its argument."""
+OF_ALL_RANKS = (BatchError, ConfigError, NumericsError)
+"""Errors that every rank raises in the same step, so that they can go on."""
 
 log = logging.getLogger("hal.generation")
 
@@ -40,27 +55,73 @@ class Occupancy:
     num_blocks: int
 
 
+@attrs.frozen
+class Order:
+    """What another rank needs to make a request."""
+
+    number: int
+    prompt_index: int
+    tokens: list[int]
+    params: SamplingParams
+    items: tuple[EncoderItem, ...]
+    sample_index: int
+    leader: int | None
+
+    @classmethod
+    def of(cls, request: Request) -> Order:
+        """Return the order for a request that has not run."""
+        items, leader = () if request.inputs is None else request.inputs.items, request.leader
+        return cls(
+            request.number,
+            request.prompt_index,
+            request.tokens[: request.length],
+            request.params,
+            items,
+            request.sample_index,
+            None if leader is None else leader.number,
+        )
+
+    def request(self, runner: Runner, tokenizer: Callable[[], Tokenizer], max_length: int) -> Request:
+        """Return the request, without its leader."""
+        more: dict[str, Any] = {"tokenizer": tokenizer()} if self.params.in_text else {}
+        more |= {"max_length": max_length, "items": self.items}
+        made = checked(runner, self.prompt_index, self.tokens, self.params, **more)
+        made.number, made.sample_index = self.number, self.sample_index
+        return made
+
+
 class ServingLoop:
     """Runs requests and passes over prompts in one thread. Those that come later join the running ones.
 
     If a step fails, every request that waits or runs gets the error, and the loop goes on. Threading: any thread may
     call the methods.
 
+    Ranks that share the model each have a loop. The first one takes the calls, and the others make them before the same
+    step. An error that not all ranks have ends the loop.
+
     Args:
         runner: runs the steps. Nobody else uses it.
         max_requests: the most requests that run together.
         max_length: the most tokens of a request.
+        tokenizer: returns the model's tokenizer.
+
+    Raises:
+        CommunicationError: the ranks do not reach each other.
     """
 
-    def __init__(self, runner: Runner, max_requests: int, max_length: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, max_requests: int, max_length: int, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._runner, self._tokenizer = runner, functools.cache(tokenizer)
         self._limits = {"max_requests": max_requests, "max_length": max_length}
         self._scheduler = Scheduler(runner, **self._limits)
+        self._ranks = RankMessages(runner.backend.mesh)
         self._wake = threading.Condition()
-        self._calls: deque[Callable[[], None]] = deque()
-        self._passes: deque[tuple[PromptPass, Future[None]]] = deque()
-        self._deliver: dict[Request, Deliver] = {}
+        self._numbers = itertools.count()
+        self._calls: deque[Call] = deque()
+        self._passes: deque[tuple[Callable[[Runner], PromptPass], PromptPass, Future[Any]]] = deque()
+        self._pass: tuple[PromptPass, Future[Any]] | None = None
+        self._live: dict[int, tuple[Request, Deliver]] = {}
         self._closed = False
+        self._failure: HalError | None = None
         self._thread = threading.Thread(target=self._run, name="hal.LLM", daemon=True)
         self._thread.start()
 
@@ -69,138 +130,256 @@ class ServingLoop:
 
         Raises:
             ClosedError: the loop is closed.
+            ConfigError: a request has a mask that cannot be passed on to other ranks.
+            HalError: an error has ended the loop, or this is not the first rank.
         """
-        self._call(lambda: self._add(requests, deliver))
+        if not self._ranks.alone and any(each.params.mask is not None for each in requests):
+            raise ConfigError(
+                "mask is a function, which ranks that share hal.LLM cannot pass on",
+                "give json_schema or regex, or call hal.generate in each rank",
+                key="mask",
+            )
+        for each in requests:
+            each.number = next(self._numbers)
+        self._call("add", [(each, deliver) for each in requests])
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Drop requests, and free what they hold. Nothing more is delivered soon after."""
-        with suppress(ClosedError):  # It has ended them.
-            self._call(lambda: self._cancel(requests))
+        with suppress(HalError):  # It has ended them.
+            self._call("cancel", [each.number for each in requests])
 
-    def start(self, prompt_pass: PromptPass) -> Future[None]:
-        """Run a pass over prompts, between the steps of requests.
-
-        Returns:
-            Its end. It raises a HalError if a step fails, or a prompt has no room in the cache. A pass that has not
-            begun can be cancelled.
+    def tokens_of(self, requests: Sequence[Request]) -> dict[Request, list[Token]]:
+        """Run requests, and return the tokens of each.
 
         Raises:
-            ClosedError: the loop is closed.
+            HalError: as :meth:`submit`, or a step failed.
         """
-        done: Future[None] = Future()
-        if prompt_pass.finished:
-            done.set_result(None)
+        found: dict[Request, list[Token]] = {each: [] for each in requests}
+        failed: list[HalError] = []
+        left, done = set(requests), threading.Event()
+
+        def deliver(request: Request, token: Token | HalError) -> None:
+            if isinstance(token, HalError):
+                failed.append(token)
+            else:
+                found[request].append(token)
+            if isinstance(token, HalError) or token.finished:
+                left.discard(request)
+                if not left:
+                    done.set()
+
+        self.submit(requests, deliver)
+        try:
+            done.wait()
+        finally:
+            if left:
+                self.cancel(requests)
+        if failed:
+            raise failed[0]
+        return found
+
+    def start(self, make: Callable[[Runner], P]) -> Future[P]:
+        """Run a pass over prompts, between the steps of requests.
+
+        Args:
+            make: returns the pass. Other ranks get it by pickle.
+
+        Returns:
+            The pass at its end. It raises a HalError if a step fails, or a prompt has no room in the cache. A pass that
+            has not begun can be cancelled.
+
+        Raises:
+            HalError: as :meth:`submit`.
+        """
+        made, done = make(self._runner), Future[P]()
+        if made.finished:
+            done.set_result(made)
         else:
-            self._call(lambda: self._passes.append((prompt_pass, done)))
+            with self._wake:
+                self._check_open()
+                self._passes.append((make, made, done))
+                self._wake.notify()
         return done
 
     @property
     def occupancy(self) -> Occupancy:
         """How many requests run and wait, and what they hold."""
-        scheduler, passes = self._scheduler, len(self._passes)
+        scheduler, passes = self._scheduler, len(self._passes) + (self._pass is not None)
         blocks = scheduler.blocks_in_use
         return Occupancy(scheduler.num_running, scheduler.num_waiting + passes, blocks, self._runner.spec.num_blocks)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop has ended, or will end soon."""
+        return self._closed
+
     def close(self) -> None:
-        """End the thread. Every request gets a ClosedError."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        """End the thread. Every request gets a ClosedError. A rank but the first waits until that one closes its loop.
+
+        Raises:
+            HalError: the error that ended the loop before.
+        """
+        if self._ranks.first:
+            with self._wake:
+                self._closed = True
+                self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            if self._failure is not None:
+                raise self._failure
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _check_open(self) -> None:
+        if not self._ranks.first:
+            raise ConfigError("this is not the first rank, which takes the requests of hal.LLM", "call it in rank 0")
+        if self._closed:
+            raise self._failure or _closed()
+
+    def _call(self, name: str, argument: Any) -> None:
         with self._wake:
-            if self._closed:
-                raise _closed()
-            self._calls.append(call)
+            self._check_open()
+            self._calls.append((name, argument))
             self._wake.notify()
 
-    def _add(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        for each in requests:
-            self._deliver[each] = deliver
-            self._scheduler.add(each)
+    def _add(self, requests: Sequence[tuple[Request, Deliver]]) -> None:
+        for request, deliver in requests:
+            self._live[request.number] = request, deliver
+            self._scheduler.add(request)
 
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        for each in requests:
-            if self._deliver.pop(each, None) is not None:
-                self._scheduler.cancel(each)
+    def _order(self, orders: Sequence[Order]) -> None:
+        """Make the requests that another rank adds, and add them."""
+        for each in orders:
+            request = each.request(self._runner, self._tokenizer, self._limits["max_length"])
+            request.leader = self._live[each.leader][0] if each.leader in self._live else None
+            self._add([(request, lambda request, token: None)])
+
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        for each in numbers:
+            if each in self._live:
+                self._scheduler.cancel(self._live.pop(each)[0])
+
+    def _begin(self, make: Callable[[Runner], PromptPass]) -> None:
+        if self._pass is None:  # in another rank
+            self._pass = make(self._runner), Future()
 
     def _run(self) -> None:
-        while self._await_work():
-            try:
-                if not self._run_passes() or not self._scheduler.idle:
-                    self._step()
-            except HalError as error:
-                self._fail(error)
-            except Exception as error:
-                log.exception("a step of hal.LLM failed")
-                self._fail(_explained(error))
-        self._fail(_closed())
+        try:
+            while self._make_calls():
+                try:
+                    self._run_pass()
+                    if not self._scheduler.idle:
+                        self._step()
+                except Exception as error:
+                    self._fail(self._survived(error))
+        except Exception as error:
+            self._failure = _explained(error)
+        finally:
+            with self._wake:
+                self._closed = True
+            for name, argument in self._calls:
+                if name == "add":
+                    self._add(argument)
+            self._fail(self._failure or _closed())
+            self._ranks.close()
 
     def _step(self) -> None:
         for request, token in self._scheduler.step():
-            self._hand_over(request, _explained(token) if isinstance(token, Exception) else token)
+            self._hand_over(request, self._survived(token) if isinstance(token, Exception) else token)
 
-    def _await_work(self) -> bool:
-        """Wait for work, and make the calls of other threads. Return whether the loop is open."""
+    def _survived(self, error: Exception) -> HalError:
+        """Return the error that requests get. Raise one that ends the loop."""
+        if not (self._ranks.alone or isinstance(error, OF_ALL_RANKS)):
+            raise error
+        return _explained(error)
+
+    def _make_calls(self) -> bool:
+        """Wait for work, and make the calls of other threads or the first rank. Return whether the loop is open."""
+        calls = self._awaited() if self._ranks.first else []
+        if self._ranks.first:
+            self._ranks.passed_on(b"" if calls == [] or self._ranks.alone else _packed(calls))
+        elif message := self._ranks.passed_on(b""):
+            calls = pickle.loads(message)
+        for name, argument in calls or ():
+            getattr(self, f"_{name}")(argument)
+        return calls is not None
+
+    def _awaited(self) -> list[Call] | None:
+        """Wait for work, and return the calls that begin it; None if the loop is to end. Ranks do not wait for long."""
         with self._wake:
-            while not (self._closed or self._calls or self._passes or not self._scheduler.idle):
-                self._wake.wait()
-            calls, self._calls = self._calls, deque()
-        for each in calls:
-            each()
-        return not self._closed
+            while not (self._closed or self._calls or self._passes or self._pass or not self._scheduler.idle):
+                if not self._wake.wait(self._ranks.interval):
+                    break
+            if self._closed:
+                return None
+            calls, self._calls = list(self._calls), deque()
+            while self._passes and self._pass is None:
+                make, made, done = self._passes.popleft()
+                if done.set_running_or_notify_cancel():
+                    self._pass = made, done
+                    calls.append(("begin", make))
+        return calls
 
-    def _run_passes(self) -> bool:
-        """Run a step of the first pass. Return False if there is none, or it waits for room."""
-        if not self._passes:
-            return False
-        first, done = self._passes[0]
-        if not (done.running() or done.set_running_or_notify_cancel()):
-            self._passes.popleft()
-            return True
+    def _run_pass(self) -> None:
+        """Run a step of the pass, unless there is none, or it waits for room."""
+        if self._pass is None:
+            return
+        found, done = self._pass
         try:
-            if not first.step():
+            if not found.step():
                 if not self._scheduler.idle:
-                    return False
+                    return
                 raise BatchError("a prompt has no room in the cache", "raise cache.num_tokens, or shorten the prompt")
         except Exception as error:
-            self._passes.popleft()
+            self._survived(error)
+            self._pass = None
             done.set_exception(error)
-            return True
-        if first.finished:
-            self._passes.popleft()
-            done.set_result(None)
-        return True
+            return
+        if found.finished:
+            self._pass = None
+            done.set_result(found)
 
     def _hand_over(self, request: Request, token: Token | HalError) -> None:
         last = isinstance(token, HalError) or token.finished is not None
-        deliver = self._deliver.pop(request, None) if last else self._deliver.get(request)
+        _, deliver = self._live.pop(request.number, _NOBODY) if last else self._live.get(request.number, _NOBODY)
         if deliver is None:
             return
         try:
             deliver(request, token)
         except RuntimeError:  # The caller's event loop is closed.
-            self._deliver.pop(request, None)
-            self._scheduler.cancel(request)
+            self.cancel([request])
 
     def _fail(self, error: HalError) -> None:
         """End all requests and passes with an error."""
         self._scheduler.close()
-        for request in list(self._deliver):
+        for request, _ in list(self._live.values()):
             self._hand_over(request, error)
-        while self._passes:
-            done = self._passes.popleft()[1]
-            if done.running() or done.set_running_or_notify_cancel():
-                done.set_exception(error)
+        waiting = [done for _, _, done in self._passes if done.set_running_or_notify_cancel()]
+        self._passes.clear()
+        for done in [*waiting, *([self._pass[1]] if self._pass else [])]:
+            done.set_exception(error)
+        self._pass = None
         if not self._closed:
             self._scheduler = Scheduler(self._runner, **self._limits)
+
+
+_NOBODY: tuple[None, None] = None, None
+
+
+def _packed(calls: Sequence[Call] | None) -> bytes:
+    """Return calls for other ranks."""
+    if calls is None:
+        return pickle.dumps(None)
+    return pickle.dumps(
+        [
+            ("order", [Order.of(request) for request, _ in argument]) if name == "add" else (name, argument)
+            for name, argument in calls
+        ]
+    )
 
 
 def _explained(error: Exception) -> HalError:
     if isinstance(error, HalError):
         return error
+    log.error("a step of hal.LLM failed", exc_info=error)
     failed = BatchError(f"a step failed: {type(error).__name__}: {error}", "see the cause")
     failed.__cause__ = error
     return failed
