@@ -7,34 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from hal.config.bounds import NO_SEED
+from hal.generation.sampling_params import OPTIONS, SamplingParams
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
-    from hal.generation.sampling_params import SamplingParams
 
-OPTIONS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 selects the most likely token."),
-    "top_k": (int, "Keep only the TOP_K most likely tokens; 0 and -1 keep all."),
-    "top_p": (float, "Keep the most likely tokens whose probabilities sum to this value."),
-    "min_p": (float, "Keep tokens with at least this fraction of the highest probability."),
-    "repetition_penalty": (
-        float,
-        "Divide positive logits of the prompt's and the new tokens, multiply others; 1 for none.",
-    ),
-    "frequency_penalty": (float, "Subtracted from a token's logit for each time that it was generated; -2 to 2."),
-    "presence_penalty": (float, "Subtracted from the logit of a token that was generated; -2 to 2."),
-}
-"""The parameters whose default is the checkpoint's, in generation_config.json."""
 GREEDY = "Select the most likely token, whatever the checkpoint recommends."
 STOP = "Ends the text, which is cut before it. Repeatable."
 JSON_SCHEMA = "A JSON schema that the text follows, or a file with one. Needs the extra torch-hal[grammars]."
 REGEX = "A regular expression that the whole text matches. Needs the extra torch-hal[grammars]."
 REVISION = "The branch, tag or commit of a model of the hub."
-WITHOUT_EFFECT = ("top_k", "top_p", "min_p", "seed")
-"""The parameters without effect at temperature 0."""
 
 
 def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -69,8 +55,8 @@ def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., 
         found = click.option("--stop", multiple=True, metavar="TEXT", help=STOP)(found)
         found = click.option("--greedy", is_flag=True, help=GREEDY)(found)
         found = click.option("--seed", type=int, help=seed)(found)
-        for name, (kind, text) in reversed(OPTIONS.items()):
-            option = f"--{name.replace('_', '-')}"
+        for name, text in reversed(OPTIONS.items()):
+            option, kind = f"--{name.replace('_', '-')}", type(getattr(attrs.fields(SamplingParams), name).default)
             found = click.option(option, type=kind, help=f"{text} By default, as the checkpoint recommends.")(found)
         return found
 

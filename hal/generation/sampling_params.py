@@ -1,4 +1,4 @@
-"""Sampling parameters of a prompt, and the choice of tokens from logits."""
+"""Sampling parameters of a prompt, from which options of commands and fields of requests derive."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
-from torch import Tensor
 
-from hal import ops
 from hal.config.bounds import SEQUENCES
 from hal.errors import ConfigError
-from hal.step.host_copies import to_device
+
+if TYPE_CHECKING:
+    from torch import Tensor  # The command's options do without torch.
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 """The names of the penalties, in the order in which they apply."""
@@ -23,10 +22,12 @@ GRAMMARS = ("json_schema", "regex")
 """The names of the parameters that are grammars."""
 IN_TEXT = ("stop", "bad_words", *GRAMMARS)
 """The names of the parameters that need a tokenizer."""
+WITHOUT_EFFECT = ("top_k", "top_p", "min_p", "seed")
+"""The names of the parameters without effect at temperature 0."""
 MAX_LOGPROBS = 1000
 """The most likely tokens that a request may ask for."""
 
-Mask = Callable[[Sequence[int]], Tensor]
+Mask = Callable[[Sequence[int]], "Tensor"]
 """Return which tokens are allowed next, given those generated so far."""
 
 
@@ -70,6 +71,29 @@ def _schema(value: Any) -> str | None:
     )
 
 
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The names of the parameters that generation_config.json may recommend."""
+OPTION = "option"
+"""The key of the metadata of a parameter that has an option: its help."""
+
+
+def _number(
+    default: float | None, low: float, high: float, wanted: str, option: str = "", *, above: bool = False
+) -> Any:
+    """Return the attribute of a number from ``low`` to ``high``, or ``above`` the former, of the default's type."""
+
+    def check(params: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None is default:
+            return
+        kinds = (int, float) if type(default) is float else (int,)
+        if type(value) not in kinds:
+            raise _wrong(attribute.name, f"{value!r}, not {'a number' if float in kinds else 'an integer'}")
+        if not low <= value <= high or (above and value == low) or value == math.inf:
+            raise _wrong(attribute.name, f"{value}, out of its range", f"give {wanted}")
+
+    return attrs.field(default=default, validator=check, metadata={OPTION: option})
+
+
 @attrs.frozen
 class SamplingParams:
     """The sampling parameters of one prompt; see :func:`hal.ops.sample`.
@@ -110,27 +134,53 @@ class SamplingParams:
         ConfigError: a value has another type, or is out of its range.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+    max_new_tokens: int = _number(128, 1, math.inf, "1 or more")
+    temperature: float = _number(0.0, 0, math.inf, "0 or more, and finite", "0 selects the most likely token.")
+    top_k: int = _number(
+        0, -1, 2**31 - 1, "0 (keeps all) to 2**31 - 1", "Keep only the TOP_K most likely tokens; 0 and -1 keep all."
+    )
+    top_p: float = _number(
+        1.0,
+        0,
+        1,
+        "more than 0, and at most 1 (keeps all)",
+        "Keep the most likely tokens whose probabilities sum to this value.",
+        above=True,
+    )
+    min_p: float = _number(
+        0.0, 0, 1, "0 (keeps all) to 1", "Keep tokens with at least this fraction of the highest probability."
+    )
+    seed: int = _number(0, -(2**63), 2**63 - 1, "an integer of 64 bits: -2**63 to 2**63 - 1")
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_token_ids)
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    repetition_penalty: float = _number(
+        1.0,
+        0,
+        math.inf,
+        "more than 0, and finite; 1 for none",
+        "Divide positive logits of the prompt's and the new tokens, multiply others; 1 for none.",
+        above=True,
+    )
+    frequency_penalty: float = _number(
+        0.0,
+        -2,
+        2,
+        "-2 to 2; 0 for none",
+        "Subtracted from a token's logit for each time that it was generated; -2 to 2.",
+    )
+    presence_penalty: float = _number(
+        0.0, -2, 2, "-2 to 2; 0 for none", "Subtracted from the logit of a token that was generated; -2 to 2."
+    )
     mask: Mask | None = None
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     ignore_eos: bool = False
-    min_new_tokens: int = 0
+    min_new_tokens: int = _number(0, 0, math.inf, "0 to max_new_tokens")
     logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_biases)
     bad_words: tuple[str, ...] = attrs.field(default=(), converter=_texts)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = _number(None, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
+    prompt_logprobs: int | None = _number(None, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
     json_schema: str | None = attrs.field(default=None, converter=_schema)
     regex: str | None = None
-    n: int = 1
+    n: int = _number(1, 1, SEQUENCES, f"1 to {SEQUENCES}")
 
     def __attrs_post_init__(self) -> None:
         if type(self.ignore_eos) is not bool:
@@ -141,36 +191,14 @@ class SamplingParams:
                 raise _wrong(
                     name, f"{getattr(self, name)!r:.70}", "give a text, or a list of texts, none of them empty"
                 )
-        asked = [name for name in ("logprobs", "prompt_logprobs") if getattr(self, name) is not None]
-        for name in ("max_new_tokens", "top_k", "seed", "min_new_tokens", "n", *asked):
-            if type(getattr(self, name)) is not int:
-                raise _wrong(name, f"{getattr(self, name)!r}, not an integer")
-        for name in ("temperature", "top_p", "min_p", *PENALTIES):
-            if type(getattr(self, name)) not in (int, float):
-                raise _wrong(name, f"{getattr(self, name)!r}, not a number")
         if self.mask is not None and not callable(self.mask):
             raise _wrong(
                 "mask",
                 f"{self.mask!r:.70}, which cannot be called",
                 "give a function of the tokens generated so far, which returns the tokens allowed next",
             )
-        ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more, and finite"),
-            "top_k": (-1 <= self.top_k < 2**31, "0 (keeps all) to 2**31 - 1"),
-            "top_p": (0 < self.top_p <= 1, "more than 0, and at most 1 (keeps all)"),
-            "min_p": (0 <= self.min_p <= 1, "0 (keeps all) to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "more than 0, and finite; 1 for none"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2; 0 for none"),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2; 0 for none"),
-            "seed": (-(2**63) <= self.seed < 2**63, "an integer of 64 bits: -2**63 to 2**63 - 1"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
-            "n": (1 <= self.n <= SEQUENCES, f"1 to {SEQUENCES}"),
-            **{name: (0 <= getattr(self, name) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}") for name in asked},
-        }
-        for name, (fits, wanted) in ranges.items():
-            if not fits:
-                raise _wrong(name, f"{getattr(self, name)}, out of its range", f"give {wanted}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise _wrong("min_new_tokens", f"{self.min_new_tokens}, out of its range", "give 0 to max_new_tokens")
 
     @property
     def in_text(self) -> list[str]:
@@ -196,29 +224,8 @@ def _wrong(name: str, found: str, remedy: str = "see hal.SamplingParams") -> Con
     return ConfigError(f"{name} is {found}", remedy, key=name)
 
 
-def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:
-    """Return the next token of each row.
-
-    Args:
-        logits: ``[batch, vocab_size]``, floating, free of NaN.
-        params: one for each row.
-        drawn: the number of tokens drawn for each row's prompt so far, which is the position in its random sequence.
-
-    Returns:
-        ``[batch]``, int64, on the logits' device.
-    """
-    if all(each.temperature == 0 for each in params):
-        return ops.greedy_sample(logits)
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return to_device(torch.tensor(values, dtype=dtype), logits.device)
-
-    return ops.sample(
-        logits,
-        column([each.temperature for each in params], torch.float32),
-        column([max(0, each.top_k) for each in params], torch.int32),
-        column([each.top_p for each in params], torch.float32),
-        column([each.min_p for each in params], torch.float32),
-        column([each.seed % 2**63 for each in params], torch.int64),
-        column(list(drawn), torch.int64),
-    )
+OPTIONS = {each.name: each.metadata[OPTION] for each in attrs.fields(SamplingParams) if each.metadata.get(OPTION)}
+"""The help of parameters that have an option, and a field in requests, of the same name."""
+FIELDS = {name: name for name in (*OPTIONS, "seed", "stop_token_ids", "ignore_eos", "bad_words", "n")}
+FIELDS["min_new_tokens"] = "min_tokens"
+"""The fields of parameters in requests. The others are read otherwise."""

@@ -20,7 +20,7 @@ from hal.generation.logprobs import logprobs_of, read_logprobs
 from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.prompt_inputs import step_fields
 from hal.generation.request import Request, Token
-from hal.generation.sampling_params import choose
+from hal.generation.sampling_params import SamplingParams
 from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import NONE, to_device
 from hal.step.block_allocator import BlockAllocator
@@ -315,3 +315,31 @@ class Scheduler:
     @property
     def _blocks(self) -> BlockAllocator | PrefixCache:
         return self._runner.prefixes or self._runner.blocks
+
+
+def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:
+    """Return the next token of each row.
+
+    Args:
+        logits: ``[batch, vocab_size]``, floating, free of NaN.
+        params: one for each row.
+        drawn: the number of tokens drawn for each row's prompt so far, which is the position in its random sequence.
+
+    Returns:
+        ``[batch]``, int64, on the logits' device.
+    """
+    if all(each.temperature == 0 for each in params):
+        return ops.greedy_sample(logits)
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return to_device(torch.tensor(values, dtype=dtype), logits.device)
+
+    return ops.sample(
+        logits,
+        column([each.temperature for each in params], torch.float32),
+        column([max(0, each.top_k) for each in params], torch.int32),
+        column([each.top_p for each in params], torch.float32),
+        column([each.min_p for each in params], torch.float32),
+        column([each.seed % 2**63 for each in params], torch.int64),
+        column(list(drawn), torch.int64),
+    )

@@ -12,7 +12,7 @@ from hal.generation.llm.chat_template import ARGUMENTS
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts
-from hal.generation.sampling_params import GRAMMARS
+from hal.generation.sampling_params import FIELDS, GRAMMARS
 from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from hal.serve.api_error import ApiError, refused
 from hal.serve.messages import request_messages
@@ -20,11 +20,6 @@ from hal.serve.prompt_echo import PromptEcho
 from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
 from hal.serve.token_text import TokenText
 
-SAMPLING = ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "seed")
-EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "bad_words")
-"""The fields that :class:`hal.SamplingParams` has under the same name."""
-FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""The fields of parameters that have another name in OpenAI's API."""
 EFFORT, USUAL_EFFORT = "reasoning_effort", "medium"
 """A variable of some chat templates, and its value that asks for nothing of the others."""
 JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -165,17 +160,15 @@ def _job(
         pieces = llm.apieces([] if echo is not None and echo.alone else prompts, **sampling)
     except HalError as error:
         grammar = "structured_outputs" if asked.response_format is None else "response_format"
-        raise refused(error, {**FIELDS, **dict.fromkeys(GRAMMARS, grammar)}) from error
+        raise refused(error, {**FIELDS, "max_new_tokens": "max_tokens", **dict.fromkeys(GRAMMARS, grammar)}) from error
     total = sum(map(len, prompts))
     return Job(pieces, answer, count, total, asked.stream, include_usage, echo)
 
 
 def _sampling(asked: TextRequest) -> dict[str, Any]:
     """Return sampling parameters by name: those that are given."""
-    found = {name: value for name in (*SAMPLING, *EXTENSIONS) if (value := getattr(asked, name)) is not None}
+    found = {name: value for name, field in FIELDS.items() if (value := getattr(asked, field)) is not None}
     found["stop"] = asked.stop
-    if asked.min_tokens is not None:
-        found["min_new_tokens"] = asked.min_tokens
     if asked.logit_bias is not None:
         found["logit_bias"] = _biases(asked.logit_bias)
     format_ = {} if asked.response_format is None else _response_format(asked.response_format)

@@ -11,6 +11,7 @@ import attrs
 
 from hal.config import parse_json, read
 from hal.errors import ConfigError
+from hal.generation.sampling_params import FIELDS, SamplingParams
 from hal.serve.api_error import ApiError, refused
 
 Neutral = Mapping[str, tuple[Any, ...]]
@@ -114,27 +115,25 @@ class EmbeddingRequest(Request):
     encoding_format: str = "float"
 
 
+def _sampling_fields() -> type:
+    """Return a class with the fields of :class:`hal.SamplingParams`. None stands for the checkpoint's value."""
+    kinds: dict[Any, Any] = {tuple: tuple[str, ...], frozenset: tuple[int, ...]}
+    fields = {}
+    for name, field in FIELDS.items():
+        kind = type(getattr(attrs.fields(SamplingParams), name).default)
+        fields[field] = attrs.field(type=kinds.get(kind, kind) | None, default=None)
+    return attrs.make_class("SamplingFields", fields, (Request,), frozen=True, kw_only=True)
+
+
 @attrs.frozen(kw_only=True)
-class TextRequest(Request):
-    """The fields of every request for texts: OpenAI's, then those of :class:`hal.SamplingParams` that OpenAI lacks."""
+class TextRequest(_sampling_fields()):  # type: ignore[misc]
+    """The fields of every request for texts."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int = 1
     stop: Any = ()
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
 

@@ -11,11 +11,9 @@ import attrs
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.config.bounds import NO_SEED
 from hal.errors import CheckpointError, ConfigError, UnknownKey, nearest
-from hal.generation.sampling_params import SamplingParams
+from hal.generation.sampling_params import RECOMMENDED, SamplingParams
 
 FILE = "generation_config.json"
-READ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The keys that hal reads, beside ``do_sample`` and ``eos_token_id``."""
 NOT_READ: Mapping[str, Any] = {
     "num_beams": 1,
     "typical_p": 1.0,
@@ -48,7 +46,7 @@ def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointError: the file is damaged, or a value is out of its range.
     """
     file, given = checkpoint.path / FILE, checkpoint.files.json(FILE)
-    found = {name: given[name] for name in READ if given.get(name) is not None}
+    found = {name: given[name] for name in RECOMMENDED if given.get(name) is not None}
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
         found["top_k"] = int(top_k)
     sampled = given.get("do_sample")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hal
 from hal.errors import NumericsError
-from hal.generation.sampling_params import choose
+from hal.generation.scheduler import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
