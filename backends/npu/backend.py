@@ -211,7 +211,9 @@ class NpuBackend(Backend):
             ConfigError: the device is a real NPU, which does not count launches.
         """
         if not is_active():
-            raise ConfigError("only the emulated CANN counts launches", "set the driver option emulator")
+            raise ConfigError(
+                "only the emulated CANN counts launches", "set the driver option emulator", key="launches"
+            )
         found: Counter[str] = Counter()
         self.device.synchronize()  # excludes earlier launches from the count
         with trace() as tracing:

@@ -24,8 +24,9 @@ CASE_SECONDS = 180.0
 """The most time of a case of the conformance suite."""
 RESTARTS = 25
 """After so many cases that failed, the rest runs in one process."""
-REFUSED, TRACE, UNCOUNTED = 2, "--trace", "does not count launches"
-"""How `hal bench` ends for a backend that does not count launches. It is then measured without them."""
+TRACE, ERROR_FILE = "--trace", "TORCHELASTIC_ERROR_FILE"
+"""An option of `hal bench`, without which a backend that counts no launches is measured, and the variable that names the
+file for the error of a command."""
 PAUSE = 0.2
 LOG_LINES = 30
 PROGRAM = ("-m", "hal_command")
@@ -58,10 +59,10 @@ def _run(part: Part, request: Request, folder: Path) -> Outcome:
     figures = folder / f"{part.name}-figures.json"
     arguments = [*part.arguments, *(("--figures", str(figures)) if part.figures else ())]
     begin = time.monotonic()
-    code = _process([*PROGRAM, *arguments], output, log, request.seconds)
-    if code == REFUSED and TRACE in arguments and UNCOUNTED in log.read_text(encoding="utf-8", errors="replace"):
+    code, key = _process([*PROGRAM, *arguments], output, log, request.seconds)
+    if key == "launches" and TRACE in arguments:  # `hal bench` refused it
         arguments.remove(TRACE)
-        code = _process([*PROGRAM, *arguments], output, log, request.seconds)
+        code, _ = _process([*PROGRAM, *arguments], output, log, request.seconds)
     found = read_output(figures if part.figures else output)
     return _outcome(part, shlex.join(["hal", *arguments]), code, time.monotonic() - begin, found, log)
 
@@ -90,8 +91,8 @@ def _outcome(part: Part, command: str, code: int | None, seconds: float, found: 
     )
 
 
-def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> int | None:
-    """Run Python; return its exit status, or None if its time was over."""
+def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> tuple[int | None, str | None]:
+    """Run Python; return its exit status, or None if its time was over, and the key of its error."""
     with output.open("wb") as out, log.open("ab") as errors, ProcessKeeper() as keeper:
         process = _started(arguments, out, errors, keeper)
         try:
@@ -100,7 +101,8 @@ def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> i
             code = None
         if code == 0:
             keeper.ended()
-    return code
+        error = json.loads(file.read_text(encoding="utf-8")) if (file := keeper.folder / "error.json").exists() else {}
+    return code, error.get("key")
 
 
 def _started(arguments: list[str], out: Any, errors: Any, keeper: ProcessKeeper) -> subprocess.Popen[bytes]:
@@ -109,7 +111,7 @@ def _started(arguments: list[str], out: Any, errors: Any, keeper: ProcessKeeper)
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=errors,
-        env={**keeper.environ, "PYTHONUNBUFFERED": "1"},
+        env={**keeper.environ, "PYTHONUNBUFFERED": "1", ERROR_FILE: str(keeper.folder / "error.json")},
         start_new_session=True,
     )
 

@@ -66,7 +66,7 @@ def _status(run: Callable[[], Any]) -> int:
         finally:
             end_stdout()
     except HalError as error:
-        return _failed(error.problem, error.remedy)
+        return _failed(error.problem, error.remedy, error.key)
     except click.ClickException as error:
         with contextlib.suppress(OSError):
             error.show()
@@ -96,12 +96,13 @@ def _detecting_lost_readers() -> Iterator[None]:
         raise NoReader if has_lost_its_reader() else RuntimeError("a pipe of this process is broken") from error
 
 
-def _failed(problem: str, remedy: str) -> int:
+def _failed(problem: str, remedy: str, key: str | None = None) -> int:
     text = f"error: {problem}\nremedy: {remedy}"
     _tell(text)
-    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # of the starter of ranks, such as torchrun
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # of the starter, such as torchrun
         with contextlib.suppress(OSError):
-            error = {"message": text, "timestamp": str(int(time.time()))}  # torchrun shows the earliest error
+            # torchrun shows the earliest error.
+            error = {"message": text, "timestamp": str(int(time.time())), "key": key}
             Path(file).write_text(json.dumps(error), encoding="utf-8")
     return 2
 

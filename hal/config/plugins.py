@@ -110,8 +110,9 @@ class Plugins(Generic[T]):
             HalError: the plugin is unknown, broken or of another type, or several packages register its name.
         """
         plugin = self._find(name)
+        found = self._import(plugin)
         try:
-            return self._check(plugin, self._import(plugin))
+            return self._check(plugin, found)
         except HalError as error:
             raise _naming_source(error, plugin) from error.__cause__
         except (Exception, SystemExit) as error:
@@ -160,8 +161,8 @@ class Plugins(Generic[T]):
 
         try:
             return import_plugin(self.group, plugin.entry)
-        except HalError:
-            raise
+        except HalError as error:
+            raise _naming_source(error, plugin) from error.__cause__
         except (Exception, SystemExit) as error:  # The import runs foreign code, which may raise anything.
             raise self._error(
                 f"the {self.kind} {plugin.name} cannot be imported: {describe_exception(error)}",
@@ -229,6 +230,6 @@ def _registered(path: tuple[_Folder, ...], group: str) -> tuple[Plugin, ...]:
 
 
 def _naming_source(error: HalError, plugin: Plugin) -> HalError:
-    if plugin.source in str(error) or type(error).__init__ is not HalError.__init__:
+    if type(error).__init__ is not HalError.__init__:
         return error
     return error.reworded(error.problem, f"{error.remedy} ({plugin.name} is registered by {plugin.source})")

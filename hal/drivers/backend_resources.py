@@ -96,10 +96,12 @@ class BackendResources(Closable):
         """Return a context manager whose counter holds, after the block, the number of launches of each kernel.
 
         Raises:
-            ConfigError: the backend cannot count launches.
+            ConfigError: the backend cannot count launches. Its key is ``launches``.
         """
         raise ConfigError(
-            f"the backend {self.name} does not count launches", "use a backend that does, such as an emulated device"
+            f"the backend {self.name} does not count launches",
+            "use a backend that does, such as an emulated device",
+            key="launches",
         )
 
     def _release(self) -> None:

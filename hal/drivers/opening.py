@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,18 +34,18 @@ def probe_driver(driver: Driver, options: Mapping[str, Any]) -> Probe:
         DriverIncompatible: the result is not a :class:`hal.vendor.Probe`.
         DriverError: the probe raised.
     """
-    with _name_driver(driver.name):
-        try:
+    try:
+        with _name_driver(driver.name):
             probe: Any = driver.probe_for(options)
-        except HalError:
-            raise  # an option is invalid
-        except (Exception, SystemExit) as error:
-            raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
-        if not isinstance(probe, Probe):
-            raise DriverIncompatible(
-                f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.vendor.Probe", REPORT
-            )
-        return probe
+    except HalError:
+        raise  # an option is invalid
+    except (Exception, SystemExit) as error:
+        raise DriverError(f"the probe of the driver {driver.name} raised {error!r}", REPORT) from error
+    if not isinstance(probe, Probe):
+        raise DriverIncompatible(
+            f"the probe of the driver {driver.name} returned {reprlib.repr(probe)}, not a hal.vendor.Probe", REPORT
+        )
+    return probe
 
 
 def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
@@ -58,33 +57,33 @@ def open_driver(driver: Driver, options: Mapping[str, Any]) -> Backend:
         DeviceOutOfMemory: the device has too little free memory.
         DriverError: the driver raised another exception. A HalError is passed on, with the driver's name added.
     """
-    with _name_driver(driver.name):
-        try:
+    try:
+        with _name_driver(driver.name):
             backend: Any = driver.open(options)
-        except HalError:
-            raise
-        except (ImportError, OSError) as error:  # a missing library
-            raise DriverUnavailable(
-                f"opening the driver {driver.name} failed: {error}",
-                "install the missing library, or choose another backend",
-            ) from error
-        except (Exception, SystemExit) as error:
-            raise _error_of_driver(f"opening the driver {driver.name}", error) from error
-        if not isinstance(backend, Backend):
-            raise DriverIncompatible(
-                f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
-            )
-        try:
-            check_opened(driver.name, backend)
-        except BaseException:
-            _withdraw(backend)
-            raise
-        if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
-            raise DriverIncompatible(
-                f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
-                f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
-            )
-        return backend
+    except HalError:
+        raise
+    except (ImportError, OSError) as error:  # a missing library
+        raise DriverUnavailable(
+            f"opening the driver {driver.name} failed: {error}",
+            "install the missing library, or choose another backend",
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _error_of_driver(f"opening the driver {driver.name}", error) from error
+    if not isinstance(backend, Backend):
+        raise DriverIncompatible(
+            f"opening the driver {driver.name} returned {reprlib.repr(backend)}, not a hal.Backend", REPORT
+        )
+    try:
+        check_opened(driver.name, backend)
+    except BaseException:
+        _withdraw(backend)
+        raise
+    if backend.name != driver.name:  # configurations and variables use the driver's name, errors the backend's
+        raise DriverIncompatible(
+            f"opening the driver {driver.name} returned a backend with the name {backend.name!r}",
+            f"{REPORT}, who must pass name={driver.name!r} to hal.Backend",
+        )
+    return backend
 
 
 def configure_backend(backend: Backend, settings: Config) -> None:
@@ -114,13 +113,13 @@ def _error_of_driver(what: str, error: BaseException) -> HalError:
 
 @contextmanager
 def _name_driver(name: str) -> Iterator[None]:
-    """Add the driver's name to a HalError that lacks it, except to ConfigError, which the user's settings cause."""
+    """Add the driver's name to a HalError of its code, except to ConfigError, which the user's settings cause."""
     try:
         yield
     except ConfigError:
         raise
     except HalError as error:
-        if re.search(rf"\b{re.escape(name)}\b", str(error)) or type(error).__init__ is not HalError.__init__:
+        if type(error).__init__ is not HalError.__init__:
             raise
         named = error.reworded(f"the driver {name}: {error.problem}", error.remedy)
         raise named.with_traceback(error.__traceback__) from error.__cause__  # as if the driver had raised it

@@ -20,6 +20,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.config import read
+from hal.errors import ConfigError
 from hal.nn import WeightUse
 
 REFERENCE = {name: operation.reference for name, operation in ops.catalogue().items()}
@@ -51,6 +52,9 @@ class FaultyBackend(CpuBackend):
 
     def graph(self) -> hal.vendor.Graph:
         return self.graph_of(whole=self._whole)
+
+    def counting_launches(self) -> Any:
+        raise ConfigError("only other devices say how many kernels a step has", "use one", key="launches")
 
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         return {**weights, "weight": -weights["weight"]} if self.prepares and "weight" in weights else weights
