@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from hal.device.group import Group
-from hal.errors import CommunicationError, ConfigError
-from hal.parallel.mesh import carries_cpu_tensors
+from hal.errors import ConfigError
+from hal.parallel.mesh import carries_cpu_tensors, explained
 
 Value = TypeVar("Value")
+LATE = (
+    "look for the first error of another rank; every rank calls Runner.step or Runner.idle until all are done, within "
+    "parallel.timeout of the others"
+)
 
 
 def check_host_group(group: Group) -> None:
@@ -36,24 +40,14 @@ def gather_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
     """
     given = torch.tensor(numbers, dtype=torch.int64)
     gathered = [torch.empty_like(given) for _ in range(group.size)]
-    _explained(group, lambda: distributed.all_gather(gathered, given, group=group.process_group))
+    with explained("exchange values with the other data ranks", LATE):
+        distributed.all_gather(gathered, given, group=group.process_group)
     return [each.tolist() for each in gathered]
 
 
 def gather_values(group: Group, value: Value) -> list[Value]:
     """Return the values of every rank, which can be pickled, in the order of ranks; see :func:`gather_numbers`."""
     gathered: list[Any] = [None] * group.size
-    _explained(group, lambda: distributed.all_gather_object(gathered, value, group=group.process_group))
+    with explained("exchange values with the other data ranks", LATE):
+        distributed.all_gather_object(gathered, value, group=group.process_group)
     return gathered
-
-
-def _explained(group: Group, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {group.rank} of {group.size} could not exchange values with the other data ranks: "
-            f"{str(error).partition(chr(10))[0]}",
-            "look for the first error of another rank; every rank calls Runner.step or Runner.idle until all are done, "
-            "within parallel.timeout of the others",
-        ) from error

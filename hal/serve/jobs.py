@@ -10,12 +10,12 @@ import attrs
 from hal.errors import BatchError, HalError, UnknownKey
 from hal.generation.llm.chat_template import ARGUMENTS
 from hal.generation.llm.language_model import LLM
+from hal.generation.llm.messages import media_of
 from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts
 from hal.generation.sampling_params import FIELDS, GRAMMARS
 from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from hal.serve.api_error import ApiError, refused
-from hal.serve.messages import request_messages
 from hal.serve.prompt_echo import PromptEcho
 from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
 from hal.serve.token_text import TokenText
@@ -118,7 +118,15 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
 def _chat_prompt(
     llm: LLM, asked: ChatRequest, tools: list[dict[str, Any]], switches: Mapping[str, Any]
 ) -> list[int] | MultimodalPrompt:
-    messages, effort = request_messages(asked.messages), asked.reasoning_effort
+    for index, kind, file in media_of(asked.messages):
+        if not (isinstance(file, str) and file.startswith("data:")) and file is not None:  # Files are not read.
+            raise ApiError(
+                400,
+                f"message {index} has the {kind} {file!r:.70}; hal serve takes images and videos as data URLs",
+                f'give {{"type": "{kind}_url", "{kind}_url": {{"url": "data:..."}}}}',
+                param="messages",
+            )
+    messages, effort = asked.messages, asked.reasoning_effort
     given = {EFFORT: effort} if effort is not None else {}
     try:
         return llm.chat_prompt(messages, tools=tools or None, **{**switches, **given, **asked.chat_template_kwargs})

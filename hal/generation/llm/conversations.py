@@ -37,9 +37,10 @@ class Conversations:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, switches: Mapping[str, Any]
     ) -> list[int] | MultimodalPrompt:
         """Return the prompt of a conversation; see :meth:`hal.LLM.chat_prompt`."""
-        if kinds := [kind for _, kind, _ in media_of(messages)]:
+        found = normalized(messages)
+        if kinds := [kind for _, kind, _ in media_of(found)]:
             self._model().check_kinds(kinds)
-        written, media = without_media(normalized(messages))
+        written, media = without_media(found)
         if self._template is None:
             self._template = ChatTemplate.read(self._checkpoint)
             self._template.warn_of_other_endings(self._tokenizer(), self._checkpoint.stop_token_ids)

@@ -104,6 +104,7 @@ def _part(index: int, part: Any) -> Any:
             f"message {index} has a part {part!r:.70}",
             'give {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": "data:..."}}; '
             "a video is a video_url",
+            key="messages",
         )
     kind, given = medium
     return {"type": kind, kind: given, **{name: part[name] for name in ("fps",) if name in part}}
@@ -120,5 +121,6 @@ def _call(index: int, call: Any) -> Any:
         raise BatchError(
             f"the arguments of a call in message {index} are {function['arguments']!r:.70}: {error}",
             "give a JSON object, or its text",
+            key="messages",
         ) from None
     return {**call, "function": {**function, "arguments": arguments}}

@@ -20,9 +20,7 @@ from hal.errors import BatchError, ClosedError, ConfigError, HalError, NumericsE
 from hal.execution.runner import Runner
 from hal.generation.llm.prompt_pass import PromptPass
 from hal.generation.request import Request, Token, checked
-from hal.generation.sampling_params import SamplingParams
 from hal.generation.scheduler import Scheduler
-from hal.nn import EncoderItem
 from hal.parallel.rank_messages import RankMessages
 
 P = TypeVar("P", bound=PromptPass)
@@ -53,41 +51,6 @@ class Occupancy:
     waiting: int
     blocks: int
     num_blocks: int
-
-
-@attrs.frozen
-class Order:
-    """What another rank needs to make a request."""
-
-    number: int
-    prompt_index: int
-    tokens: list[int]
-    params: SamplingParams
-    items: tuple[EncoderItem, ...]
-    sample_index: int
-    leader: int | None
-
-    @classmethod
-    def of(cls, request: Request) -> Order:
-        """Return the order for a request that has not run."""
-        items, leader = () if request.inputs is None else request.inputs.items, request.leader
-        return cls(
-            request.number,
-            request.prompt_index,
-            request.tokens[: request.length],
-            request.params,
-            items,
-            request.sample_index,
-            None if leader is None else leader.number,
-        )
-
-    def request(self, runner: Runner, tokenizer: Callable[[], Tokenizer], max_length: int) -> Request:
-        """Return the request, without its leader."""
-        more: dict[str, Any] = {"tokenizer": tokenizer()} if self.params.in_text else {}
-        more |= {"max_length": max_length, "items": self.items}
-        made = checked(runner, self.prompt_index, self.tokens, self.params, **more)
-        made.number, made.sample_index = self.number, self.sample_index
-        return made
 
 
 class ServingLoop:
@@ -245,11 +208,14 @@ class ServingLoop:
             self._live[request.number] = request, deliver
             self._scheduler.add(request)
 
-    def _order(self, orders: Sequence[Order]) -> None:
-        """Make the requests that another rank adds, and add them."""
-        for each in orders:
-            request = each.request(self._runner, self._tokenizer, self._limits["max_length"])
-            request.leader = self._live[each.leader][0] if each.leader in self._live else None
+    def _order(self, orders: Sequence[tuple[int, int | None, int, tuple[Any, ...]]]) -> None:
+        """Make the requests that the first rank adds, and add them."""
+        for number, leader, sample_index, (index, tokens, params, items) in orders:
+            more: dict[str, Any] = {"tokenizer": self._tokenizer()} if params.in_text else {}
+            more |= {"max_length": self._limits["max_length"], "items": items}
+            request = checked(self._runner, index, tokens, params, **more)
+            request.number, request.sample_index = number, sample_index
+            request.leader = self._live[leader][0] if leader in self._live else None
             self._add([(request, lambda request, token: None)])
 
     def _cancel(self, numbers: Sequence[int]) -> None:
@@ -365,15 +331,18 @@ _NOBODY: tuple[None, None] = None, None
 
 
 def _packed(calls: Sequence[Call] | None) -> bytes:
-    """Return calls for other ranks."""
-    if calls is None:
-        return pickle.dumps(None)
-    return pickle.dumps(
-        [
-            ("order", [Order.of(request) for request, _ in argument]) if name == "add" else (name, argument)
-            for name, argument in calls
-        ]
-    )
+    """Return calls for other ranks, which make the requests themselves."""
+
+    def order(request: Request) -> tuple[int, int | None, int, tuple[Any, ...]]:
+        items = () if request.inputs is None else request.inputs.items
+        made = request.prompt_index, request.tokens[: request.length], request.params, items
+        leader = None if request.leader is None else request.leader.number
+        return request.number, leader, request.sample_index, made
+
+    packed = [
+        ("order", [order(each) for each, _ in given]) if name == "add" else (name, given) for name, given in calls or ()
+    ]
+    return pickle.dumps(None if calls is None else packed)
 
 
 def _explained(error: Exception) -> HalError:
