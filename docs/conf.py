@@ -51,6 +51,7 @@ nitpick_ignore = [
     ("py:class", "Tensor"),
     ("py:class", "Path"),
     ("py:class", "Config"),
+    ("py:class", "Mask"),
     # Constants of a class's own module, which docstrings name without it; the API page shows the class as hal.X.
     ("py:data", "DUMMY_BLOCK"),
     ("py:data", "DEFAULT_TOLERANCE"),
