@@ -61,7 +61,7 @@ chat: $(VENV)/.base $(MODEL)
 	$(BIN)/hal chat $(MODEL)
 
 checkpoints/smollm2-135m-instruct.gguf: | $(VENV)/.base
-	@$(BIN)/python checkpoints/fetch.py $@
+	@$(BIN)/python tools/checkpoints/fetch.py $@
 
 .PHONY: demo-texts demo-npu
 demo-texts:
@@ -146,13 +146,16 @@ test-sglang: $(SGLANG_VENV)/.test
 # lacks; FAMILIES='qwen3 gemma2' tries these again, and without the file it tries all.
 families: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 families: $(VENV)/.test
-	$(BIN)/python tests/families/run.py --checks eager,graph,ranks,inductor $(FAMILIES)
-	$(TEST_PYTHON) tests/families/run.py --checks npu,beside $(FAMILIES)
-	$(BIN)/python tests/families/run.py --page
+	$(BIN)/python tools/families/run.py --checks eager,graph,ranks,inductor $(FAMILIES)
+	$(TEST_PYTHON) tools/families/run.py --checks npu,beside $(FAMILIES)
+	$(BIN)/python tools/families/run.py --page
 	git diff --exit-code docs/reference/families.json
 
+# torch_npu does not import without CANN, and the figures are those of one thread.
+bench: export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
+bench: export OMP_NUM_THREADS = 1
 bench: $(VENV)/.test
-	$(TEST_PYTHON) -m pytest -q tests/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
+	$(TEST_PYTHON) -m pytest -q tools/benchmarks --benchmark-only --benchmark-columns=min,median,stddev,rounds
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -174,7 +177,7 @@ hooks: $(VENV)/.dev
 	$(BIN)/pre-commit install
 
 checkpoint: $(VENV)/.test
-	$(BIN)/python checkpoints/train.py
+	$(BIN)/python tools/checkpoints/train.py
 
 clean:
 	rm -rf $(VENV) build dist docs/_build *.egg-info

@@ -24,8 +24,6 @@ SECONDS = 30 * 24 * 3600
 """Seconds of a timeout: 30 days."""
 REPEATS = 100_000
 """Timed steps of each contender of a benchmark."""
-DEVICES = 1 << 16
-"""Devices of a prediction."""
 
 
 def at_most(limit: int, *, entries: int | None = None) -> Callable[[Any, Any, Any], None]:

@@ -1070,7 +1070,7 @@ class TestExtensions:
         options += ["--figures", str(figures)]
         arguments = {
             "bench": ["-c", "from hal.cli import main; main()", "bench", "prefill", "--backend", "cpu", *options],
-            "train": ["checkpoints/train.py", "--help"],
+            "train": ["tools/checkpoints/train.py", "--help"],
         }
         result = subprocess.run(
             [sys.executable, *arguments[command]],

@@ -16,7 +16,7 @@ import hal
 from hal.step import ALL
 from helpers import ROOT
 
-TRAINING = ROOT / "checkpoints" / "train.py"
+TRAINING = ROOT / "tools" / "checkpoints" / "train.py"
 
 
 @cache

@@ -28,7 +28,7 @@ def drawing() -> Any:
     """Return the module that draws the pictures of training."""
     name = "hal_pictures"
     if name not in sys.modules:
-        spec = spec_from_file_location(name, TESTS.parent / "checkpoints" / "pictures.py")
+        spec = spec_from_file_location(name, TESTS.parent / "tools" / "checkpoints" / "pictures.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = module_from_spec(spec)

@@ -12,7 +12,7 @@ NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": 
 
 
 def fetch(repository: Path, target: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(repository / "checkpoints" / "fetch.py"), str(target)]
+    command = [sys.executable, str(repository / "tools" / "checkpoints" / "fetch.py"), str(target)]
     return subprocess.run(
         command, env={**os.environ, **NOWHERE, **environ}, capture_output=True, text=True, timeout=120
     )

@@ -217,7 +217,7 @@ def test_models_page_has_every_rope_type_and_its_keys() -> None:
 def test_page_of_families_is_made_from_its_facts() -> None:
     facts = json.loads((DOCS / "reference" / "families.json").read_text(encoding="utf-8"))
     text = (DOCS / "reference" / "families.md").read_text(encoding="utf-8")
-    assert text == families_page.page(facts), "run tests/families/run.py --page"
+    assert text == families_page.page(facts), "run tools/families/run.py --page"
 
 
 def test_picture_stands_alone() -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from hal.cli.config_options import Settings, configured
 from hal.cli.console import print_table
 from hal.cli.explanation import captures_python, explain_step
-from hal.cli.plan_explanation import explain_devices
 from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.ranks import parallel
 from hal.cli.stdout import ResultCommand, echo
@@ -31,17 +29,13 @@ if TYPE_CHECKING:
 
 PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
 COPIES = "Plan N copies of the model, which share experts if --experts says so, and otherwise exchange nothing."
-DEVICES = "Predict steps on N devices from the model's config alone; needs --assume, and takes no other option."
 SEQUENCES = click.IntRange(1, bounds.SEQUENCES)
-ASSUME = "Figures of devices and links for --devices: a path ending in .toml or .json."
 
 
 @click.command("explain", cls=ResultCommand, short_help="Show how a decode step is compiled.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @configured(ranks=parallel(COPIES, PLANNED))
 @click.option("--batch-size", type=SEQUENCES, default=2, show_default=True, help="Of the decode step.")
-@click.option("--devices", type=click.IntRange(1, bounds.DEVICES), metavar="N", help=DEVICES)
-@click.option("--assume", type=click.Path(path_type=Path), metavar="FILE", help=ASSUME)
 @click.option(
     "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."
 )
@@ -49,8 +43,6 @@ def command(
     checkpoint: Path,
     settings: Settings,
     batch_size: int,
-    devices: int | None,
-    assume: Path | None,
     dump: Path | None,
 ) -> None:
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
@@ -63,13 +55,7 @@ def command(
     With --tensor-parallel, --data-parallel and --experts, prints a rank's weights, and for each layer its collectives:
     how many a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the
     launches, a copy stands for a collective.
-
-    With --devices, predicts decode steps and a prefill from the config alone, for each way to split the model between
-    that many devices. CHECKPOINT may then be a config.json, or shapes of `hal bench --shapes`.
     """
-    if devices is not None or assume is not None:
-        _predict(checkpoint, devices, assume)
-        return
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.parallel import Mesh
@@ -104,25 +90,6 @@ def command(
         echo(f"\ngraphs written to {dump}")
     elif dump is not None:
         echo(f"\nno graph to write to {dump}")
-
-
-def _predict(model: Path, devices: int | None, assume: Path | None) -> None:
-    """Predict steps, for which no other option has a meaning."""
-    if devices is None or assume is None:
-        missing = "--devices" if devices is None else "--assume"
-        raise ConfigError(f"{missing} is missing: --devices and --assume need each other", f"add {missing}")
-    context = click.get_current_context()
-    given = [
-        name
-        for name in context.params
-        if name not in ("checkpoint", "devices", "assume")
-        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    if given:
-        raise ConfigError(
-            f"--{given[0].replace('_', '-')} has no effect on a prediction", "omit it, or omit --devices and --assume"
-        )
-    explain_devices(model, devices, assume)
 
 
 def _cache(model: CausalLM, on: Backend) -> str:

@@ -1,4 +1,0 @@
-"""Prediction of a step's time on several devices, from a model's config and stated bandwidths; nothing is measured.
-
-``assumptions.py`` holds what is stated, ``step_work.py`` counts a rank's work, and ``step_time.py`` has the formula.
-"""
