@@ -25,8 +25,8 @@ CASE_SECONDS = 180.0
 RESTARTS = 25
 """After so many cases that failed, the rest runs in one process."""
 TRACE, ERROR_FILE = "--trace", "TORCHELASTIC_ERROR_FILE"
-"""An option of `hal bench`, without which a backend that counts no launches is measured, and the variable that names the
-file for the error of a command."""
+"""An option of `hal bench`, without which a backend that counts no launches is measured, and the variable that names
+the file for the error of a command."""
 PAUSE = 0.2
 LOG_LINES = 30
 PROGRAM = ("-m", "hal_command")

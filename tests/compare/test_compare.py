@@ -439,7 +439,7 @@ class TestErrors:
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "grahp"), "did you mean 'graph'?"),
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "graph", "--save", "x"), "calls no operations"),
             (
-                ("--backend", "cpu", "--backend", "faulty", "--compilation-config", "{}"),
+                ("--backend", "cpu", "--backend", "faulty", "--compilation-config", '{"on_capture_error": "eager"}'),
                 "--compilation-config needs --compiler",
             ),
             (("--backend", "cpu", "--backend", "faulty", "--emulate"), "has no emulated device"),
