@@ -126,7 +126,7 @@ class Talkative(Acme):
         return super().open(options)
 
 class NextMinor(Acme):
-    api_version = (3, 99)
+    api_version = (4, 99)
 """
 BROKEN = {
     "raises": "raise RuntimeError('no libacme.so')",
@@ -247,7 +247,7 @@ def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) ->
     assert cpu["status"] == acme["status"] == "works"
     assert (absent["status"], absent["reason"], absent["hint"]) == ("unavailable", "there is no Acme card", "buy one")
     assert "no_such_module" in of(everything, "missing")["reason"]
-    assert "needs driver API 3.99" in of(everything, "NextMinor")["reason"]
+    assert "needs driver API 4.99" in of(everything, "NextMinor")["reason"]
     assert of(everything, "NextMinor")["status"] == "broken"
 
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 PROGRAM = """
-import sys, hal, hal.models.qwen3, hal.checkpoint.loading
+import sys, hal, hal.models.qwen3, hal.checkpoint.loading, stevedore.driver
+from hal.quantization import awq, compressed_tensors, gptq
 backend = hal.open({"backend": "cpu", "dtype": "bfloat16", "options": {"pack_weights": False}})
 before = backend.device.memory_stats().allocated
 model = hal.load_model(sys.argv[1], backend)
