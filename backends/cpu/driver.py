@@ -97,7 +97,8 @@ class CpuBackend(Backend):
             distributed="gloo",
         )
         self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
-        few_rows = native["linear"].taking(FLOAT).__self__ if native else None  # type: ignore[attr-defined]
+        self._product = {**KERNELS, **native}["linear"].taking(FLOAT)  # type: ignore[attr-defined]
+        few_rows = self._product.__self__ if native else None
         self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
 
@@ -124,6 +125,8 @@ class CpuBackend(Backend):
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
         if self._packing is None or use.operation != "linear" or use.form != FLOAT:
             return weights
+        if self.kernels["linear"].taking(FLOAT) is not self._product:  # type: ignore[attr-defined]
+            return weights  # a package's kernel, which knows no packed layout
         self.threads.use()  # The faster layout depends on it.
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         prepare = partial(self._packing.prepare, shared=use.shared, sizes=sizes)

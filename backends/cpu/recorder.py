@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,6 @@ from hal.device.host_values import HostValues
 from hal.errors import CaptureError
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.torch_library import without_aliases
-from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 
 from .launch import Launch, storage_of, tensors_of
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):
             arguments = operation.arguments(args, kwargs)
             chosen = getattr(kernel, "chosen", None)  # so that a replay calls the kernel itself
             run = kernel if chosen is None else chosen(*arguments.values())
-            if run is torch_kernels.embedding:  # calls torch alone, which a replay then calls without Python between
+            if not (operation.host or operation.mutates or _fills(run)):  # a replay calls torch's kernels without it
                 return run(*args, **kwargs)
             for name in operation.host:
                 self._host_values.record(name, arguments[name], operation.name)
@@ -215,6 +216,16 @@ def _fresh(result: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """Return the indices of the tensors in ``result`` that share no storage with an argument."""
     old = {storage_of(tensor) for tensor in tensors_of((args, kwargs))}
     return tuple(index for index, tensor in enumerate(tensors_of(result)) if storage_of(tensor) not in old)
+
+
+@functools.cache
+def _fills(kernel: Kernel) -> bool:
+    """Return whether a kernel writes its result to a given tensor, ``out``."""
+    try:
+        parameters = inspect.signature(kernel).parameters.values()
+    except ValueError:  # a function of C
+        return False
+    return any(each.name == "out" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _cast(source: Tensor, result: Tensor) -> None:

@@ -32,9 +32,11 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.errors import DriverUnavailable, GraphError, OperationError
+from hal.nn import WeightUse
 from hal.ops import AttentionOptions, Draw, GatedActivation
 from hal.ops.forms import FLOAT
 from hal.ops.tolerance import assert_agree
+from hal.vendor import AddedKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCHS = {"embedding", "linear"}
@@ -631,6 +633,17 @@ class TestPacking:
         x, bias = torch.randn(rows, 64, dtype=weight.dtype), torch.randn(96, dtype=weight.dtype)
         for each in (None, bias, torch.randn(192, dtype=weight.dtype)[::2]):
             torch.testing.assert_close(linear(x, packed, each), linear(x, weight, each))
+
+    def test_weights_of_a_kernel_that_a_package_adds_stay(
+        self, weight: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(packing, "measure", lambda weight, sizes, kernel: Measured([2.0, 2.0, 2.0]))
+        backend, given = open_cpu(native=False), {"weight": weight}
+        use = WeightUse("linear", weight.dtype, FLOAT)
+        assert backend.prepare_weights(given, use)["weight"].is_mkldnn
+        added = AddedKernel("cpu", "linear", FLOAT.__eq__, linear).before(backend.kernels["linear"])
+        backend.kernels = {**backend.kernels, "linear": added}
+        assert backend.prepare_weights(given, use) is given
 
     def test_it_can_be_unpacked(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         packed = self.gains(monkeypatch, 2.0, 2.0, 2.0).prepare(weight, shared=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hal.backends.cpu import packing
+from hal.backends.cpu import driver, packing
 from hal.backends.cpu.native_calls import NativeCalls
 from hal.backends.cpu.packing import FewRows, Layout, Measured
 from hal.backends.cpu.tape import Tape
@@ -19,6 +19,7 @@ from hal.errors import OperationError
 from hal.ops import Draw
 from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC, drawn_input, drawn_weight
 from hal.ops.forms import FLOAT, Form, dequantize
+from hal.ops.kernels.form_kernels import FormKernels, plain
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +187,18 @@ def test_what_torch_computes_is_right_before_a_replay(native: hal.Backend) -> No
     output = native.graph().capture(lambda: ops.linear(x, weight, None, scale, form=form))
     expected = x @ (weight * scale.repeat_interleave(32, 1)).T
     torch.testing.assert_close(output, expected)
+
+
+def test_kernels_that_only_return_a_result_are_replayed_by_their_calls_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay gives ``out`` to kernels that take it; that of a lookup, and some of packages, do not."""
+    kernel = FormKernels("linear", [(plain, lambda x, weight, *_: (x @ weight.t()).relu())])
+    monkeypatch.setitem(driver.KERNELS, "linear", kernel)
+    backend = hal.open({"backend": "cpu", "options": {"native": False}})
+    ids, table, weight = torch.tensor([3, 1, 4]), torch.randn(8, 16), torch.randn(5, 16)
+    graph = backend.graph()
+    output = graph.capture(lambda: ops.linear(ops.embedding(ids, table), weight))
+    ids.copy_(torch.tensor([1, 5, 0]))
+    graph.replay()
+    torch.testing.assert_close(output, (table[ids] @ weight.t()).relu())
