@@ -23,6 +23,8 @@ INT4S: Final = 8
 """The 4-bit numbers in an int32."""
 FLOAT4S: Final = 2
 """The 4-bit numbers in a uint8."""
+INPUTS: Final = ("float", "int8", "static_int8")
+"""How a form may round the input of a product."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -49,6 +51,20 @@ class Form:
     zero_points: bool = False
     inputs: str = "float"
     ordered: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what no product knows.
+
+        Raises:
+            OperationError: the scales or inputs are of no known kind, or the rows or columns of a scale are negative.
+        """
+        for each, kinds in (("scales", SCALES), ("inputs", INPUTS)):
+            if (name := getattr(self, each)) not in kinds:
+                raise OperationError(f"a form of weights has {each} {name!r}", nearest(str(name), kinds))
+        if min(self.rows, self.columns) < 0:
+            raise OperationError(
+                f"a form of weights has scales of {self.rows} x {self.columns} numbers", "use 0 for all of them"
+            )
 
     def __str__(self) -> str:
         """Return a phrase: ``int4 in groups of 32 with zero points, and int8 inputs``."""
@@ -120,10 +136,6 @@ class Form:
     def width(self, weight: Tensor) -> int:
         """Return the columns of a weight in this form."""
         return weight.shape[-1] // self.kind.elements * self.kind.count
-
-
-FLOAT: Final = Form()
-"""Floating-point numbers without scales."""
 
 
 @attrs.frozen(eq=False)
@@ -238,6 +250,8 @@ SCALES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"float": torch.Tensor.float, "e8m0": exponent_values, "e4m3": float8_values}
 )
 """The values of scales, float32, by the kind that a form names."""
+FLOAT: Final = Form()
+"""Floating-point numbers without scales."""
 
 
 def scale_values(scale: Tensor, form: Form) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 import pytest
 import torch
 
 from hal import ops
+from hal.errors import OperationError
 from hal.ops import Draw
 from hal.ops.form_samples import drawn_input, drawn_weight
 from hal.ops.forms import FLOAT, Form, dequantize
@@ -24,6 +28,21 @@ def test_zero_points_and_scales_count_whatever_the_inputs_are(form: Form, inputs
     wanted = x.double() @ dequantize(form, weight, scale, zero).double().t()
     wanted = wanted if x_scale is None else wanted * x_scale[:, None]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"scales": "e4m4"}, "scales 'e4m4'"),
+        ({"inputs": "int4"}, "inputs 'int4'"),
+        ({"columns": -32}, "1 x -32"),
+        ({"rows": -1}, "-1 x 0"),
+    ],
+    ids=str,
+)
+def test_a_form_that_no_product_knows_is_refused(given: Mapping[str, Any], problem: str) -> None:
+    with pytest.raises(OperationError, match=problem):
+        Form("int8", **given)
 
 
 def test_kernels_of_forms_are_a_kernel() -> None:
