@@ -25,7 +25,7 @@ from hal.quantization.int8_arithmetic import (
     int8_row_sums,
     quantize_weight,
 )
-from hal.quantization.stored_layer import FloatLayer, Reader, StoredLayer, Tensors, Writer
+from hal.quantization.stored_layer import CalibratedWriter, FloatLayer, Reader, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import NOT_NEGATIVE, NUMBERS, POSITIVE, SYMMETRIC, integers
 
 RESULT_SCALES = (
@@ -77,7 +77,7 @@ def check_rows_of_zeros(stored: StoredLayer, scale: Tensor) -> None:
         stored.check_rows((scale != 0) | ~used, "a row of {} has the scale 0, and other numbers")
 
 
-class StaticRows(Int8Rows):
+class StaticRows(Int8Rows, CalibratedWriter):
     """Int8 rows, and a scale and an offset of the input of each part.
 
     A subclass returns from :meth:`results`, for the input's scale of the row's own part and without the contribution of
@@ -89,8 +89,6 @@ class StaticRows(Int8Rows):
         requires_offset: whether the checkpoint must have it.
         writes_zero_point: see :class:`Int8Rows`.
     """
-
-    calibrated = True
 
     def __init__(
         self, zero_point: str, offset: str, *, requires_offset: bool = False, writes_zero_point: bool = False

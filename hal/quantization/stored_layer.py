@@ -253,17 +253,7 @@ class FloatLayer:
 
 
 class Writer(ABC):
-    """Writes layers in a form, in a checkpoint format.
-
-    Attributes:
-        calibrated: whether :meth:`write` needs the quantization of the input.
-    """
-
-    calibrated = False
-
-    def activation(self, low: float, high: float, dtype: torch.dtype) -> Activation:
-        """Return the quantization of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
-        raise NotImplementedError
+    """Writes layers in a form, in a checkpoint format."""
 
     @abstractmethod
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
@@ -281,6 +271,14 @@ class Writer(ABC):
         """Return rows of the weight that the tensors of :meth:`write` mean, float32 ``[rows, columns]``."""
         scale = tensors["weight_scale"].reshape(len(tensors["weight_scale"]), -1)
         return dequantize(form, self.numbers(tensors, form, rows), scale[rows])
+
+
+class CalibratedWriter(Writer):
+    """A writer whose :meth:`write` needs the quantization of the input."""
+
+    @abstractmethod
+    def activation(self, low: float, high: float, dtype: torch.dtype) -> Activation:
+        """Return the quantization of inputs from ``low`` to ``high``, for a checkpoint of ``dtype``."""
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from hal.quantization.format_registry import FORMATS, formats
 from hal.quantization.forms import GROUPED, NAMES, in_groups
 from hal.quantization.int8_arithmetic import Activation
 from hal.quantization.packed_integers import row_ranges
-from hal.quantization.stored_layer import FloatLayer, Writer
+from hal.quantization.stored_layer import CalibratedWriter, FloatLayer, Writer
 from hal.quantize.calibration import input_ranges
 
 CALIBRATION_TOKENS = 8192
@@ -130,11 +130,11 @@ def quantize_checkpoint(
     layers, kept = _chosen_layers(model, keep, form)
     say = since_start(say)
     sources = {f"{name}.weight": name for name in layers}
-    calibrated = _Job(checkpoint, Written(scheme, form), written, writer, layers, sources, {}, kept, {})
-    job = _with_head(calibrated, model) if head else calibrated
-    if calibration is not None:
+    alone = _Job(checkpoint, Written(scheme, form), written, writer, layers, sources, {}, kept, {})
+    job = _with_head(alone, model) if head else alone
+    if isinstance(writer, CalibratedWriter) and calibration is not None:
         most = CALIBRATION_TOKENS if calibration_tokens is None else calibration_tokens
-        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, calibrated, say))
+        job = attrs.evolve(job, activations=_activations(checkpoint, calibration, most, writer, layers.values(), say))
     with _atomic_folder(folder) as partial:
         with going_on(say, f"writing {len(job.layers)} quantized layers and the other weights") as done:
             tensors = _write_weights(job, partial, [done] if progress is None else [done, progress])
@@ -247,20 +247,19 @@ def _check_request(
         able = " or ".join(name for name, each in formats().items() if scheme in each.writers)
         raise ConfigError(f"the scheme {scheme} cannot be written in the format {format}", f"use {able}")
     chosen = written.writers[scheme]
+    calibrates, every = isinstance(chosen, CalibratedWriter), [each.writers for each in formats().values()]
     others = " or ".join(
         name
         for name in NAMES
-        if any(
-            each.writers[name].calibrated != chosen.calibrated for each in formats().values() if name in each.writers
-        )
+        if any(isinstance(each[name], CalibratedWriter) != calibrates for each in every if name in each)
     )
-    if chosen.calibrated and calibration is None:
+    if calibrates and calibration is None:
         raise ConfigError(
             f"the scheme {scheme} requires a calibration text", f"use --calibration FILE, or {others}, which needs none"
         )
-    if not chosen.calibrated and calibration is not None:
+    if not calibrates and calibration is not None:
         raise ConfigError(f"the scheme {scheme} uses no calibration text", f"omit it, or use {others}")
-    if not chosen.calibrated and tokens is not None:
+    if not calibrates and tokens is not None:
         raise ConfigError(
             f"the scheme {scheme} uses no calibration text, but calibration_tokens is {tokens}",
             f"omit --calibration-tokens, or use {others}",
@@ -295,7 +294,9 @@ def _check_target(folder: Path) -> None:
         raise CheckpointError(f"{folder} exists already", "choose another folder, or remove it first")
 
 
-def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job, say: Say) -> dict[str, Activation]:
+def _activations(
+    checkpoint: Checkpoint, text: str, most: int, writer: CalibratedWriter, layers: Iterable[str], say: Say
+) -> dict[str, Activation]:
     tokens = checkpoint.tokenizer().encode(text).ids
     if len(tokens) > most:
         log.info("the calibration text has %d tokens; the first %d are read", len(tokens), most)
@@ -309,11 +310,11 @@ def _activations(checkpoint: Checkpoint, text: str, most: int, job: _Job, say: S
     finally:
         if before is not None and not before.closed:
             before.activate()
-    missing = sorted(set(job.layers.values()) - set(ranges))
+    missing = sorted(set(layers) - set(ranges))
     if missing:
         raise CheckpointError(f"the model does not run {missing[0]} on the calibration text", "use w8a8_dynamic")
     dtype = checkpoint.dtype
-    return {path: job.writer.activation(low, high, dtype) for path, (low, high) in ranges.items()}
+    return {path: writer.activation(low, high, dtype) for path, (low, high) in ranges.items()}
 
 
 def _write_weights(job: _Job, folder: Path, progress: Sequence[Progress]) -> dict[str, bool]:
