@@ -57,7 +57,7 @@ def test_declared_samples(dtype: torch.dtype) -> None:
         (Form("int8", columns=48, zero_points=True), 3, 96, 8),
         (Form("int4", columns=48, inputs="int8"), 4, 96, 8),
         (Form("int4", columns=32, inputs="static_int8"), 5, 72, 24),
-        (Form("float8", rows=0, columns=64), 70, 200, 24),
+        (Form("float8", rows=0, columns=64), 70, 224, 24),
         (Form("float4", columns=32, scales="e8m0"), 17, 200, 70),
         (Form("float4", columns=32, scales="e8m0"), 70, 36, 24),
         (Form("float8", columns=32, scales="e8m0"), 3, 72, 24),
@@ -66,7 +66,11 @@ def test_declared_samples(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_shapes_that_end_within_tiles(form: Form, rows: int, width: int, out: int) -> None:
-    """Of each size of tiles; weights that the kernels do not read, such as groups of 48, are torch's."""
+    """Of each size of tiles; weights that the kernels do not read, such as groups of 48, are torch's.
+
+    Many rows are torch's, too, and of columns that do not come in 32s, oneDNN multiplies with AMX what is between rows
+    as well (uxlfoundation/oneDNN#5717): here NaN.
+    """
     dtype = DTYPES[rows % 3]
     agree(dtype, drawn(form, rows, width, out, dtype, biased=form.zero_points))
 
