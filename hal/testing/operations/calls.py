@@ -41,14 +41,39 @@ class Call:
 
     def arguments(self, device: torch.device | str, seed: int = 0) -> list[Any]:
         """Return the arguments on ``device``; host arguments are on the CPU and share no memory with the others."""
-        drawn = self.transform(nth_sample(self.operation, Draw(self.dtype, device, seed), self.number))
+        drawn = self.transform(nth_sample(self.operation, self.number, self.dtype, device, seed))
         names = zip(self.operation.signature.parameters, drawn, strict=True)
         return [value.cpu().clone() if name in self.operation.host else value for name, value in names]
 
 
-def nth_sample(operation: Operation, draw: Draw, number: int) -> Sample:
-    """Return the operation's sample with index ``number``."""
-    return next(iter(islice(operation.samples(draw), number, None)))
+def nth_sample(
+    operation: Operation,
+    number: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Sample:
+    """Return the operation's sample with index ``number``; see :class:`hal.ops.Draw`. The caller may write to it."""
+    drawn, further = _samples(operation, dtype, device, seed)
+    drawn.extend(islice(further, max(0, number + 1 - len(drawn))))
+    return tuple(_copied(value) if isinstance(value, Tensor) else value for value in drawn[number])
+
+
+@lru_cache(maxsize=8)
+def _samples(
+    operation: Operation, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> tuple[list[Sample], Iterator[Sample]]:
+    """Return the samples that have been drawn, of which cases ask in order, and the iterator of the rest."""
+    return [], iter(operation.samples(Draw(dtype, device, seed)))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy of the same strides, also of a slice."""
+    copied = tensor.clone()
+    if copied.stride() == tensor.stride():
+        return copied
+    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).clone()
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @lru_cache(maxsize=512)
@@ -73,7 +98,7 @@ def calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
 def special_calls_of(operation: Operation, dtype: torch.dtype) -> Iterator[Call]:
     """Yield a call with NaN and a call with infinity in one row, if the operation has floating-point results."""
     for form, number in with_rows(operation).items():
-        sample = nth_sample(operation, Draw(), number)
+        sample = nth_sample(operation, number)
         if first_floating(operation, sample) is not None and _floats(reference(operation, clone_tensors(sample))):
             for name, value in (("nan", float("nan")), ("infinity", float("inf"))):
                 yield Call(operation, dtype, number, f"{form}{name}", partial(with_special, operation, value))

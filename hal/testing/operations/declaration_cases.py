@@ -106,7 +106,7 @@ def _of_rows(operation: Operation) -> Iterator[str]:
     if not numbers and operation.rowwise is not None:
         yield f"no sample has two rows along {operation.rowwise}; add one"
     for form, number in numbers.items():
-        sample = nth_sample(operation, Draw(), number)
+        sample = nth_sample(operation, number)
         whole = tensors(reference(operation, clone_tensors(sample)))
         try:
             part = tensors(reference(operation, clone_tensors(first_rows(operation, 1, sample))))

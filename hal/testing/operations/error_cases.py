@@ -13,7 +13,6 @@ from torch import Tensor
 from hal import ops
 from hal.errors import ConfigError, DeviceOutOfMemory, HalError, OperationError
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.case import Case, require
 from hal.testing.models.model_cases import ModelRun
@@ -85,7 +84,7 @@ def _unread_key(target: Target) -> None:
 def _reaches_the_caller(target: Target, operation: Operation) -> None:
     """Check that a kernel raises if its tensor arguments are None."""
     backend = target.activated()
-    sample = nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), largest_sample(operation))
+    sample = nth_sample(operation, largest_sample(operation), backend.limits.dtypes[0], backend.device.torch)
     given = [None if isinstance(value, Tensor) else value for value in sample]
     try:
         with torch.inference_mode():
@@ -98,9 +97,7 @@ def _reaches_the_caller(target: Target, operation: Operation) -> None:
 
 def _requires_grad(target: Target, operation: Operation) -> None:
     backend = target.activated()
-    sample = list(
-        nth_sample(operation, Draw(backend.limits.dtypes[0], backend.device.torch), largest_sample(operation))
-    )
+    sample = list(nth_sample(operation, largest_sample(operation), backend.limits.dtypes[0], backend.device.torch))
     place = next((at for at, each in enumerate(sample) if isinstance(each, Tensor) and each.is_floating_point()), None)
     if place is None:
         return
