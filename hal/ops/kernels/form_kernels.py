@@ -83,7 +83,9 @@ class FormKernels:
         Args:
             body: runs the operation's body.
         """
-        known, other = dict[Form, Kernel](), self.otherwise or body
+        other = self.otherwise or body
+        known = {FLOAT: self.taking(FLOAT) or other}
+        of_float = known[FLOAT]
 
         def chosen(*arguments: Any) -> Kernel:
             form = arguments[-1]
@@ -91,8 +93,10 @@ class FormKernels:
                 found = known[form] = self.taking(form) or other
             return found
 
-        def run(*arguments: Any, **out: Any) -> Any:
-            return chosen(*arguments)(*arguments, **out)
+        def run(*arguments: Any, out: Any = None) -> Any:
+            # Most calls are of floating-point weights, and looking up a form takes as long as a small product.
+            kernel = of_float if arguments[-1] is FLOAT else chosen(*arguments)
+            return kernel(*arguments) if out is None else kernel(*arguments, out=out)
 
         run.chosen = chosen  # type: ignore[attr-defined]
         return run
