@@ -50,7 +50,7 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
     matched: dict[tuple[Path, str, str], bool] = {}
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        by_file.setdefault(item.path.relative_to(TESTS), []).append(item)
+        by_file.setdefault(item.path, []).append(item)
         for each in item.iter_markers("left_out"):
             reason, cases = each.args
             found = re.search(cases, item.name) is not None
@@ -65,7 +65,7 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
             raise pytest.UsageError(f"no case of a test in {path} matches {cases!r}: mend the expression, or remove it")
     for file, tests in by_file.items():
         if complete and all(item.get_closest_marker("thorough") for item in tests):
-            raise pytest.UsageError(f"`make test` would run nothing of tests/{file}: leave one case in")
+            raise pytest.UsageError(f"`make test` would run nothing of tests/{file.relative_to(TESTS)}: leave one case in")
 
 
 def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:
