@@ -5,7 +5,7 @@ Source: the documentation of compressed-tensors; ``int-quantized`` with W8A8 as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from hal.quantization.checkpoint_format import (
     Written,
     supported,
 )
-from hal.quantization.forms import INT8, INT8_DYNAMIC, INT8_STATIC, in_blocks, in_groups
+from hal.quantization.forms import INT8, INT8_STATIC, in_blocks, in_groups
 from hal.quantization.fp8 import Fp8Scales
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.int8_rows import CompressedStatic, Int8Rows
@@ -31,16 +31,12 @@ from hal.quantization.packed_tensors import PackedTensors, WholeTensors
 from hal.quantization.stored_layer import StoredAs, Writer
 
 _WHERE = "quantization_config in config.json"
-CHANNEL_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-"""Int8 weights with a scale per row."""
+WHOLE, PACKED, FLOATS = "int-quantized", "pack-quantized", "float-quantized"
+"""The formats that have each number as an int8, that pack numbers into int32, and that have float8."""
 TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 """Int8 activations with a scale of a tensor, symmetric or not."""
-TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-"""Int8 activations with a scale per token."""
 ROUNDED = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
-"""Activations beside weights in groups, which may be rounded in each token, and which hal does not round."""
-WHOLE, PACKED = "int-quantized", "pack-quantized"
-"""The formats that have each number as an int8, and that pack numbers into int32."""
+"""Int8 activations with scales that are computed as the model runs: for the strategy ``token``, of each token."""
 # Defaults of keys. A type, a number of bits and a strategy are required.
 _DEFAULTS = {"symmetric": True, "dynamic": False}
 _UNSET = ("group_size", "block_structure", "actorder")
@@ -53,68 +49,19 @@ _FLOAT4 = ("nvfp4", "mxfp4")
 """Beginnings of formats of 4-bit floating-point numbers."""
 ZERO_POINT = "weight_zero_point"
 """The tensor of the zero points of a weight."""
-
-
-@attrs.frozen
-class ConfigGroup:
-    """A group of ``config_groups``: what it says of weights that hal reads in one way.
-
-    Attributes:
-        weights: required keys and values of ``weights``.
-        input_activations: the same for ``input_activations``; None if the group must not have any.
-        format: the ``format`` of the group, or else of the whole section.
-        others: further formats.
-        settings: keys of ``weights`` with any value.
-        rounded: of activations that may be rounded, too, which hal does not do: their required keys and values.
-        any_inputs: whether the group is as similar to one with activations.
-    """
-
-    weights: Mapping[str, Any]
-    input_activations: Mapping[str, Any] | None
-    format: str = "int-quantized"
-    settings: frozenset[str] = frozenset()
-    others: tuple[str, ...] = ()
-    rounded: Mapping[str, Any] | None = None
-    any_inputs: bool = False
-
-    def has_parts_of(self, group: Mapping[str, Any]) -> bool:
-        """Return whether the checkpoint's group quantizes activations as this one does, in whichever way."""
-        return self.any_inputs or (group.get("input_activations") is None) == (self.input_activations is None)
-
-    def problems(self, group: Mapping[str, Any], name: str, format: Any) -> Iterator[str]:
-        """Yield the differences of the checkpoint's group ``name``, as :func:`effective` returns it, from this one."""
-        if format not in (self.format, *self.others):
-            yield f"the format of {name} in {_WHERE} is {format!r:.60}, not {self.format!r}"
-        for part, wanted in (("weights", self.weights), ("input_activations", self.input_activations)):
-            found = group.get(part)
-            if wanted is None:
-                if found is None:
-                    continue
-                if self.rounded is None:
-                    yield f"{_WHERE} has {part} of {name}"
-                elif not isinstance(found, dict):
-                    yield f"the {part} of {name} are {found!r:.60}, not a section"
-                else:
-                    yield from differences(found, self.rounded, tuple(found), f"{part} of {name}")
-            elif not isinstance(found, dict):
-                yield f"{_WHERE} has no {part} of {name}"
-            else:
-                yield from differences(found, wanted, self.settings, f"{part} of {name}")
-
-    def written(self, form: Form) -> dict[str, Any]:
-        """Return the group of a form as JSON."""
-        unset, settings = dict.fromkeys((*_UNSET, "observer")), {}
-        if "group_size" in self.settings:
-            strategy = "group" if form.columns else "channel"
-            settings = {"strategy": strategy, "group_size": form.columns or None, "symmetric": not form.zero_points}
-        elif "strategy" in self.settings:
-            settings = {"strategy": "channel"}
-        activations = self.input_activations
-        return {
-            "targets": ["Linear"],
-            "weights": {**self.weights, **unset, **settings},
-            "input_activations": None if activations is None else {"symmetric": True, **activations, **unset},
-        }
+ROWS, WHOLES, PACKEDS = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors()
+WRITTEN: Mapping[str, tuple[str, Writer]] = MappingProxyType(
+    {
+        "fp8": (FLOATS, Fp8Scales("channel", "weight_scale")),
+        "w4a16": (PACKED, PACKEDS),
+        "w4a8_dynamic": (WHOLE, WHOLES),
+        "w8a16": (WHOLE, ROWS),
+        "w8a16_group": (PACKED, PACKEDS),
+        "w8a8": (WHOLE, CompressedStatic(ZERO_POINT)),
+        "w8a8_dynamic": (WHOLE, ROWS),
+    }
+)
+"""The format that each name of a form is written in, and what writes it."""
 
 
 @attrs.frozen
@@ -149,67 +96,6 @@ class LayerTargets:
         if layer in self.names:
             return layer
         return next((f"re:{pattern.text}" for pattern in self.patterns if pattern.match(layer)), None)
-
-
-Reads = Callable[[Mapping[str, Any]], StoredAs]
-"""Returns how layers are stored, from a group's ``weights`` with its ``format`` and ``input_activations``."""
-
-
-def _integers(numbers: str, inputs: str = "float") -> Reads:
-    def read(given: Mapping[str, Any]) -> StoredAs:
-        return StoredAs(in_groups(Form(numbers, inputs=inputs), given), WHOLES if given["format"] == WHOLE else PACKEDS)
-
-    return read
-
-
-def _float8(given: Mapping[str, Any]) -> StoredAs:
-    return StoredAs(in_blocks(given), Fp8Scales(str(given.get("strategy")), "weight_scale"))
-
-
-def _static(given: Mapping[str, Any]) -> StoredAs:
-    symmetric = (given.get("input_activations") or {}).get("symmetric") is True
-    return StoredAs(INT8_STATIC, CompressedStatic(ZERO_POINT, symmetric=symmetric))
-
-
-_GROUPS = frozenset({"strategy", "group_size", "actorder"})
-_ORDERED = frozenset({"strategy", "group_size", "symmetric", "actorder"})
-_PACKED = {"type": "int", "dynamic": False}
-ROWS, WHOLES, PACKEDS = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors()
-KINDS: Mapping[str, tuple[ConfigGroup, Reads, Writer]] = MappingProxyType(
-    {
-        "fp8": (
-            ConfigGroup(
-                {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False},
-                None,
-                "float-quantized",
-                frozenset({"strategy", "block_structure"}),
-                rounded={"num_bits": 8, "type": "float"},
-                any_inputs=True,
-            ),
-            _float8,
-            Fp8Scales("channel", "weight_scale"),
-        ),
-        "w4a16": (
-            ConfigGroup({"num_bits": 4, **_PACKED}, None, PACKED, _ORDERED, (WHOLE,), rounded=ROUNDED),
-            _integers("int4"),
-            PACKEDS,
-        ),
-        "w4a8_dynamic": (
-            ConfigGroup({"num_bits": 4, "symmetric": True, **_PACKED}, TOKEN, WHOLE, _GROUPS, (PACKED,)),
-            _integers("int4", "int8"),
-            WHOLES,
-        ),
-        "w8a16": (ConfigGroup(CHANNEL_WEIGHTS, None), lambda given: StoredAs(INT8, ROWS), ROWS),
-        "w8a16_group": (
-            ConfigGroup({"num_bits": 8, **_PACKED}, None, PACKED, _ORDERED, (WHOLE,), rounded=ROUNDED),
-            _integers("int8"),
-            PACKEDS,
-        ),
-        "w8a8": (ConfigGroup(CHANNEL_WEIGHTS, TENSOR), _static, CompressedStatic(ZERO_POINT)),
-        "w8a8_dynamic": (ConfigGroup(CHANNEL_WEIGHTS, TOKEN), lambda given: StoredAs(INT8_DYNAMIC, ROWS), ROWS),
-    }
-)
-"""What hal reads, and writes, by the name of its form."""
 
 
 class CompressedTensorsQuantization(Quantization):
@@ -256,7 +142,7 @@ class CompressedTensors(CheckpointFormat):
     """The format compressed-tensors."""
 
     name = "compressed-tensors"
-    writers = MappingProxyType({name: writer for name, (_, _, writer) in KINDS.items()})
+    writers = MappingProxyType({name: writer for name, (_, writer) in WRITTEN.items()})
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
         if section is None or section.content.get("quant_method") != self.name:
@@ -276,9 +162,9 @@ class CompressedTensors(CheckpointFormat):
             raise CheckpointError(f"{_WHERE} has no config_groups", AGAIN)
         read, unapplied = [], []
         for name, group in groups.items():
-            found, rounded = _stored_as(group, name, content.get("format"))
+            found = _stored_as(group, name, content.get("format"))
             read.append((found, LayerTargets.of(group.get("targets"), "targets")))
-            if (given := group.get("input_activations")) and not rounded:
+            if (given := group.get("input_activations")) and found.form.inputs == "float":
                 kind = f"{given.get('num_bits')!r:.60} bits, {given.get('type')!s:.60}"
                 unapplied.append(f"input_activations of {name} ({kind}) in {_WHERE}")
         ignored = [] if content.get("ignore") is None else content["ignore"]
@@ -287,15 +173,12 @@ class CompressedTensors(CheckpointFormat):
     def describe(
         self, config: Mapping[str, Any], written: Written, kept: Iterable[str], tensors: Mapping[str, bool]
     ) -> dict[str, dict[str, Any]]:
-        group, _, _ = KINDS[written.scheme]
-        groups = {"group_0": {**group.written(written.form), "output_activations": None}}
+        groups = {"group_0": _described(written.form, ["Linear"])}
         for number, (name, (scheme, form)) in enumerate(sorted(written.others.items()), 1):
-            own, _, _ = KINDS[scheme]
-            section = {**own.written(form), "targets": [name], "format": own.format}
-            groups[f"group_{number}"] = {**section, "output_activations": None}
+            groups[f"group_{number}"] = {**_described(form, [name]), "format": WRITTEN[scheme][0]}
         section = {
             "quant_method": self.name,
-            "format": group.format,
+            "format": WRITTEN[written.scheme][0],
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted(kept),
@@ -304,44 +187,96 @@ class CompressedTensors(CheckpointFormat):
         return {"config.json": {**config, "quantization_config": section}}
 
 
-def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> tuple[StoredAs, bool]:
-    """Return how the layers of a group are stored, and whether their activations are rounded.
+def _described(form: Form, targets: Sequence[str]) -> dict[str, Any]:
+    """Return the group of ``config_groups`` of weights in a form."""
+    unset = dict.fromkeys((*_UNSET, "observer"))
+    weights = {
+        "num_bits": form.kind.bits,
+        "type": "int" if form.numbers.startswith("int") else "float",
+        "symmetric": not form.zero_points,
+        "strategy": "group" if form.columns else "channel",
+        "dynamic": False,
+    }
+    rounded = {"int8": {**ROUNDED, "strategy": "token"}, "static_int8": {**TENSOR, "symmetric": True}}
+    inputs = rounded.get(form.inputs)
+    return {
+        "targets": targets,
+        "weights": {**weights, **unset, "group_size": form.columns or None},
+        "input_activations": None if inputs is None else {**inputs, **unset},
+        "output_activations": None,
+    }
+
+
+def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> StoredAs:
+    """Return how the layers of a group are stored.
 
     Raises:
-        ConfigError: hal reads none such. It has a difference from the most similar one.
+        ConfigError: hal does not support it.
     """
-    parts = {part: group.get(part) for part in ("weights", "input_activations")}
-    found_parts = {part: effective(each, f"{part} of {name}") for part, each in parts.items() if each}
-    group = {**group, "input_activations": None, **found_parts}
     if group.get("output_activations"):
         problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
         raise ConfigError(problem, supported())
-    kind = group.get("format") or format
-    if isinstance(kind, str) and kind.startswith(_FLOAT4):
-        raise ConfigError(f"{_WHERE} has the format {kind!r:.60}, which hal does not support", supported())
-    found = []
-    for wanted, reads, _ in KINDS.values():
-        problems = list(wanted.problems(group, name, kind))
-        rounds = wanted.input_activations is not None
-        found.append((bool(problems), not wanted.has_parts_of(group), len(problems), problems, reads, rounds))
-    *_, problems, nearest, rounds = min(found, key=lambda each: each[:3])
-    if problems:
-        raise ConfigError(problems[0], supported())
-    return nearest({**group["weights"], "format": kind, "input_activations": group["input_activations"]}), rounds
+    format = group.get("format") or format
+    if isinstance(format, str) and format.startswith(_FLOAT4):
+        raise ConfigError(f"{_WHERE} has the format {format!r:.60}, which hal does not support", supported())
+    weights = _section(group, "weights", name)
+    if weights is None:
+        raise ConfigError(f"{_WHERE} has no weights of {name}", supported())
+    inputs = _section(group, "input_activations", name)
+    of_weights, of_inputs = f"weights of {name}", f"input_activations of {name}"
+    if weights.get("type") == "float":
+        _check_format(format, name, FLOATS)
+        wanted = {"num_bits": 8, "symmetric": True, "dynamic": False}
+        require(weights, wanted, of_weights, ("block_structure",))
+        if inputs is not None:  # which hal does not round
+            require(inputs, {"num_bits": 8, "type": "float"}, of_inputs, _UNSET)
+        return StoredAs(in_blocks(weights), Fp8Scales(str(weights.get("strategy")), "weight_scale"))
+    _check_format(format, name, WHOLE, PACKED)
+    bits = 4 if weights.get("num_bits") == 4 else 8
+    require(weights, {"num_bits": bits, "type": "int", "dynamic": False}, of_weights, ("group_size", "actorder"))
+    form = in_groups(Form(f"int{bits}"), weights)
+    in_rows = form == INT8 and format == WHOLE and weights.get("strategy") == "channel"
+    if inputs is not None and not inputs.get("dynamic", False):
+        require(inputs, TENSOR, of_inputs)
+        if not in_rows:
+            require(weights, {"num_bits": 8, "symmetric": True, "strategy": "channel"}, of_weights)
+            _check_format(format, name, WHOLE)
+        symmetric = inputs.get("symmetric", True) is True
+        return StoredAs(INT8_STATIC, CompressedStatic(ZERO_POINT, symmetric=symmetric))
+    if inputs is not None:
+        require(inputs, ROUNDED, of_inputs, _UNSET)
+        # Beside weights of other forms, hal does not round them.
+        if inputs.get("strategy") == "token" and not form.zero_points and (in_rows or bits == 4):
+            form = attrs.evolve(form, inputs="int8")
+    return StoredAs(form, ROWS if in_rows else WHOLES if format == WHOLE else PACKEDS)
 
 
-def effective(section: Any, where: str) -> Any:
+def _check_format(found: Any, name: str, *wanted: str) -> None:
+    if found not in wanted:
+        problem = f"the format of {name} in {_WHERE} is {found!r:.60}, not {' or '.join(map(repr, wanted))}"
+        raise ConfigError(problem, supported())
+
+
+def _section(group: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any] | None:
+    """Return the weights or activations of a group without values that have no effect; None if there are none."""
+    found = group.get(part)
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise ConfigError(f"the {part} of {name} in {_WHERE} are {found!r:.60}, not a section", supported())
+    return effective(found, f"{part} of {name}")
+
+
+def effective(section: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a section of weights or activations without values that have no effect on a file.
 
     Args:
-        section: the section. If it is not an object, it stays.
+        section: the section.
         where: its name, for errors.
 
     Raises:
         ConfigError: ``actorder`` is unknown.
     """
-    if not isinstance(section, dict):
-        return section
     size, order = section.get("group_size"), section.get("actorder")
     size = None if size == -1 else size
     order = order.lower() if isinstance(order, str) else order
@@ -350,17 +285,15 @@ def effective(section: Any, where: str) -> Any:
     return {**section, "group_size": size, "actorder": None if size is None else _ORDERS[order]}
 
 
-def differences(
-    found: Mapping[str, Any], wanted: Mapping[str, Any], settings: Collection[str], where: str
-) -> Iterator[str]:
-    """Yield the differences of a section from the wanted keys and values. Keys in ``settings`` have any value."""
+def require(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str, free: Collection[str] = ()) -> None:
+    """Raise ConfigError unless a section has the wanted keys and values, and of others only those in ``free``."""
     for key, value in wanted.items():
         has = found.get(key, _DEFAULTS.get(key))
         if has != value or type(has) is not type(value):
-            yield f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}"
+            raise ConfigError(f"{key} of the {where} in {_WHERE} is {has!r:.60}, not {value!r}", supported())
     for key in _UNSET:
-        if key not in wanted and key not in settings and found.get(key) is not None:
-            yield f"{_WHERE} has {key} {found[key]!r:.60} in the {where}"
+        if key not in wanted and key not in free and found.get(key) is not None:
+            raise ConfigError(f"{_WHERE} has {key} {found[key]!r:.60} in the {where}", supported())
 
 
 def _cache(scheme: object) -> CacheQuantization | None:
@@ -381,8 +314,7 @@ def _cache(scheme: object) -> CacheQuantization | None:
     dynamic = scheme.get("dynamic", False)
     if dynamic is not True:
         wanted |= {"dynamic": False, "strategy": "tensor"}
-    for problem in differences(effective(scheme, "kv_cache_scheme"), wanted, ("group_size",), "kv_cache_scheme"):
-        raise ConfigError(problem, supported())
+    require(effective(scheme, "kv_cache_scheme"), wanted, "kv_cache_scheme", ("group_size",))
     return CacheQuantization("int8" if kind == "int" else "fp8", scales=not dynamic)
 
 

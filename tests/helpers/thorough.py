@@ -65,7 +65,8 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
             raise pytest.UsageError(f"no case of a test in {path} matches {cases!r}: mend the expression, or remove it")
     for file, tests in by_file.items():
         if complete and all(item.get_closest_marker("thorough") for item in tests):
-            raise pytest.UsageError(f"`make test` would run nothing of tests/{file.relative_to(TESTS)}: leave one case in")
+            name = file.relative_to(TESTS)
+            raise pytest.UsageError(f"`make test` would run nothing of tests/{name}: leave one case in")
 
 
 def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:

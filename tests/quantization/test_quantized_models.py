@@ -268,11 +268,13 @@ CASES = {
     "no method": compressed(config(quant_method=None), ConfigError, "has no quant_method"),
     "another format": compressed(config(format="pack-quantized"), ConfigError, "is 'pack-quantized', not 'int-quan"),
     "4 bits": compressed(group("weights", num_bits=4), ConfigError, "num_bits of the weights of group_0.* is 4, not 8"),
-    "fp8": compressed(group("weights", type="float"), ConfigError, "type of the weights of group_0.* is 'float'"),
+    "fp8": compressed(
+        group("weights", type="float"), ConfigError, "group_0.* is 'int-quantized', not 'float-quantized'"
+    ),
     "groups": compressed(group("weights", strategy="group", group_size=128), ConfigError, "'group', not 'channel'"),
-    "a group size": compressed(group("weights", group_size=32), ConfigError, "group_size 32 in the weights"),
+    "a group size": compressed(group("weights", group_size=32), ConfigError, "'channel' with the group_size 32"),
     "asymmetric weights": compressed(group("weights", symmetric=False), ConfigError, "symmetric of the weights"),
-    "a number for true": compressed(group("weights", symmetric=1), ConfigError, "symmetric of the weights"),
+    "a number for true": compressed(group("weights", symmetric=1), ConfigError, "symmetric of quantized weights is 1"),
     "weights only, yet with input scales": compressed(
         lambda folder: change_json(
             folder / "config.json",
