@@ -34,7 +34,7 @@ from hal.nn.axis_placement import merged
 from hal.nn.encoder import VIDEO
 from hal.nn.mlp import ACTIVATIONS
 from hal.step import EncoderBatch, field, host_twin
-from hal.step.encoder_batch import padding_last
+from hal.step.model_batches import padding_last
 
 from .qwen2 import Qwen2Config
 from .tower import (

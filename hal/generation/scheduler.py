@@ -15,13 +15,11 @@ from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
 from hal.execution.host_copy import HostCopy
 from hal.execution.runner import Runner
-from hal.generation.logit_bias import add_biases
+from hal.generation.logits_processing import PenaltyTable, add_biases, all_tokens, allowed_tokens, has_penalties
 from hal.generation.logprobs import logprobs_of, read_logprobs
-from hal.generation.penalties import PenaltyTable, has_penalties
 from hal.generation.prompt_inputs import step_fields
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import SamplingParams
-from hal.generation.token_masks import all_tokens, allowed_tokens
 from hal.step import NONE, to_device
 from hal.step.block_allocator import BlockAllocator
 from hal.step.prefix_cache import PrefixCache

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.step.encoder_batch import EncoderBatch
+from hal.step.model_batches import EncoderBatch
 
 IMAGE, VIDEO = "image", "video"
 """The kinds of items."""

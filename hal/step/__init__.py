@@ -5,18 +5,18 @@ Code that counts tokens, pads a batch, or tracks the memory that a model writes 
 
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
-from hal.step.encoder_batch import EncoderBatch
 from hal.step.fields import Field, field, fields_of, host_twin
-from hal.step.grouped_batch import grouped_batch
 from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
 from hal.step.model_batches import (
     AxesBatch,
     AxesSlotBatch,
     EmbeddingBatch,
+    EncoderBatch,
     SlotBatch,
     draft_batch,
     embedding_batch,
+    grouped_batch,
 )
 from hal.step.padding import StaticBatch
 from hal.step.page_layout import CacheGroups, PageLayout

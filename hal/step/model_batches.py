@@ -1,8 +1,12 @@
-"""Batches of models that read more than tokens: states per sequence, embeddings, or another model's hidden states."""
+"""Batches of models that read more than tokens: states per sequence, embeddings, or another model's hidden states.
+
+Encoders, and models whose layers are in several cache groups, have batches here, too.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import attrs
 import torch
@@ -10,7 +14,9 @@ from torch import Tensor
 
 from hal.step.batch import Batch
 from hal.step.dummies import DUMMY_SLOT
-from hal.step.fields import field
+from hal.step.fields import BatchBase, Padding, field, fields_of, host_twin, suffixed
+from hal.step.page_layout import CacheGroups
+from hal.step.shape import StepShape
 
 
 @attrs.frozen(eq=False, slots=False)  # so that a class can derive from it and from another kind of batch
@@ -101,3 +107,86 @@ def draft_batch(width: int, dtype: torch.dtype) -> type[Batch]:
         hidden_states: Tensor = field(f"tokens {width}", dtype)
 
     return DraftBatch
+
+
+def padding_last(padding: Padding) -> Tensor:
+    """Return starts in which padding tokens are one sequence, behind those of a batch."""
+    starts = torch.full((padding.sizes["sequences"] + 1,), padding.sizes["tokens"], dtype=torch.int32)
+    starts[0] = 0
+    return starts
+
+
+@attrs.frozen(eq=False)
+class EncoderBatch(BatchBase):
+    """The tensors that an encoder reads in one step. An encoder declares a subclass with further fields.
+
+    ``tokens`` counts what the encoder's layers map, such as patches, and ``sequences`` the parts within which they
+    attend, such as frames.
+
+    Attributes:
+        query_start_loc: ``[sequences + 1]``, int32: the first token of each sequence, then ``tokens``.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+    """
+
+    query_start_loc: Tensor = field("sequences+1", torch.int32, pad=padding_last)
+    query_start_loc_host: Tensor = host_twin("query_start_loc")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, from the host twin."""
+        return int(self.query_start_loc_host[-1])
+
+    @property
+    def shape(self) -> StepShape:
+        """The shape of the step."""
+        return StepShape(self.num_tokens, self.query_start_loc_host.shape[0] - 1, 0)
+
+
+TABLES = ("block_table", "slot_mapping")
+"""The fields that a group of layers with states per token has."""
+SLOTS = ("slots",)
+"""The fields that a group of layers with states per sequence has."""
+
+
+def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> type[Batch]:
+    """Return a batch class whose :meth:`~hal.step.Batch.for_layer` has the table or the slots of a layer's group.
+
+    The first group of each kind has the fields of ``base``. The others have fields with their number, such as
+    ``block_table_1``.
+
+    Args:
+        base: the class of the model's batches.
+        groups: the groups.
+        num_layers: the number of the model's layers.
+    """
+    declared = attrs.fields_dict(base)
+    added: dict[str, Any] = {}
+    for names, count in ((TABLES, groups.num_tables), (SLOTS, groups.num_slots)):
+        for number in range(1, count):
+            added |= {suffixed(name, number): attrs.field(metadata=declared[name].metadata) for name in names}
+    of_layer = [0] * num_layers
+    for group, layers in enumerate(groups.layers):
+        for layer in layers:
+            of_layer[layer] = groups.number(group)
+    # What a layer of a group reads: the fields of a batch, some with the group's number.
+    view = SlotBatch if issubclass(base, SlotBatch) else Batch
+    own = fields_of(view)
+    read = tuple(
+        tuple(other if (other := suffixed(name, number)) in added else name for name in own)
+        for number in range(max(groups.num_tables, groups.num_slots))
+    )
+
+    def for_layer(self: Batch, layer: int) -> Batch:
+        number = of_layer[layer]
+        return view(*[getattr(self, name) for name in read[number]]) if number else self
+
+    made: type[Batch] = attrs.make_class(
+        base.__name__,
+        added,
+        bases=(base,),
+        class_body={"for_layer": for_layer, "groups": groups},
+        frozen=True,
+        eq=False,
+        slots=True,  # Else the fields of a base with slots would be written beside them.
+    )
+    return made

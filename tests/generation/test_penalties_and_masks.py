@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import ConfigError, HalError
-from hal.generation.penalties import PenaltyTable
+from hal.generation.logits_processing import PenaltyTable
 
 PLAIN = hal.SamplingParams(max_new_tokens=14)
 PENALIZED = attrs.evolve(PLAIN, repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=-0.4)
@@ -233,7 +233,7 @@ def test_what_a_mask_may_not_return(given: Any, message: str, trained: Path) -> 
 
 
 def test_only_bits_of_the_vocabulary_count() -> None:
-    from hal.generation.token_masks import allowed_tokens
+    from hal.generation.logits_processing import allowed_tokens
 
     def beyond(generated: Sequence[int]) -> Tensor:
         return torch.tensor([0, -(2**5)], dtype=torch.int32)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import hal
+from hal.generation.prompt_inputs import joined_fields
 from hal.nn import EncoderItem
 from hal.step import ALL
-from hal.step.sequence_fields import joined_fields
 from helpers.comparison import randomize
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")

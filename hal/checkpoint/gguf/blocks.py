@@ -1,7 +1,10 @@
 """The numbers, scales and zero points of GGUF's blocks, as projections with weights of 8 and 4 bits take them.
 
 Source: the description of the formats in ggml: a number is ``d * (n - 8)`` in Q4_0, ``d * n + m`` in Q4_1,
-``d * (n - 16)`` in Q5_0, ``d * n + m`` in Q5_1, and ``d * n`` in Q8_0. :mod:`.k_blocks` has the K-quants.
+``d * (n - 16)`` in Q5_0, ``d * n + m`` in Q5_1, and ``d * n`` in Q8_0.
+
+K-quants have blocks of 256 with smaller groups: a number is ``d * s * n - e * m`` in Q4_K and Q5_K, and
+``d * s * (n - 32)`` in Q6_K. ``s`` and ``m`` are six bits of each group of 32, and in Q6_K an int8 of each group of 16.
 """
 
 from __future__ import annotations
@@ -10,8 +13,6 @@ from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from hal.checkpoint.gguf.k_blocks import k_minima, k_numbers, k_scales
 
 Part = Literal["numbers", "scales", "zero_points"]
 SIZES: Final = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
@@ -35,10 +36,10 @@ def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic
         part: what to return.
     """
     rows = raw.shape[0]
-    scale = (k_scales(name, raw) if name in WIDE else _half(raw[..., :2])).reshape(rows, -1)
+    scale = (_k_scales(name, raw) if name in WIDE else _half(raw[..., :2])).reshape(rows, -1)
     if name not in SHIFTED:
         return scale if part == "scales" else _numbers(name, raw)
-    least = (-k_minima(raw) if name in WIDE else _half(raw[..., 2:4])).reshape(rows, -1)
+    least = (-_k_minima(raw) if name in WIDE else _half(raw[..., 2:4])).reshape(rows, -1)
     constant = scale == 0  # All numbers are the minimum: 0 minus a zero point of -1, times the minimum.
     if part == "scales":
         return np.where(constant, least, scale)
@@ -55,7 +56,7 @@ def _half(raw: NDArray[np.uint8]) -> NDArray[np.generic]:
 
 def _numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.int8]:
     """Return signed numbers ``[rows, columns]``."""
-    numbers = k_numbers(name, raw).astype(np.int8) if name in WIDE else _simple_numbers(name, raw)
+    numbers = _k_numbers(name, raw).astype(np.int8) if name in WIDE else _simple_numbers(name, raw)
     return (numbers - MIDDLES[name]).astype(np.int8).reshape(raw.shape[0], -1)
 
 
@@ -68,3 +69,40 @@ def _simple_numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.int8]:
         high = np.unpackbits(raw[..., -20:-16], axis=-1, bitorder="little")
         numbers |= high.astype(np.int8) << 4
     return numbers
+
+
+def _k_scales(name: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return the scales of the groups, float32 ``[rows, blocks, groups of a block]``.
+
+    Args:
+        name: the type.
+        raw: the bytes of the rows: uint8 ``[rows, blocks, bytes of a block]``.
+    """
+    if name == "Q6_K":
+        return _half(raw[..., 208:210]).astype(np.float32) * np.ascontiguousarray(raw[..., 192:208]).view(np.int8)
+    low, high = raw[..., 4:8], raw[..., 12:16]
+    scales = np.concatenate((low & 63, (high & 15) | (low >> 6 << 4)), axis=-1)
+    return _half(raw[..., :2]).astype(np.float32) * scales
+
+
+def _k_minima(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return what is subtracted from the scaled numbers of the groups, as :func:`_k_scales` does. Q6_K has none."""
+    middle, high = raw[..., 8:12], raw[..., 12:16]
+    return _half(raw[..., 2:4]).astype(np.float32) * np.concatenate(
+        (middle & 63, (high >> 4) | (middle >> 6 << 4)), axis=-1
+    )
+
+
+def _k_numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the unsigned numbers, uint8 ``[rows, blocks, 256]``."""
+    if name == "Q6_K":
+        low = raw[..., :128].reshape(*raw.shape[:2], 2, 2, 32)
+        low = np.stack((low & 15, low >> 4), axis=-3)
+        high = raw[..., 128:192].reshape(*raw.shape[:2], 2, 1, 1, 32) >> np.array([0, 2, 4, 6]).reshape(2, 2, 1) & 3
+        return np.asarray(low | high.astype(np.uint8) << 4, np.uint8).reshape(*raw.shape[:2], -1)
+    packed = raw[..., -128:].reshape(*raw.shape[:2], 4, 1, 32)
+    found: NDArray[np.uint8] = np.concatenate((packed & 15, packed >> 4), axis=-2).reshape(*raw.shape[:2], 8, 32)
+    if name == "Q5_K":
+        high = raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        found |= high.astype(np.uint8) << 4
+    return found.reshape(*raw.shape[:2], -1)

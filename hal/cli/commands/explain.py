@@ -11,7 +11,7 @@ import click
 
 from hal.cli.config_options import Settings, configured
 from hal.cli.console import print_table
-from hal.cli.explanation import captures_python, explain_step
+from hal.cli.explanation import captures_python, context_of, explain_step, print_rewrites, print_stages
 from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.ranks import parallel
 from hal.cli.stdout import ResultCommand, echo
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from hal.compile.optimize import Stage
     from hal.compile.split import SplitStep
     from hal.drivers.backend import Backend
+    from hal.execution.context import FormContext
     from hal.nn import CausalLM
 
+EMBEDDINGS = 16
+"""Embeddings of the image whose launches are counted."""
 
 PLANNED = "Split the model between N ranks, and report one of them and its collectives. No ranks are started."
 COPIES = "Plan N copies of the model, which share experts if --experts says so, and otherwise exchange nothing."
@@ -81,9 +84,7 @@ def command(
             stages, split = explain_step(model, on, batch_size)
         _launches(opened, checkpoint, on, batch_size)
         if model.encoder is not None:
-            from hal.cli.encoder_explanation import explain_encoder
-
-            explain_encoder(model, on)
+            _explain_encoder(model, on)
     if dump is not None and stages:
         with writing(dump):
             _dump(dump, stages, split)
@@ -188,3 +189,66 @@ def _dump(folder: Path, stages: Sequence[Stage], split: SplitStep | None) -> Non
         outputs = ", ".join(output.name for output in each.outputs)
         lines.append(f"{number} {kind}\n  reads {', '.join(each.inputs)}\n  gives {outputs or 'nothing'}\n")
     (folder / f"{len(stages)}-split.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def _explain_encoder(model: CausalLM, on: Backend) -> None:
+    """Print how the backend runs a model's encoder, and its launches on a backend that counts them.
+
+    Raises:
+        HalError: what a runner would raise.
+    """
+    from hal.compile.trace import StepSizes
+    from hal.drivers.compiler_registry import EAGER
+    from hal.execution.capture.capture_sizes import embeddings_to_capture
+    from hal.execution.optimized_model import optimized_step
+
+    context = context_of(model, on, 2, "encoder")
+    chosen = context.config.compiler
+    echo(f"\n{type(model.encoder).__name__}, {on.name}: a step of the encoder, {chosen}\n")
+    if chosen == EAGER:
+        echo("the encoder's Python code is run eagerly; no rewrite is applied")
+    elif chosen == "inductor":
+        echo("Inductor compiles the traced graph for any number of images; no rewrite is applied")
+    else:
+        with on.translating_errors():
+            step = optimized_step(context, StepSizes(None))
+        print_stages(step.stages)
+        echo()
+        print_rewrites(step, on)
+        if chosen == "graph":
+            sizes = ", ".join(map(str, embeddings_to_capture(context.config, on.config.max_prefill_tokens)))
+            echo(f"\nsteps of up to {sizes} embeddings are captured; larger ones run uncaptured")
+    _print_encoder_launches(context)
+
+
+def _print_encoder_launches(context: FormContext) -> None:
+    import torch
+
+    from hal.drivers.compiler_registry import EAGER, OPTIMIZED
+    from hal.execution.steps import Steps
+    from hal.execution.uncaptured import Uncaptured
+
+    on, encoder, chosen = context.backend, context.encoder, context.config.compiler
+    assert encoder is not None
+    try:
+        with on.counting_launches():
+            pass
+    except ConfigError:
+        return
+    steps = Steps(context.model, on, {"encoder": Uncaptured(context, chosen != EAGER)}, None)
+    batch = encoder.batch([encoder.example(EMBEDDINGS * encoder.row_tokens)]).to(on.device.torch)
+    token = on.enter()
+    try:
+        with on.translating_errors(), torch.inference_mode():
+            if chosen not in (EAGER, OPTIMIZED):
+                steps.forms["encoder"] = on.compiler(chosen).make(context)
+            steps.encode(batch)
+            on.device.synchronize()
+            with on.counting_launches() as found:
+                steps.encode(batch)
+    finally:
+        on.leave(token)
+    counts = Counter(found)
+    kernels = ", ".join(f"{name} {times}" for name, times in counts.items())
+    echo()
+    print_table(("launches of the encoder", "one image", "kernels"), [("all layers", str(counts.total()), kernels)])
