@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import hal
-from hal.compile.recognize.consecutive_weights import concatenated, move_together, why_not_moved
+from hal.compile.recognize.merge_projections import concatenated, move_together, why_not_moved
 
 
 @pytest.fixture

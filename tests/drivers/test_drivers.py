@@ -22,7 +22,7 @@ from helpers.thorough import MODE, thorough
 import hal
 from hal import ops
 from hal.device.host_capacity import memory_limits
-from hal.drivers import api_version, registry
+from hal.drivers import registry
 from hal.drivers.driver import ADDED
 from hal.errors import ConfigError, DriverError, DriverIncompatible, DriverNotFound, DriverUnavailable, OperationError
 from hal.vendor import PreparingKernel
@@ -357,7 +357,7 @@ def test_a_driver_for_every_minor_version_so_far_runs(vendor: Vendor, trained: P
 
 
 def test_a_later_hal_loads_todays_drivers(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_version, "API_VERSION", (4, 3))
+    monkeypatch.setattr(registry, "API_VERSION", (4, 3))
     vendor.install(acme="acme_driver:NextMinor")
     assert hal.open("acme", activate=False).name == "acme"
 

@@ -15,8 +15,7 @@ from typing import Any
 import uvicorn
 
 import hal
-from hal.serve.application import application
-from hal.serve.http_server import bound_socket
+from hal.serve.application import application, bound_socket
 from hal.serve.server_state import ServerOptions
 from helpers.engine_server import Server, running
 from helpers.waiting import until

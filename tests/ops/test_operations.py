@@ -20,7 +20,7 @@ import hal
 from hal import ops
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, Draw, Operation, Sample
-from hal.ops.declaration.fakes import fake_of
+from hal.ops.declaration.torch_library import fake_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())

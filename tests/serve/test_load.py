@@ -21,7 +21,7 @@ from openai import AsyncOpenAI, OpenAI
 
 import hal
 from hal.errors import ConfigError
-from hal.serve.http_server import bound_socket
+from hal.serve.application import bound_socket
 
 ARGUMENTS = ("--backend", "cpu", "--dtype", "float32", "--compiler", "graph", "--served-name", "tiny")
 CONFIG: dict[str, Any] = {"cache": {"block_size": 16, "num_tokens": 8192}, "compilation": {"capture_sizes": [1, 4, 16]}}

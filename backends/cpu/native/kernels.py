@@ -25,9 +25,8 @@ from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .int8_kernels import INT8_KERNELS, Int8Kernels
 from .linear_kernels import LinearKernels
-from .logits_kernels import LOGITS_KERNELS, LogitsKernels
+from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
-from .sampling_kernels import SAMPLING_KERNELS, SamplingKernels
 from .weight_only_kernels import WeightOnlyKernels, in_groups
 
 BASIC = (

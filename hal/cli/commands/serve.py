@@ -81,8 +81,7 @@ def command(
     import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.parallel.launch import rank, yielding_to_the_cause
-    from hal.serve.application import application
-    from hal.serve.http_server import bound_socket, run
+    from hal.serve.application import application, bound_socket, run
     from hal.serve.server_state import ServerOptions
 
     found = switches_of(switches)

@@ -8,10 +8,11 @@ Calls therefore need no mode, and threads do not affect each other.
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 Substitute = Callable[[Any], Any]
 """Maps a value to its replacement, or returns it unchanged."""
@@ -92,3 +93,28 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:  # nested functions and comprehensions
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def generate_function(
+    body: Callable[..., Any], signature: inspect.Signature, namespace: dict[str, Any], number: int
+) -> Callable[..., Any]:
+    """Generate a function with ``signature`` that calls ``namespace["_get"]()[number]`` with its arguments.
+
+    Args:
+        body: provides the name, docstring, module and annotations.
+        signature: the signature of ``body``, including defaults.
+        namespace: the globals of the generated function.
+        number: the operation's index in the tables that ``_get`` returns.
+    """
+    defaults = {f"_default_{p.name}": p.default for p in signature.parameters.values() if p.default is not p.empty}
+    namespace |= defaults
+    parameters = ", ".join(
+        f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in signature.parameters
+    )
+    source = f"def {body.__name__}({parameters}):\n    return _get()[{number}]({', '.join(signature.parameters)})\n"
+    exec(compile(source, f"<hal.ops.{body.__name__}>", "exec"), namespace)
+    function: Callable[..., Any] = namespace[body.__name__]
+    function.__doc__, function.__module__ = body.__doc__, body.__module__
+    # Resolved: names in the body's annotations mean nothing in the namespace of the generated function.
+    function.__annotations__ = get_type_hints(body)
+    return function

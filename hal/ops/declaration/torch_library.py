@@ -1,8 +1,13 @@
-"""Registration of operations in torch.library, so that each is one node in every traced graph."""
+"""Registration of operations in torch.library, so that each is one node in every traced graph.
+
+The declared axes and dtypes say most of an operation's results for fake tensors, as in a trace. Where a declaration
+leaves a size open, such as that of gathered tokens, the reference implementation computes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +17,6 @@ from torch._ops import OpOverload
 
 from hal.errors import OperationError
 from hal.ops.declaration.constraints import Constraints
-from hal.ops.declaration.fakes import fake_of
 from hal.ops.declaration.node_form import NodeForm
 from hal.ops.kernels.kernel_table import Kernel
 
@@ -97,3 +101,29 @@ def _substitute_in_dynamo(operation: Registrable, overload: OpOverload) -> None:
     # Dynamo traces this function, of the same arguments, in place of the public one, and so records the node.
     substitute = torch.compiler.substitute_in_graph(operation.function, skip_signature_check=True)
     substitute(operation.node_form.caller(overload, operation.name))
+
+
+def fake_of(constraints: Constraints, host: Sequence[str], reference: Kernel) -> Kernel:
+    """Return the fake implementation of an operation. Its outputs are contiguous, and alias nothing.
+
+    Args:
+        constraints: the declared axes and dtypes.
+        host: the arguments on the host.
+        reference: computes the results of calls of which the declaration leaves a size or dtype open, or which violate
+            it, and then says how.
+    """
+
+    def fake(*args: Any) -> Any:
+        derived = constraints.derived_results(args)
+        if derived is None:
+            mode = next((each.fake_mode for each in args if hasattr(each, "fake_mode")), None)
+            environment = None if mode is None else mode.shape_env
+            # Conditions of the reference on sizes must not become guards: a kernel has none.
+            with nullcontext() if environment is None else environment.suppress_guards():
+                return reference(*args)
+        given = zip(constraints.arguments, args, strict=False)
+        device = next((each.device for name, each in given if isinstance(each, Tensor) and name not in host), None)
+        results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in derived)
+        return results[0] if len(results) == 1 else results or None
+
+    return fake
