@@ -30,8 +30,7 @@ from hal.checkpoint.safetensors_files import (
 )
 from hal.config.untrusted_files import is_there, read_json
 from hal.errors import CheckpointError, nearest
-from hal.quantization.checkpoint_format import CheckpointFormat, Quantization
-from hal.quantization.format_registry import config_keys, read_quantization
+from hal.quantization.checkpoint_format import CheckpointFormat, Quantization, config_keys, read_quantization
 
 
 @attrs.frozen

@@ -20,7 +20,7 @@ from hal.checkpoint.weight_bindings import bindings_of
 from hal.config.untrusted_files import read_json
 from hal.errors import CheckpointError
 from hal.nn import CausalLM
-from hal.quantization.format_registry import config_keys
+from hal.quantization.checkpoint_format import config_keys
 
 
 @attrs.frozen

@@ -24,8 +24,7 @@ from hal.cli.commands import (
     quantize,
     serve,
 )
-from hal.cli.console import Commands, logging_to_stderr
-from hal.cli.suggestions import OTHER_TOOLS
+from hal.cli.console import OTHER_TOOLS, Commands, logging_to_stderr
 from hal.config.plugins import Plugin, Plugins
 from hal.errors import DriverError, HalError
 from hal.version import __version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from hal.cli.console import progress_bar
 from hal.cli.emulation import EMULATE, emulated
+from hal.config.bounds import SECONDS
 from hal.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hal.checkpoint.checkpoint import Checkpoint
     from hal.config import Config
+    from hal.generation.llm.language_model import LLM
+
 
 OPTIONS = {
     "dtype": ("NAME", "auto (the checkpoint's), float32, bfloat16 or float16."),
@@ -62,6 +68,23 @@ class Settings:
         named = str(self.merged().get("backend", "auto")) if self.emulate else None
         with emulated(self.emulate, named) as options:
             yield attrs.evolve(self, given={**self.given, "options": options}) if options else self
+
+    @contextmanager
+    def llm(self, checkpoint: Checkpoint, **limits: Any) -> Iterator[LLM]:
+        """Yield the LLM of a checkpoint, whose weights are loaded with a progress bar.
+
+        Args:
+            checkpoint: the checkpoint.
+            limits: arguments of :class:`hal.LLM`, such as ``max_sequences``.
+        """
+        import hal
+        from hal.parallel.launch import yielding_to_the_cause
+
+        with yielding_to_the_cause(), self.emulated() as settings:
+            with progress_bar("loading") as progress:
+                llm = hal.LLM(checkpoint, config=settings.given, progress=progress, **limits)
+            with llm:
+                yield llm
 
 
 def configured(
@@ -124,3 +147,17 @@ def _compilation(compiler: str | None, source: str | None) -> dict[str, Any]:
             f"--compiler is {compiler}, but --compilation-config sets {found['compiler']}", "remove one of them"
         )
     return found
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds, from 1 to :data:`~hal.config.bounds.SECONDS`."""
+
+    def __init__(self) -> None:
+        super().__init__(1, SECONDS)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse the number. click takes NaN for a number in every range."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return number

@@ -1,8 +1,9 @@
-"""The options of sampling, which ``hal generate`` and ``hal chat`` share."""
+"""The options of sampling and of chat templates, which several commands share."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,20 @@ import attrs
 import click
 
 from hal.config.bounds import NO_SEED
+from hal.errors import ConfigError
 from hal.generation.sampling_params import OPTIONS, SamplingParams
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
+
 
 GREEDY = "Select the most likely token, whatever the checkpoint recommends."
 STOP = "Ends the text, which is cut before it. Repeatable."
 JSON_SCHEMA = "A JSON schema that the text follows, or a file with one. Needs the extra torch-hal[grammars]."
 REGEX = "A regular expression that the whole text matches. Needs the extra torch-hal[grammars]."
 REVISION = "The branch, tag or commit of a model of the hub."
+SWITCH = "A variable of the chat template, such as enable_thinking=false. VALUE is JSON, or else a text. Repeatable."
+TOOLS = "A JSON file with a list of the functions that the model may call, for the chat template."
 
 
 def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -77,3 +82,40 @@ def params_of(checkpoint: Checkpoint, sampling: Mapping[str, Any]) -> SamplingPa
     from hal.generation.llm.checkpoint_defaults import merged, recommended
 
     return merged(recommended(checkpoint), checkpoint.stop_token_ids, sampling, seed=0)
+
+
+def switches_of(options: Sequence[str]) -> dict[str, Any]:
+    """Return the variables that ``NAME=VALUE`` options set.
+
+    Raises:
+        ConfigError: one is written otherwise, or sets a variable again.
+    """
+    from hal.generation.llm.chat_template import ARGUMENTS
+
+    found: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier() or name in (*ARGUMENTS, *found):
+            raise ConfigError(f"--switch is {option!r:.70}", "give each variable once, as NAME=VALUE")
+        try:
+            found[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            found[name] = text
+    return found
+
+
+def tools_of(file: Path | None) -> list[dict[str, Any]] | None:
+    """Return the tools in a file; None if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    if file is None:
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "give a JSON file") from None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ConfigError(f"{file} is no list of JSON objects", "give the functions as OpenAI's API writes tools")
+    return found

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hal.compare.compare_errors import CompareError
-from hal.compare.comparison_results import Call, Outcome
+from hal.compare.comparison_results import Call, CompareError, Outcome
 from hal.compare.texts import fill
 from hal.drivers.backend import Backend
 from hal.errors import HalError

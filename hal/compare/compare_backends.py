@@ -12,8 +12,7 @@ from torch import Tensor
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
 from hal.compare.call_comparison import CallComparer, CallRecorder, Side
-from hal.compare.compare_errors import CompareError
-from hal.compare.comparison_results import OUTSIDE, Comparison, Outcome, Row
+from hal.compare.comparison_results import OUTSIDE, CompareError, Comparison, Outcome, Row
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.saved_call import check_folder, save
 from hal.compare.texts import Prompts, Texts, new_runner

@@ -18,8 +18,7 @@ from torch import Tensor
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
 from hal.compare.compare_backends import configure
-from hal.compare.compare_errors import CompareError
-from hal.compare.comparison_results import Comparison, Row
+from hal.compare.comparison_results import CompareError, Comparison, Row
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import ModelWatch, disturbing

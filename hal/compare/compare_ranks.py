@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import load_model
 from hal.compare.compare_backends import common_block_size, common_dtype, configure
-from hal.compare.compare_errors import CompareError
-from hal.compare.comparison_results import Call, RankComparison, RankDifference
+from hal.compare.comparison_results import Call, CompareError, RankComparison, RankDifference
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.texts import Prompts, Texts, new_runner
 from hal.compare.watch import ModelWatch, Seen

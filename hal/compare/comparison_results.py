@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import attrs
 
+from hal.errors import HalError
 from hal.ops.tolerance import Error
+
+
+class CompareError(HalError):
+    """Two runs cannot be compared, for example because a kernel raises."""
+
 
 OUTSIDE = "outside the layers"
 """Location of the embedding, the final norm and the output projection; its drift is that of the logits."""

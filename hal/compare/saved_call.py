@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.compare.call_comparison import Evidence, memory_of, transplant
-from hal.compare.compare_errors import CompareError
+from hal.compare.comparison_results import CompareError
 from hal.config import parse_json
 from hal.errors import ConfigError
 from hal.ops import Operation

@@ -1,7 +1,8 @@
-"""The collectives of a traced step: whose results they join, and how many bytes the ranks exchange."""
+"""The collectives of a traced step: whose results they join, the bytes that ranks exchange, and those of one rank."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,15 @@ import attrs
 from torch import Tensor, fx
 
 from hal import ops
+from hal.compile.fx.clean import needless_copies
 from hal.compile.fx.symbolic_sizes import value
+from hal.compile.rewrite.pattern import copy_calls, trace_function
+from hal.compile.rewrite.rewrite import of_operation
 from hal.compile.trace import TracedStep
-from hal.device.group import group as group_named
+from hal.device.group import group
 from hal.nn import CausalLM
 from hal.ops import Operation
+from hal.ops.declaration.torch_library import without_aliases
 
 GROUP = "group"
 """The argument with which a collective takes the name of its group."""
@@ -88,10 +93,10 @@ def collective_calls(step: TracedStep, model: CausalLM) -> list[CollectiveCall]:
                 elements = _count(value(arguments["experts"])) * tensors[0].shape[-1]
             else:
                 elements = _count(value(node) if operation.name.startswith("all_gather") else tensors[0])
-            group = group_named(arguments[GROUP])
+            ranks = group(arguments[GROUP])
             of = _joined(node, weights)
             found.append(
-                CollectiveCall(operation.name, of, group.name, group.size, elements, tensors[0].dtype.itemsize)
+                CollectiveCall(operation.name, of, ranks.name, ranks.size, elements, tensors[0].dtype.itemsize)
             )
     return found
 
@@ -127,3 +132,51 @@ def _joined(node: fx.Node, weights: Mapping[fx.Node, str]) -> str:
 def _count(tensor: Tensor) -> Any:
     count: Any = tensor.numel()
     return count if isinstance(count, int) else count.node.expr
+
+
+def collectives_of_one(graph: fx.GraphModule) -> int:
+    """Replace each collective over a group of one rank by its body, mostly a copy, and remove needless copies.
+
+    A fused collective becomes the smaller operations without their collectives.
+
+    Returns:
+        The number of collectives replaced.
+    """
+    count = 0
+    left = list(graph.graph.nodes)
+    while left:
+        node = left.pop()
+        operation = ops.operation_of_node(node.target)
+        if operation is None or not operation.collective:
+            continue
+        arguments = operation.node_arguments(node.args, node.kwargs)
+        if group(arguments[GROUP]).size == 1:
+            left += _inline(graph.graph, node, operation, list(arguments.values()))
+            count += 1
+    if count:
+        needless_copies(graph)
+    return count
+
+
+def _inline(graph: fx.Graph, node: fx.Node, operation: Operation, arguments: list[Any]) -> list[fx.Node]:
+    """Replace a node by the nodes of the operation's body, and return these."""
+    values = [value(each) for each in arguments]
+
+    pattern = of_operation(operation).pattern if operation.fused else operation.pattern
+
+    def body(*given: Any) -> Any:
+        result = pattern(*given)
+        return without_aliases(result, [each for each in given if isinstance(each, Tensor)])
+
+    tensor: Any = next(each for each in values if isinstance(each, Tensor))
+    traced = trace_function(body, values, tensor.fake_mode).graph
+    with graph.inserting_before(node):
+        made, results = copy_calls(traced, graph, [each for each in arguments if isinstance(value(each), Tensor)])
+    if isinstance(value(node), Tensor):
+        node.replace_all_uses_with(results[0])
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return made

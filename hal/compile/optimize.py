@@ -13,8 +13,7 @@ import attrs
 from torch import fx
 
 from hal import ops
-from hal.compile.collective_calls import called
-from hal.compile.collectives_of_one import collectives_of_one
+from hal.compile.collective_calls import called, collectives_of_one
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
 from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.compile.pass_manager import PassManager, Report

@@ -1,7 +1,8 @@
-"""Checks of a capture's outputs and torch modes, and the error that a failed capture raises."""
+"""The lock of graph captures, checks of their outputs and torch modes, and the error that a failed capture raises."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,41 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
-from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, HalError
+from hal.errors import CaptureError, DeviceError, DeviceOutOfMemory, GraphError, HalError
+
+CAPTURING = threading.RLock()
+"""Held during a capture, and while a runner that captures or compiles is created. Replays do not acquire it."""
+_under_way = False
+"""Whether the thread that holds the lock is capturing."""
+
+
+def begin_capturing() -> None:
+    """Mark this thread, which holds :data:`CAPTURING`, as capturing.
+
+    Raises:
+        GraphError: it is capturing already.
+    """
+    global _under_way
+    if _under_way:
+        raise GraphError("a capture began inside another", "end the first capture before beginning the next")
+    _under_way = True
+
+
+def end_capturing() -> None:
+    """Mark this thread as not capturing."""
+    global _under_way
+    _under_way = False
+
+
+def check_not_capturing() -> None:
+    """Raise GraphError if this thread is capturing."""
+    if CAPTURING.acquire(blocking=False):  # otherwise another thread holds it
+        try:
+            if _under_way:
+                raise GraphError("close() was called inside a capture", "call close() after the capture has ended")
+        finally:
+            CAPTURING.release()
+
 
 MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}"
 """The remedy of a capture that ran out of memory."""

@@ -34,8 +34,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hal.device.capture_checks import MEMORY_REMEDY, check_outputs, failure_of, innermost_modes
-from hal.device.capture_lock import CAPTURING, begin_capturing, end_capturing
+from hal.device.capture_checks import (
+    CAPTURING,
+    MEMORY_REMEDY,
+    begin_capturing,
+    check_outputs,
+    end_capturing,
+    failure_of,
+    innermost_modes,
+)
 from hal.device.host_values import HostValue, HostValues
 from hal.device.memory import out_of_memory_message
 from hal.device.stream import Stream

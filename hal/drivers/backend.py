@@ -18,7 +18,6 @@ from hal import ops
 from hal.config import CompilationConfig, Config, load
 from hal.device.device import Device
 from hal.device.limits import DEFAULT_BLOCK_SIZE, Limits
-from hal.drivers.added_kernels import with_added
 from hal.drivers.backend_checks import (
     check_arguments,
     check_block_size,
@@ -27,7 +26,7 @@ from hal.drivers.backend_checks import (
     check_rewrites,
     check_state_layout,
 )
-from hal.drivers.backend_operations import BackendOps, ReferenceFallbacks, closed_resolver
+from hal.drivers.backend_operations import BackendOps, ReferenceFallbacks, closed_resolver, with_added
 from hal.drivers.backend_resources import BackendResources
 from hal.drivers.compiler import Compiler
 from hal.drivers.compiler_registry import (

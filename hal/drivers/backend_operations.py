@@ -1,15 +1,17 @@
-"""The operations of a backend, and the fallback for operations without a kernel."""
+"""The operations of a backend: its kernels, those that packages add, and the fallback for operations without one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hal import ops
+from hal.config.plugins import Plugin, Plugins
 from hal.device.closing import Uses
-from hal.errors import ClosedError, MissingKernel
+from hal.errors import ClosedError, ConfigError, MissingKernel
 from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.form_kernels import AddedKernel
 from hal.ops.kernels.kernel_table import Kernel, Resolver
 
 log = logging.getLogger("hal.drivers")
@@ -108,3 +110,26 @@ class BackendOps:
                 self._leave(token)
 
         return run
+
+
+GROUP = "hal.kernels"
+
+
+def _added(plugin: Plugin, found: Any) -> AddedKernel:
+    if not isinstance(found, AddedKernel):
+        raise ConfigError(
+            f"the entry point {plugin.name} in {GROUP} is {found!r:.70}", "point it at a hal.vendor.AddedKernel"
+        )
+    return found
+
+
+KERNELS: Plugins[AddedKernel] = Plugins(GROUP, "kernel", _added)
+
+
+def with_added(backend: str, kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
+    """Return a driver's kernels, by operation, and those that packages add. Logs a warning for each that is broken."""
+    found = dict(kernels)
+    for each in KERNELS.load_all().plugins.values():
+        if each.backend == backend:
+            found[each.operation] = each.before(found.get(each.operation))
+    return found

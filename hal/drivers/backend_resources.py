@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hal.device.capture_lock import CAPTURING, check_not_capturing
+from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.device.device import Device
 from hal.device.graph import Captures, Graph

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hal.compile.collectives_of_one import collectives_of_one
+from hal.compile.collective_calls import collectives_of_one
 from hal.compile.inductor_backend import compile_step
 from hal.compile.trace import StepSizes, trace_encoder, trace_step
 from hal.drivers.compiler import Outputs, PhaseForm, Plan

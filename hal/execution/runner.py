@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hal.config.bounds import SEQUENCES, check_count
-from hal.device.capture_lock import CAPTURING, check_not_capturing
+from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import PhaseForm

@@ -18,8 +18,8 @@ from hal.nn import Assembly, Concatenated, Stacked, Weight, Whole
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
-from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.forms import in_blocks
+from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import FLOATS, NUMBERS, POSITIVE
 

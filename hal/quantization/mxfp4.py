@@ -15,9 +15,9 @@ from hal.nn import ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import FLOAT4S
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
-from hal.quantization.excluded_layers import ExcludedLayers
 from hal.quantization.forms import MXFP4
 from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
 BYTES = "bytes"

@@ -29,11 +29,10 @@ from hal.errors import CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Gate
 from hal.ops.forms import Form
 from hal.progress import Say, going_on, silent, since_start
-from hal.quantization.checkpoint_format import CheckpointFormat, Written
-from hal.quantization.excluded_layers import ExcludedLayers
-from hal.quantization.format_registry import FORMATS, formats
+from hal.quantization.checkpoint_format import FORMATS, CheckpointFormat, Written, formats
 from hal.quantization.forms import GROUPED, NAMES, in_groups
 from hal.quantization.int8_arithmetic import Activation
+from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.packed_integers import row_ranges
 from hal.quantization.stored_layer import CalibratedWriter, FloatLayer, Writer
 from hal.quantize.calibration import input_ranges

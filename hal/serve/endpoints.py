@@ -23,8 +23,7 @@ from hal.serve.api_error import ApiError, failed, refused
 from hal.serve.exchange import ClientGone, EventStream, read_body, until_gone
 from hal.serve.jobs import Job, chat_job, completion_job, encoded
 from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest, T
-from hal.serve.server_metrics import CANCELLED
-from hal.serve.server_state import ServerState
+from hal.serve.server_state import CANCELLED, ServerState
 
 
 def error_response(error: ApiError) -> Response:

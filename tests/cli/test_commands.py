@@ -13,7 +13,7 @@ from helpers.distributions import install
 
 from hal.cli import main
 from hal.cli.commands import bench
-from hal.cli.suggestions import OTHER_TOOLS
+from hal.cli.console import OTHER_TOOLS
 
 MODULE = """
 import click

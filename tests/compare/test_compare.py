@@ -20,9 +20,8 @@ from hal import ops
 from hal.cli import main
 from hal.compare.call_comparison import Evidence, transplant, worst_error
 from hal.compare.compare_backends import compare_backends
-from hal.compare.compare_errors import CompareError
 from hal.compare.compare_modes import compare_modes, in_mode
-from hal.compare.comparison_results import OUTSIDE, Call
+from hal.compare.comparison_results import OUTSIDE, Call, CompareError
 from hal.compare.drifts import LOGITS, Drifts
 from hal.compare.saved_call import CALL, TENSORS, SavedCall, save
 from hal.compare.texts import Prompts

@@ -33,7 +33,7 @@ from hal.drivers.registry import driver_names, load_driver
 from hal.errors import CheckpointError, ConfigError, HalError, ModelError
 from hal.nn import DecoderConfig
 from hal.nn.rope_parameters import KEYS_BESIDE, ROPE_TYPES
-from hal.quantization.format_registry import config_keys
+from hal.quantization.checkpoint_format import config_keys
 from hal.step import ALL
 
 VALUES: dict[str, Any] = {

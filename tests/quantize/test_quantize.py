@@ -43,8 +43,7 @@ from hal.errors import CheckpointError, ConfigError, NumericsError
 from hal.nn import Linear
 from hal.ops.forms import Form, dequantize
 from hal.quantization import packed_integers
-from hal.quantization.checkpoint_format import Written
-from hal.quantization.format_registry import formats
+from hal.quantization.checkpoint_format import Written, formats
 from hal.quantization.int8_arithmetic import activation_for, quantize_weight
 from hal.quantization.packed_integers import packed_signed, quantize_groups, signed_weight
 from hal.quantize.calibration import input_ranges

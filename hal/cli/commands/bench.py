@@ -13,10 +13,9 @@ import attrs
 import click
 
 from hal.cli.config_options import Settings, configured
-from hal.cli.console import print_table, progress_on_stderr
+from hal.cli.console import SuggestingGroup, print_table, progress_on_stderr
 from hal.cli.ranks import start_ranks, tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
-from hal.cli.suggestions import SuggestingGroup
 from hal.cli.targets import check_file, writing
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Literal
 
 import click
 
+from hal.cli.config_options import Seconds
 from hal.cli.console import progress_on_stderr
 from hal.cli.emulation import EMULATE, emulated
-from hal.cli.seconds import Seconds
 from hal.cli.stdout import ResultCommand, echo
 from hal.cli.targets import check_folder, writing
 from hal.errors import ConfigError

@@ -14,11 +14,9 @@ import attrs
 import click
 
 from hal.cli.config_options import Settings, configured
-from hal.cli.console import progress_bar
 from hal.cli.ranks import start_ranks, tensor_parallel
-from hal.cli.sampling_options import REVISION, sampling_options
+from hal.cli.sampling_options import REVISION, SWITCH, sampling_options, switches_of
 from hal.cli.stdout import ResultCommand, echo
-from hal.cli.template_options import SWITCH, switches_of
 from hal.errors import BatchError, ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -58,10 +56,8 @@ def command(
 
     The checkpoint needs a chat template. Sampling follows its generation_config.json; options override it.
     """
-    import hal
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.generation.llm.chat_template import ChatTemplate
-    from hal.parallel.launch import yielding_to_the_cause
 
     variables = switches_of(switches)
     config = settings.config()
@@ -70,12 +66,9 @@ def command(
     opened.tokenizer()
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
-    with yielding_to_the_cause(), settings.emulated() as settings:
-        with progress_bar("loading") as progress:
-            llm = hal.LLM(opened, config=settings.given, max_sequences=1, progress=progress)
-        with llm:
-            if llm.first:
-                Conversation(llm, sampling, max_new_tokens, system, variables).run()
+    with settings.llm(opened, max_sequences=1) as llm:
+        if llm.first:
+            Conversation(llm, sampling, max_new_tokens, system, variables).run()
 
 
 @attrs.define

@@ -19,9 +19,8 @@ from hal.cli import ranks
 from hal.cli.config_options import Settings, configured
 from hal.cli.console import progress_bar
 from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
-from hal.cli.sampling_options import REVISION, params_of, sampling_options
+from hal.cli.sampling_options import REVISION, SWITCH, TOOLS, params_of, sampling_options, switches_of, tools_of
 from hal.cli.stdout import ResultCommand, echo
-from hal.cli.template_options import SWITCH, TOOLS, switches_of, tools_of
 from hal.generation.sampling_params import WITHOUT_EFFECT
 
 if TYPE_CHECKING:

@@ -8,11 +8,9 @@ from pathlib import Path
 import click
 
 from hal.cli.config_options import Settings, configured
-from hal.cli.console import progress_bar
 from hal.cli.ranks import start_ranks, tensor_parallel
-from hal.cli.sampling_options import REVISION
+from hal.cli.sampling_options import REVISION, SWITCH, switches_of
 from hal.cli.stdout import ResultCommand
-from hal.cli.template_options import SWITCH, switches_of
 from hal.config.bounds import SECONDS, SEQUENCES, TOKENS
 
 HOST = "The address to listen at. 0.0.0.0 is every address of this machine."
@@ -78,9 +76,8 @@ def command(
 
     for module in ("starlette", "uvicorn", "prometheus_client"):
         need(module, "serve", "hal serve")
-    import hal
     from hal.checkpoint.checkpoint import Checkpoint
-    from hal.parallel.launch import rank, yielding_to_the_cause
+    from hal.parallel.launch import rank
     from hal.serve.application import application, bound_socket, run
     from hal.serve.server_state import ServerOptions
 
@@ -91,29 +88,24 @@ def command(
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
     listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
-    with yielding_to_the_cause(), settings.emulated() as settings:
-        with progress_bar("loading") as progress:
-            llm = hal.LLM(
-                opened, config=settings.given, max_sequences=max_sequences, max_length=max_length, progress=progress
-            )
-        with llm:
-            if listener is None:
-                return
-            allowed = ServerOptions(
-                name=served_name or str(checkpoint),
-                max_texts=max_sequences + max_waiting,
-                max_body=max_body << 20,
-                api_key=api_key,
-                switches=found,
-            )
-            if host not in LOCAL and api_key is None:
-                log.warning("any machine that reaches %s can use the model: set --api-key, or --host 127.0.0.1", host)
-            address, listening_port = listener.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            run(
-                application(llm, allowed),
-                listener,
-                shutdown_timeout,
-                lambda: click.echo(f"{allowed.name} is served at http://{shown}:{listening_port}/v1", err=True),
-                lambda: llm.ended,
-            )
+    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length) as llm:
+        if listener is None:
+            return
+        allowed = ServerOptions(
+            name=served_name or str(checkpoint),
+            max_texts=max_sequences + max_waiting,
+            max_body=max_body << 20,
+            api_key=api_key,
+            switches=found,
+        )
+        if host not in LOCAL and api_key is None:
+            log.warning("any machine that reaches %s can use the model: set --api-key, or --host 127.0.0.1", host)
+        address, listening_port = listener.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        run(
+            application(llm, allowed),
+            listener,
+            shutdown_timeout,
+            lambda: click.echo(f"{allowed.name} is served at http://{shown}:{listening_port}/v1", err=True),
+            lambda: llm.ended,
+        )

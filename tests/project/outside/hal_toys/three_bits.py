@@ -16,7 +16,7 @@ from hal.nn import Weight
 from hal.ops import Form, Numbers, declare_numbers
 from hal.ops.forms import scale_values
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
-from hal.quantization.excluded_layers import ExcludedLayers
+from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 from hal.vendor import AddedKernel
 
