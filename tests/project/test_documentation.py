@@ -38,7 +38,7 @@ ELSEWHERE = {
     "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
     "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
-    "run-other-models.md": "tests/engines runs it, for the same reason",
+    "run-other-models.md": "tests/sources runs it, for the same reason",
 }
 INSTALLED = re.compile(r"touch pyproject\.toml")
 

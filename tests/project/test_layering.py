@@ -43,7 +43,8 @@ def violations(root: Path) -> Iterator[str]:
     for folder in ("hal", "models"):
         for file in sorted((root / folder).rglob("*.py")):
             parts = file.relative_to(root).parts
-            own = parts[2] if parts[:2] == ("hal", "engines") else ""  # An adapter imports its engine.
+            # An adapter imports its engine, and a source its library.
+            own = parts[2] if parts[0] == "hal" and parts[1] in ("engines", "sources") else ""
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 where = f"{file.relative_to(root)}:{getattr(node, 'lineno', 0)}"
                 for module in imported(node):

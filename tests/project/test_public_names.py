@@ -17,6 +17,7 @@ import pytest
 import hal
 from hal import errors
 
+ADAPTERS = ("hal/engines", "hal/sources")
 DIRECTIVE = re.compile(r"^\.\. (?:auto(?:class|function|data|exception)|py:data):: (hal\.[\w.]+)$", re.MULTILINE)
 MODULE = re.compile(r"^\.\. automodule:: (hal\.[\w.]+)\n   :members: ([\w, ]+)$", re.MULTILINE)
 
@@ -32,9 +33,8 @@ def documented(root: Path) -> frozenset[str]:
 def violations(root: Path) -> Iterator[str]:
     """Return the names of hal, of all that the adapters use, that are not public."""
     public = documented(root)
-    for file in sorted((root / "hal/engines").rglob("*.py")):
-        parts = file.relative_to(root / "hal/engines").parts
-        own = f"hal.engines.{parts[0]}"
+    for file in sorted(file for room in ADAPTERS for file in (root / room).rglob("*.py")):
+        own = ".".join(file.relative_to(root).parts[:3])
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             for name in used(node):
                 if name not in public and not f"{name}.".startswith(f"{own}."):
@@ -87,7 +87,7 @@ def test_engines_use_public_names_only(repository: Path) -> None:
     ],
 )
 def test_other_names_are_found(repository: Path, tmp_path: Path, line: str, found: str) -> None:
-    for folder in ("hal/engines", "docs/reference/api"):
+    for folder in (*ADAPTERS, "docs/reference/api"):
         shutil.copytree(repository / folder, tmp_path / folder)
     with (tmp_path / "hal/engines/vllm/worker.py").open("a", encoding="utf-8") as source:
         source.write(f"\n{line}\n")

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
@@ -15,7 +16,6 @@ import hal
 from hal import ops
 from hal.engines.transformers.attention import attend
 from hal.engines.transformers.continuous_batching import PAGED, PAGED_ATTENTION, ServedLayers
-from hal.engines.transformers.experts import routing_weights
 from hal.errors import BackendNotActive, OperationError
 
 NAME = "hal"
@@ -124,6 +124,6 @@ def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             f"{type(module).__name__} has the activation {module.act_fn}, and hal computes SiLU",
             "use(model, experts=False) leaves experts to transformers",
         )
-    weights = routing_weights(top_k_weights, hidden_states)
+    weights = top_k_weights if top_k_weights.dtype is torch.float32 else top_k_weights.to(hidden_states.dtype)
     projections = module.gate_up_proj, module.down_proj
     return ops.expert_mlp(hidden_states, *projections, weights, top_k_index.int(), None, None, ops.GatedActivation())

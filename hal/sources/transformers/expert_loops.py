@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hal import ops
-from hal.engines.transformers.experts import Gate, routing_weights
-from hal.engines.transformers.models.conversions import Conversions, Regions
 from hal.nn import Consumer, Weight
 from hal.nn.weights.assembly import Region
+from hal.sources.transformers.conversions import Conversions, Regions
+from hal.sources.transformers.experts import Gate, routing_weights
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 HIDDEN, WIDTH = 8, 6

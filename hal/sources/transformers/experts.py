@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.engines.transformers.experts import Gate, gate_of, routing_weights
-from hal.engines.transformers.models.conversions import Conversions, spelling, whole_weight
-from hal.engines.transformers.models.phase import REMEDY
 from hal.errors import ConfigError
 from hal.nn import Consumer, Experts, Weight
-from hal.parallel import Mesh
+from hal.sources.transformers.conversions import Conversions, spelling, whole_weight
+from hal.sources.transformers.phase import REMEDY
 
 
 class RoutedExperts(Experts):
     """:class:`hal.nn.Experts` with the arguments of transformers' experts."""
-
-    def distribute(self, mode: Any, mesh: Mesh) -> None:
-        """Compute this rank's experts from now on; see :meth:`hal.nn.Experts.distribute`."""
-        super().distribute(mode, mesh)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape."""
@@ -149,3 +144,46 @@ def _expert_names(module: Any, path: str, conversions: Conversions) -> tuple[str
     above = below.match(first[0][0])["above"]  # type: ignore[index]
     conversions.names.update(spelling(f"{above}.weight", f"{path}.weight"))
     return ordered[0], ordered[1], down
+
+
+Gate = Callable[[Tensor], Tensor]
+"""Of gate and up, ``[..., 2 * width]``, to ``[..., width]``."""
+
+
+def gate_of(module: Any) -> Gate | None:
+    """Return hal's activation that computes what experts do between their projections, or None.
+
+    Args:
+        module: the experts of a transformers model; its method ``_apply_gate`` is compared on random values.
+    """
+    with torch.device("cpu"), torch.no_grad():
+        x = 5 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+        try:
+            found = module._apply_gate(x)
+        except Exception:  # A gate of another form may raise anything.
+            return None
+        for name, options in _gates(module):
+            if found.shape == (3, 16) and torch.allclose(found, ops.operation(name).body(x, **options), 1e-4, 1e-5):
+                return partial(getattr(ops, name), **options) if options else ops.silu_and_mul
+    return None
+
+
+def routing_weights(weights: Tensor, x: Tensor) -> Tensor:
+    """Return the weights of a token's experts as :func:`hal.ops.expert_unpermute` takes them: in float32 or x's dtype.
+
+    Args:
+        weights: ``[tokens, top_k]``, of any floating dtype.
+        x: the tokens.
+    """
+    return weights if weights.dtype is torch.float32 else weights.to(x.dtype)
+
+
+def _gates(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield hal's gated activations, by the names of their operations, and the options that may fit a module."""
+    yield "silu_and_mul", {}
+    for approximate in ("none", "tanh"):
+        yield "gelu_and_mul", {"approximate": approximate}
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(alpha, float) and isinstance(limit, float):
+        for interleaved in (True, False):
+            yield "clipped_silu_and_mul", {"alpha": alpha, "limit": limit, "interleaved": interleaved}

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.engines.transformers.models.cached import Returned
-from hal.engines.transformers.models.phase import PHASE
 from hal.nn import Attention, LayerState
+from hal.sources.transformers.in_class import Returned
+from hal.sources.transformers.phase import PHASE
 from hal.step import Batch
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hal.engines.transformers.models.layers import takes_one
-from hal.engines.transformers.models.phase import PHASE
+from hal.sources.transformers.layers import takes_one
+from hal.sources.transformers.phase import PHASE
 
 COUNTED = 5
 """The positions that a table is asked for, to find its first row."""

@@ -177,7 +177,7 @@ def test_an_unknown_source_names_the_others(saved: Any) -> None:
 
 
 def adapt(config: dict[str, Any]) -> Any:
-    from hal.engines.transformers.models.model import TransformersLM
+    from hal.sources.transformers.model import TransformersLM
 
     with torch.device("meta"):
         return TransformersLM.from_config(config)
@@ -219,7 +219,7 @@ def test_configs_that_transformers_does_not_have() -> None:
 @pytest.mark.parametrize("wrong", ["a weight of another layer", "another epsilon", "a factor that is missing"])
 def test_the_comparison_sees_a_wrong_layer(wrong: str, saved: Any) -> None:
     """transformers' forward over hal's layers computes the same as hal's steps: only its own model differs."""
-    from hal.engines.transformers.models.check import _own_forward, check_logits
+    from hal.sources.transformers.check import _own_forward, check_logits
 
     folder, rows, _ = saved("gemma2")
     checkpoint = hal.Checkpoint.open(folder)
@@ -248,7 +248,7 @@ def test_the_comparison_sees_a_wrong_layer(wrong: str, saved: Any) -> None:
 def test_what_is_too_large_to_load_twice_is_compared_with_itself(
     saved: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hal.engines.transformers.models import check
+    from hal.sources.transformers import check
 
     monkeypatch.setattr(check, "MOST_BYTES", 1000)
     folder, rows, wanted = saved("gemma2")
@@ -356,7 +356,7 @@ def test_norms_without_a_weight_are_replaced() -> None:
 
 @pytest.mark.parametrize("wrong", ["nothing", "another epsilon", "no root", "a width that varies"])
 def test_other_layers_without_tensors_stay(wrong: str) -> None:
-    from hal.engines.transformers.models.layers import InputWidths, norm_of
+    from hal.sources.transformers.layers import InputWidths, norm_of
 
     class Norm(nn.Module):
         eps = 1e-6

@@ -31,8 +31,8 @@ class TransformersSource(ModelSource):
             )
         check_version("transformers", "the source of models transformers")
         try:
-            from hal.engines.transformers.models.architecture import check_architecture
-            from hal.engines.transformers.models.model import TransformersLM
+            from hal.sources.transformers.architecture import check_architecture
+            from hal.sources.transformers.model import TransformersLM
         except ImportError as error:
             raise ConfigError(
                 f"transformers, which would have the model's code, cannot be imported: {error!s:.300}",

@@ -14,8 +14,11 @@ from transformers.integrations.moe import ExpertsInterface
 
 from hal import ops
 from hal.checkpoint.cache_dtype import unquantized_cache
-from hal.engines.transformers.models.architecture import class_of
-from hal.engines.transformers.models.body import (
+from hal.errors import ConfigError, HalError
+from hal.nn import CausalLM, LayerState
+from hal.parallel import Group
+from hal.sources.transformers.architecture import class_of
+from hal.sources.transformers.body import (
     CACHE,
     POSITIONS,
     TOKENS,
@@ -24,23 +27,24 @@ from hal.engines.transformers.models.body import (
     answer_heads,
     head_logits,
 )
-from hal.engines.transformers.models.buffers import fill_buffers
-from hal.engines.transformers.models.calls import Step, attend
-from hal.engines.transformers.models.check import check_logits
-from hal.engines.transformers.models.conversions import conversions_of
-from hal.engines.transformers.models.expert_loops import replace_loops
-from hal.engines.transformers.models.layers import InputWidths
-from hal.engines.transformers.models.masks import mask
-from hal.engines.transformers.models.merging import Inputs, merge_projections
-from hal.engines.transformers.models.phase import NAME, REMEDY, running
-from hal.engines.transformers.models.positions import answer_positions
-from hal.engines.transformers.models.probe import NoCache, Probe, check_lengths, skip_experts, tune_in_attention
-from hal.engines.transformers.models.reasons import why
-from hal.engines.transformers.models.replacement import declare_weights, refusal_to_split, replace_layers, tie
-from hal.engines.transformers.models.rotary import held, settle
-from hal.errors import ConfigError, HalError
-from hal.nn import CausalLM, LayerState
-from hal.parallel import Group
+from hal.sources.transformers.buffers import fill_buffers, held, settle
+from hal.sources.transformers.calls import Step, attend
+from hal.sources.transformers.check import check_logits
+from hal.sources.transformers.conversions import conversions_of
+from hal.sources.transformers.expert_loops import replace_loops
+from hal.sources.transformers.layers import InputWidths
+from hal.sources.transformers.masks import mask
+from hal.sources.transformers.phase import NAME, REMEDY, running
+from hal.sources.transformers.positions import answer_positions
+from hal.sources.transformers.probe import NoCache, Probe, check_lengths, skip_experts, tune_in_attention
+from hal.sources.transformers.replacement import (
+    Inputs,
+    declare_weights,
+    merge_projections,
+    refusal_to_split,
+    replace_layers,
+    tie,
+)
 from hal.step import Batch
 
 log = logging.getLogger("hal.checkpoint")
@@ -75,8 +79,6 @@ class TransformersLM(CausalLM):
         try:
             return _made(made, config, keep_padding=False)
         except HalError as error:
-            if found.__name__ in error.problem:
-                raise
             raise error.reworded(f"{found.__name__}: {error.problem}", error.remedy) from error.__cause__
         except Exception as error:  # Code of a family that is built in another way may raise anything.
             try:
@@ -124,8 +126,8 @@ class TransformersLM(CausalLM):
             bodies.close()
         if not probe.calls:
             raise ConfigError(
-                f"{self.of.__name__} of transformers calls no attention by transformers' interface, and stores no keys "
-                "and values in transformers' cache",
+                "it calls no attention by transformers' interface, and stores no keys and values in transformers' "
+                "cache",
                 REMEDY,
             )
         self._body, self._calls, self._in_class = bodies.body(), tuple(probe.calls), probe.in_class
@@ -153,7 +155,7 @@ class TransformersLM(CausalLM):
             self.vocab_size = self.logits(hidden.reshape(-1, hidden.shape[-1])).shape[-1]
         self._share_tied(False)  # Each is loaded once.
         if probe.calls != list(self._calls):
-            raise ConfigError(f"{self.of.__name__} of transformers does not call attention alike in each step", REMEDY)
+            raise ConfigError("it does not call attention alike in each step", REMEDY)
 
     def _share_tied(self, on: bool) -> None:
         """Let tied tensors be their sources', or none."""
@@ -244,3 +246,30 @@ def _made(made: Any, config: Mapping[str, Any], *, keep_padding: bool) -> Transf
 
 def _integers() -> Tensor:
     return torch.zeros(3, 1, dtype=torch.int64, device="meta")
+
+
+def why(error: Exception) -> str:
+    """Return what an exception of a model without values means, with the class of transformers that raised it.
+
+    Args:
+        error: the exception, with its traceback.
+    """
+    name = _class_of(error)
+    if "nonzero" in str(error) or "meta tensor" in str(error) or "data-dependent" in str(error):
+        return (
+            f"{name} chooses what it computes by the values of tensors, such as which experts or languages occur, "
+            "which a captured step does not see"
+        )
+    first = str(error).partition("\n")[0]
+    return f"{name} does not compute the tokens of a step one by one ({type(error).__name__}: {first:.120})"
+
+
+def _class_of(error: Exception) -> str:
+    """Return the name of the innermost class of transformers' model code in which an exception was raised."""
+    name, trace = "a layer", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and ".modeling_" in str(trace.tb_frame.f_globals.get("__name__")):
+            name = type(owner).__name__
+        trace = trace.tb_next
+    return name

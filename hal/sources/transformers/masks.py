@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from hal.engines.transformers.models.phase import PHASE
+from hal.sources.transformers.phase import PHASE
 
 
 @attrs.frozen

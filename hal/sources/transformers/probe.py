@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hal import ops
-from hal.engines.transformers.models.buffers import computed_buffer
-from hal.engines.transformers.models.cached import Keys, Values
-from hal.engines.transformers.models.calls import Call
-from hal.engines.transformers.models.in_class import Known, Scores, buffer_of
-from hal.engines.transformers.models.masks import Mask, SeenMask, Zeros, mask_of
-from hal.engines.transformers.models.phase import PHASE, REMEDY
-from hal.engines.transformers.models.tensor_parallel import WholeAttention, plan_of, splits_heads
 from hal.errors import ConfigError
 from hal.nn import Attention
+from hal.sources.transformers.buffers import computed_buffer
+from hal.sources.transformers.calls import Call
+from hal.sources.transformers.in_class import Keys, Known, Scores, Values, buffer_of
+from hal.sources.transformers.masks import Mask, SeenMask, Zeros, mask_of
+from hal.sources.transformers.phase import PHASE, REMEDY
+from hal.sources.transformers.tensor_parallel import WholeAttention, plan_of, splits_heads
 
 UNSUPPORTED = (
     "position_bias",

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hal.engines.transformers.models.phase import REMEDY
 from hal.errors import ConfigError
+from hal.sources.transformers.phase import REMEDY
 
 
 def check_architecture(architecture: str, config: Mapping[str, Any]) -> None:

@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from hal.engines.transformers.models.phase import PHASE, REMEDY, running
 from hal.errors import ConfigError
+from hal.sources.transformers.phase import PHASE, REMEDY, running
 
 
 @attrs.frozen

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as logging_of_transformers
 
-from hal.engines.transformers.models.architecture import class_of
-from hal.engines.transformers.models.phase import NAME, REMEDY
-from hal.engines.transformers.models.rotary import settle
 from hal.errors import ConfigError
+from hal.sources.transformers.architecture import class_of
+from hal.sources.transformers.buffers import settle
+from hal.sources.transformers.phase import NAME, REMEDY
 from hal.step import StateSpec
 
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
