@@ -10,8 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from hal.config.child_process import line_writer
 from hal.testing.case import Case, NotApplicable
 from hal.testing.conformance import Conformance
 
@@ -30,11 +32,7 @@ def main(wanted: dict[str, Any], file: str) -> int:
     """
     conformance = Conformance(backend=wanted["backend"], config={"options": wanted["options"]})
     cases = list(_wanted(conformance, wanted))
-    with open(file, "a", encoding="utf-8", buffering=1) as results:
-
-        def tell(entry: dict[str, Any]) -> None:
-            results.write(json.dumps(entry) + "\n")
-
+    with line_writer(Path(file)) as tell:
         for number, case in enumerate(cases[wanted["first"] :], wanted["first"]):
             tell({"begins": case.name})
             begin = time.perf_counter()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +14,7 @@ import attrs
 
 from hal.bringup.conformance_program import STOPPED
 from hal.bringup.parts import Outcome, Part, Request, compare_texts, parts, read_output
+from hal.config.child_process import LOG_LINES, ChildProcess, line_writer, read_lines
 from hal.config.process_keeper import ProcessKeeper
 from hal.progress import Say
 
@@ -24,11 +22,10 @@ CASE_SECONDS = 180.0
 """The most time of a case of the conformance suite."""
 RESTARTS = 25
 """After so many cases that failed, the rest runs in one process."""
-TRACE, ERROR_FILE = "--trace", "TORCHELASTIC_ERROR_FILE"
-"""An option of `hal bench`, without which a backend that counts no launches is measured, and the variable that names
-the file for the error of a command."""
+TRACE = "--trace"
+"""An option of `hal bench`, without which a backend that counts no launches is measured."""
 PAUSE = 0.2
-LOG_LINES = 30
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 PROGRAM = ("-m", "hal_command")
 CONFORMANCE = ("-m", "hal.bringup.conformance_program")
 
@@ -93,27 +90,12 @@ def _outcome(part: Part, command: str, code: int | None, seconds: float, found: 
 
 def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> tuple[int | None, str | None]:
     """Run Python; return its exit status, or None if its time was over, and the key of its error."""
-    with output.open("wb") as out, log.open("ab") as errors, ProcessKeeper() as keeper:
-        process = _started(arguments, out, errors, keeper)
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+    with output.open("wb") as out, ProcessKeeper() as keeper:
+        process = ChildProcess(arguments, keeper, variables=UNBUFFERED, stdout=out, log=log)
+        code = process.wait(seconds)
         if code == 0:
             keeper.ended()
-        error = json.loads(file.read_text(encoding="utf-8")) if (file := keeper.folder / "error.json").exists() else {}
-    return code, error.get("key")
-
-
-def _started(arguments: list[str], out: Any, errors: Any, keeper: ProcessKeeper) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=errors,
-        env={**keeper.environ, "PYTHONUNBUFFERED": "1", ERROR_FILE: str(keeper.folder / "error.json")},
-        start_new_session=True,
-    )
+        return code, process.error().get("key")
 
 
 def _conformance(part: Part, request: Request, options: Mapping[str, Any], folder: Path, say: Say) -> Outcome:
@@ -141,8 +123,9 @@ def _conformance(part: Part, request: Request, options: Mapping[str, Any], folde
         if running is not None:
             status = "hung" if code is None else "crashed"
             message = f"it did not end within {CASE_SECONDS:g} s" if code is None else f"the process ended with {code}"
-            _append(results, {"name": running, "status": status, "message": message})
-            found, _ = _results(results)
+            found.append({"name": running, "status": status, "message": message})
+            with line_writer(results) as write:
+                write(found[-1])
             say(f"  {running}: {status}")
         if late or (running is None and code not in (0, STOPPED)):
             break
@@ -161,8 +144,8 @@ def _cases(arguments: list[str], results: Path, log: Path, seconds: float) -> tu
         The exit status, None if the process was ended; and whether the time of all cases is over.
     """
     end = time.monotonic() + seconds
-    with open(os.devnull, "wb") as out, log.open("ab") as errors, ProcessKeeper() as keeper:
-        process = _started(arguments, out, errors, keeper)
+    with ProcessKeeper() as keeper:
+        process = ChildProcess(arguments, keeper, variables=UNBUFFERED, log=log)
         size, since = 0, time.monotonic()
         while (code := process.poll()) is None:
             now = time.monotonic()
@@ -180,19 +163,13 @@ def _results(file: Path) -> tuple[list[dict[str, Any]], str | None]:
     """Return the results in a file, and the name of the case that has begun and not ended."""
     found: list[dict[str, Any]] = []
     running = None
-    for line in file.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for entry in read_lines(file):
         if "begins" in entry:
             running = entry["begins"]
         else:
             found.append(entry)
             running = None
     return found, running
-
-
-def _append(file: Path, entry: Mapping[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as results:
-        results.write(json.dumps(entry) + "\n")
 
 
 def as_json(request: Request, outcomes: list[Outcome]) -> dict[str, Any]:

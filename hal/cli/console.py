@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from hal.cli.stdout import NoReader, echo, end_stdout, has_lost_its_reader, result_stream
+from hal.config.child_process import ERROR_FILE
 from hal.errors import HalError, most_similar
 from hal.progress import Say, silent
 
@@ -160,7 +161,7 @@ def _detecting_lost_readers() -> Iterator[None]:
 def _failed(problem: str, remedy: str, key: str | None = None) -> int:
     text = f"error: {problem}\nremedy: {remedy}"
     _tell(text)
-    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # of the starter, such as torchrun
+    if (file := os.environ.get(ERROR_FILE)) is not None:  # of the starter, such as torchrun
         with contextlib.suppress(OSError):
             # torchrun shows the earliest error.
             error = {"message": text, "timestamp": str(int(time.time())), "key": key}

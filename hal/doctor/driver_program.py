@@ -1,9 +1,10 @@
-"""The program that examines one driver in a separate process.
+"""The program that examines one driver, or one of several ranks of it, in a separate process.
 
 ``python -m hal.doctor.driver_program NAME OPTIONS FILE LIMIT`` appends findings to FILE while it runs, one JSON object
 with one key per line. The parent process can then tell how far it came if it does not return: ``at`` names the stage
 that begins, and ``done`` marks the end. Before it measures, it writes ``waiting`` and waits for the file ``turn`` next
-to FILE.
+to FILE. With a number of ranks as the last argument, it runs with torchrun's variables, and the name of the file ends
+with the rank.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from typing import Any
 import attrs
 import psutil
 
-from hal.doctor.findings import Check, Device
+from hal.config.child_process import line_writer
+from hal.doctor.findings import Device
 from hal.errors import HalError
 
 Tell = Callable[[str, Any], None]
 REPORT = "report it to the driver's vendor"
 PAUSE = 0.02
 """Seconds between checks for the turn."""
+MARGIN = 0.8
+"""Share of the time limit after which a rank gives up waiting, so that it can still tell of it."""
 
 
 @attrs.define
@@ -116,27 +120,11 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
 
 def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
     """Check and measure the device of ``backend``, which must be active."""
-    from hal.doctor.checks import checks
-    from hal.doctor.speed_probe import measures
-    from hal.testing.case import NotApplicable
+    from hal.doctor.checks import checked, checks, measures
 
     for name, check in checks(backend):
         tell("at", f"checking {name} on {backend.device.torch}")
-        try:
-            with backend.translating_errors():
-                found = Check(name, "passed", check())
-        except NotApplicable as reason:
-            found = Check(name, "skipped", str(reason))
-        except HalError as error:
-            found = Check(name, "failed", error.problem, error.remedy)
-        except AssertionError as error:  # a wrong result, or an exception of a kernel; the message has several lines
-            if error.__cause__ is not None:
-                traceback.print_exc()
-            found = Check(name, "failed", " ".join(str(error).split()), f"{REPORT}, or run its conformance tests")
-        except Exception as error:
-            traceback.print_exc()
-            found = Check(name, "failed", f"it raised {error!r}", REPORT)
-        tell("check", attrs.asdict(found))
+        tell("check", attrs.asdict(checked(backend, name, check)))
     turn.wait(tell)
     tell("at", f"measuring {backend.device.torch}")
     with backend.translating_errors():
@@ -148,18 +136,44 @@ def _age() -> float:
     return time.time() - float(psutil.Process().create_time())
 
 
-def main(name: str, options: str, file: str, limit: str) -> None:
+def examine_ranks(name: str, options: Mapping[str, Any], ranks: int, seconds: float, tell: Tell) -> None:
+    """Open the driver in one of several ranks, join the others, and check and time their collectives."""
+    import hal
+    from hal.config import Config, read
+    from hal.doctor.checks import checked, collective_checks, collective_speed
+
+    tell("at", "opening the driver")
+    with hal.open({"backend": name, "options": options}) as backend:
+        tell("device", str(backend.device.torch))
+        if backend.distributed is None:
+            tell("skipped", f"the driver {name} names no backend of torch.distributed")
+            return
+        tell("at", f"joining the {ranks - 1} other ranks")
+        parallel = {"tensor": ranks, "timeout": max(1, int(MARGIN * seconds))}
+        backend.configure(read(Config, {"backend": name, "options": options, "parallel": parallel}))
+        tell("at", "checking the collectives")
+        for check, run in collective_checks(backend):
+            tell("check", attrs.asdict(checked(backend, check, run)))
+        tell("at", "timing all_reduce")
+        for key, value in collective_speed(backend).items():
+            tell(key, value)
+
+
+def main(name: str, options: str, file: str, limit: str, ranks: str = "1") -> None:
     """Examine the driver, and report every exception."""
-    turn = Turn(Path(file).with_name("turn"), float(limit))
-    turn.watch()
-    with Path(file).open("a", encoding="utf-8") as stream:
+    rank = os.environ["RANK"] if ranks != "1" else ""
+    with line_writer(Path(file + rank)) as write:
 
         def tell(key: str, value: Any) -> None:
-            stream.write(json.dumps({key: value}) + "\n")
-            stream.flush()
+            write({key: value})
 
         try:
-            examine(name, json.loads(options), tell, turn)
+            if ranks != "1":
+                examine_ranks(name, json.loads(options), int(ranks), float(limit), tell)
+            else:
+                turn = Turn(Path(file).with_name("turn"), float(limit))
+                turn.watch()
+                examine(name, json.loads(options), tell, turn)
         except HalError as error:
             if error.__cause__ is not None:  # the driver's exception
                 traceback.print_exc()

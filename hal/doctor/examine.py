@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import cattrs
 
+from hal.config.child_process import Ending
 from hal.device.host_cores import other_running_threads, usable_cores
 from hal.doctor import host_facts
-from hal.doctor.driver_processes import Told, examine_in_parallel
+from hal.doctor.driver_processes import Told, examine_in_parallel, examine_ranks
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
-from hal.doctor.privacy import without_names
-from hal.doctor.process import Ending
-from hal.doctor.rank_processes import examine_ranks
 from hal.errors import ConfigError, UnknownKey
 from hal.version import API_VERSION, __version__
 
@@ -191,3 +192,38 @@ def summary(findings: Findings) -> str:
     if findings.ok:
         return "everything that is available works"
     return "no examined driver can run here"
+
+
+def without_names(findings: Findings) -> Findings:
+    """Return the findings with the home folder replaced by ``~``, and the user's name in paths by ``USER``."""
+    hidden = [(re.compile(rf"(?<![\w./-]){re.escape(home)}(?![\w.-])"), "~") for home in _home()]
+    hidden += [(re.compile(rf"(?<=[/\\]){re.escape(user)}(?![\w.-])"), "USER") for user in _user()]
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            for pattern, instead in hidden:
+                value = pattern.sub(instead, value)
+            return value
+        if isinstance(value, dict):
+            return {key: clean(each) for key, each in value.items()}
+        return [clean(each) for each in value] if isinstance(value, list) else value
+
+    return cattrs.structure(clean(cattrs.unstructure(findings)), Findings)
+
+
+def _home() -> list[str]:
+    """Return the home folder, unless it is missing or the root folder."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return []
+    return [str(home)] if len(home.parts) > 1 else []
+
+
+def _user() -> list[str]:
+    """Return the user's name, unless it is unknown or root."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # as in some containers
+        return []
+    return [] if user == "root" else [user]

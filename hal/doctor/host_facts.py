@@ -6,18 +6,23 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import attrs
 from packaging.requirements import InvalidRequirement, Requirement
 
+from hal.config.child_process import ChildProcess
 from hal.config.optional_libraries import DISTRIBUTION, optional_requirements
 from hal.config.plugins import registered
 from hal.config.process_keeper import ProcessKeeper
 from hal.doctor import findings
-from hal.doctor.process import package_file, run_python
 from hal.errors import DriverNotFound, nearest
 
 DRIVERS = "hal.drivers"
+ISOLATED = ("-P", "-X", "faulthandler")
+"""Options of Python for a process that is examined: the current folder is not on its path."""
+TORCH_FACTS = Path(__file__).with_name("torch_facts.py")
+"""A program that Python runs without importing hal."""
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VISIBLE = "_VISIBLE_DEVICES"
 """Suffix of the variables with which vendors' runtimes hide devices."""
@@ -57,7 +62,9 @@ def torch_found(seconds: float) -> findings.Torch:
 def _import_torch(seconds: float, environ: Mapping[str, str]) -> tuple[findings.Torch, str]:
     with ProcessKeeper(environ) as keeper:
         file = keeper.folder / "facts.json"
-        ending = run_python([package_file("torch_facts.py"), str(file)], seconds, keeper)
+        process = ChildProcess([*ISOLATED, str(TORCH_FACTS), str(file)], keeper)
+        process.wait(seconds)
+        ending = process.end(seconds)
         if ending.code == 0:
             keeper.ended()
             if file.exists():

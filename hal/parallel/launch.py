@@ -7,16 +7,14 @@ so that no port has to be chosen. They end with the starting process, whatever e
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -25,11 +23,11 @@ import attrs
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
+from hal.config.child_process import ChildProcess
 from hal.config.process_keeper import ProcessKeeper
 from hal.device.host_capacity import check_ranks
 from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
-from hal.parallel.child_python import child_python
 from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh, explained
 from hal.parallel.rank_endings import MemoryWatch, describe_signal
@@ -40,8 +38,6 @@ POLL = 0.05
 """Seconds between two looks at the ranks."""
 TOGETHER = 2.0
 """Seconds that rank 0 gets to show an error that all ranks have."""
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The variable with which torchrun, too, names the file for the error of a rank."""
 FAILED_FILE = "RANKS_FAILED_FILE"
 """The variable that names a file, which a rank makes if it fails for another reason than a collective."""
 YIELD = 3.0
@@ -114,34 +110,28 @@ def run_ranks(
     check_ranks(ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ProcessKeeper() as keeper, ExitStack() as stack:
-        started: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
-        first, files = keeper.folder / "error.json", {FAILED_FILE: str(keeper.folder / "failed")}
-        of_first = {ERROR_FILE: str(first)}
+        started: list[ChildProcess] = []
+        failed = {FAILED_FILE: str(keeper.folder / "failed")}
         stack.push(lambda kind, *_: _end(started, INTERRUPTED if kind else END, leads))
         memory = MemoryWatch()
         set_handler = stack.enter_context(_signal_handlers()) if leads else None
         for rank in range(ranks):
             if set_handler is not None and rank == 1:
                 set_handler(signal.SIG_IGN)  # The ranks that start now inherit it.
-            errors = stack.enter_context(tempfile.TemporaryFile()) if rank else None
-            process = subprocess.Popen(
-                [*child_python(), *arguments],
-                env={
-                    **keeper.environ,
-                    **variables_of_rank(rank, ranks, store.port),
-                    **files,
-                    **({} if rank else of_first),
-                },
-                stdin=(None if leads and not rank else subprocess.DEVNULL)
-                if stdin is None
-                else stack.enter_context(_file_of(stdin)),
+            nothing = None if leads and not rank else subprocess.DEVNULL
+            process = ChildProcess(
+                arguments,
+                keeper,
+                variables={**variables_of_rank(rank, ranks, store.port), **failed},
+                stdin=nothing if stdin is None else stdin,
                 stdout=subprocess.DEVNULL if rank else stdout,
-                stderr=errors,
+                in_foreground=True,
+                shows_stderr=not rank,
             )
-            started.append((process, errors))
+            started.append(process)
         if set_handler is not None:
-            set_handler(functools.partial(_pass_on, started[0][0]))
-        failure = _wait(started, first, math.inf if seconds is None else time.monotonic() + seconds, memory)
+            set_handler(functools.partial(_pass_on, started[0]))
+        failure = _wait(started, math.inf if seconds is None else time.monotonic() + seconds, memory)
         if failure is None:
             keeper.ended()
         return failure
@@ -165,25 +155,14 @@ def variables_of_rank(rank: int, ranks: int, port: int) -> Mapping[str, str]:
     return found
 
 
-@contextmanager
-def _file_of(content: bytes) -> Iterator[IO[bytes]]:
-    """Yield a temporary file with ``content``, to be read from the start."""
-    with tempfile.TemporaryFile() as file:
-        file.write(content)
-        file.seek(0)
-        yield file
-
-
-def _wait(
-    started: Sequence[tuple[subprocess.Popen[bytes], IO[bytes] | None]], first: Path, until: float, memory: MemoryWatch
-) -> Failure | None:
+def _wait(started: Sequence[ChildProcess], until: float, memory: MemoryWatch) -> Failure | None:
     while True:
-        memory.look([process.pid for process, _ in started])
-        statuses = [process.poll() for process, _ in started]
+        memory.look([process.pid for process in started])
+        statuses = [process.poll() for process in started]
         if any(statuses):
             rank = next(rank for rank, status in enumerate(statuses) if status)
-            text = _text(started[rank][1])
-            if rank and _ended(started[0][0]) and (shown := _shown(first)) and shown in text:
+            text = started[rank].stderr()
+            if rank and started[0].wait(TOGETHER) and (shown := started[0].error().get("message")) and shown in text:
                 text = ""
             status = statuses[rank]
             ending = describe_signal(rank, len(started), -status, memory) if status and status < 0 else None
@@ -192,40 +171,18 @@ def _wait(
             return None
         if time.monotonic() > until:
             rank = statuses.index(None)
-            return Failure(rank, None, _text(started[rank][1]))
+            return Failure(rank, None, started[rank].stderr())
         time.sleep(POLL)
 
 
-def _shown(file: Path) -> str:
-    """Return the error of hal's with which rank 0 ended, or an empty string."""
-    return str(json.loads(file.read_text(encoding="utf-8"))["message"]) if file.exists() else ""
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return process.wait(TOGETHER)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _text(errors: IO[bytes] | None) -> str:
-    if errors is None:
-        return ""
-    errors.seek(0)
-    return errors.read().decode(errors="replace")
-
-
-def _end(started: Sequence[tuple[subprocess.Popen[bytes], Any]], seconds: float, leads: bool) -> None:
-    for rank, (process, _) in enumerate(started):
-        process.send_signal(signal.SIGKILL if leads and rank else signal.SIGTERM)
+def _end(started: Sequence[ChildProcess], seconds: float, leads: bool) -> None:
+    for rank, process in enumerate(started):
+        process.send(signal.SIGKILL if leads and rank else signal.SIGTERM)
     until = time.monotonic() + seconds
-    for process, _ in started:
-        while process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(min(AGAIN, max(POLL, until - time.monotonic())))
-                break
+    for process in started:
+        while process.wait(min(AGAIN, max(POLL, until - time.monotonic()))) is None:
             # A server has ended at the first one, but its rank waits for the cause.
-            process.send_signal(signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
+            process.send(signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
 
 
 @contextmanager
@@ -244,10 +201,10 @@ def _signal_handlers() -> Iterator[Callable[[Any], None]]:
             signal.signal(number, handler)
 
 
-def _pass_on(process: subprocess.Popen[bytes], number: int, frame: object) -> None:
+def _pass_on(process: ChildProcess, number: int, frame: object) -> None:
     """Send a process the signal that this one got, unless a terminal has sent it to both."""
     if number != signal.SIGINT or not _is_in_foreground():
-        process.send_signal(number)
+        process.send(number)
 
 
 def _is_in_foreground() -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from hal.config.child_process import signal_name
 from hal.device.host_capacity import host_memory
 
 _MEMORY = (
@@ -57,10 +57,7 @@ class MemoryWatch:
 
 def describe_signal(rank: int, ranks: int, number: int, memory: MemoryWatch) -> tuple[str, str]:
     """Return the problem and the remedy of a rank that the signal ``number`` ended."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        name = f"signal {number}"
+    name = signal_name(number)
     remedy = _REMEDIES.get(name, _SENT)
     problem = f"rank {rank} of {ranks} was ended by {name}"
     return (f"{problem}; {memory}" if name in ("SIGKILL", "SIGBUS") else problem), remedy
