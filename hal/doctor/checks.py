@@ -22,11 +22,11 @@ from hal.nn import WeightUse
 from hal.ops import Draw
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import NotApplicable
-from hal.testing.graphs.graph_cases import inputs_in_place
-from hal.testing.graphs.host_value_cases import lengths_change
-from hal.testing.models.paged_attention import Paged
-from hal.testing.operations.calls import Call
-from hal.testing.operations.check_operation import check_call
+from hal.testing.graph_cases import inputs_in_place
+from hal.testing.host_value_cases import lengths_change
+from hal.testing.limit_cases import Paged
+from hal.testing.operation_calls import Call
+from hal.testing.operation_cases import check_call
 
 REPORT = "report it to the driver's vendor"
 OPERATIONS = ("embedding", "linear", "rms_norm", "rotary_embedding", "silu_and_mul", "greedy_sample")

@@ -13,22 +13,28 @@ import attrs
 from hal.drivers import opening
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError, DriverUnavailable, nearest
+from hal.testing import (
+    closing_cases,
+    device_cases,
+    error_cases,
+    graph_cases,
+    leak_cases,
+    limit_cases,
+    model_cases,
+    operation_cases,
+    rank_cases,
+    rewrite_cases,
+    stream_cases,
+)
 from hal.testing.case import Case, NotApplicable, raised_in
-from hal.testing.devices import closing_cases, device_cases, memory_cases, stream_cases
-from hal.testing.graphs import graph_cases
-from hal.testing.models import limit_cases, model_cases, runner_cases
-from hal.testing.operations import error_cases, leak_cases, operation_cases, rewrite_cases
-from hal.testing.ranks import rank_cases
 from hal.testing.target import Target
 
 AREAS: tuple[ModuleType, ...] = (
     device_cases,
     stream_cases,
-    memory_cases,
     operation_cases,
     rewrite_cases,
     graph_cases,
-    runner_cases,
     model_cases,
     error_cases,
     limit_cases,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from hal.testing.models.random_checkpoint import tensor_shapes
+from hal.testing.random_checkpoint import tensor_shapes
 
 INDEX = "model.safetensors.index.json"
 EXPERTS: dict[str, Any] = {

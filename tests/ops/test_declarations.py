@@ -22,8 +22,8 @@ from hal.ops import FLOATING, Draw, Sample, fused_op, op
 from hal.ops.declaration.axes import STEP_AXES, parse_shape
 from hal.ops.declaration.constraints import Constraints
 from hal.ops.declaration.parse_constraints import constraints_of
-from hal.testing.operations.calls import calls_of, first_rows, row_dims, rows_apart, special_calls_of, with_special
-from hal.testing.operations.declaration_cases import check_declaration
+from hal.testing.operation_calls import calls_of, first_rows, row_dims, rows_apart, special_calls_of, with_special
+from hal.testing.operation_cases import check_declaration
 
 OPERATIONS = list(ops.catalogue().values())
 NUMBERS = itertools.count()

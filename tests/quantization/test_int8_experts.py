@@ -28,7 +28,7 @@ from hal.cli import main
 from hal.errors import CheckpointError
 from hal.nn import GroupedLinear, Linear, Router
 from hal.quantization.forms import INT8
-from hal.testing.models.random_checkpoint import checkpoint
+from hal.testing.random_checkpoint import checkpoint
 
 DOWN = "model.layers.1.mlp.experts.3.down_proj"
 

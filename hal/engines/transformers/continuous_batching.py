@@ -18,6 +18,13 @@ from hal import ops
 from hal.engines.transformers.attention import check, sinks_of
 from hal.errors import OperationError
 
+PAGED = "paged|eager"
+"""The one name that continuous batching accepts beside sdpa and flash attention."""
+PAGES = "pages"
+"""The argument of the function by which a layer's cache reaches it; None for a cache that is no table of blocks."""
+STEP = "hal_step"
+"""The argument by which a call of the model hands all its layers one :class:`Step`."""
+
 
 @attrs.frozen(eq=False)
 class Rows:
@@ -73,14 +80,6 @@ class Step:
         if (found := self._groups.get(pages)) is None:
             found = self._groups[pages] = Rows.of(pages, size, kwargs)
         return found
-
-
-PAGED = "paged|eager"
-"""The one name that continuous batching accepts beside sdpa and flash attention."""
-PAGES = "pages"
-"""The argument of the function by which a layer's cache reaches it; None for a cache that is no table of blocks."""
-STEP = "hal_step"
-"""The argument by which a call of the model hands all its layers one :class:`Step`."""
 
 
 class UnwrittenCache:

@@ -14,6 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hal.errors import ConfigError
 from hal.sources.transformers.phase import REMEDY
 
+DEFAULT = "default"
+
 
 def fill_buffers(model: Any) -> None:
     """Compute the buffers of a model on the meta device that its checkpoint lacks, on the CPU.
@@ -65,9 +67,6 @@ def _compute(model: Any, path: str, names: list[str]) -> None:
 
 def _is_theirs(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("hal.")
-
-
-DEFAULT = "default"
 
 
 def settle(model: nn.Module, length: int) -> None:

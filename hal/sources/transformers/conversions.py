@@ -19,6 +19,8 @@ from hal.nn import Assembly, Weight
 from hal.nn.weights.assembly import Region
 
 REMEDY = "convert the checkpoint with transformers before: save_pretrained(..., save_original_format=False)"
+Found = tuple[str, Region]
+"""A tensor of the checkpoint, and the region of the model's tensor that it fills. Axes are ``axis0``, ``axis1``, ..."""
 
 
 @attrs.frozen
@@ -34,10 +36,6 @@ class Regions(Assembly):
     def regions(self, box: Mapping[str, tuple[int, int]], inner: tuple[str, ...]) -> Iterator[Region]:
         """Yield the regions."""
         yield from self.parts
-
-
-Found = tuple[str, Region]
-"""A tensor of the checkpoint, and the region of the model's tensor that it fills. Axes are ``axis0``, ``axis1``, ..."""
 
 
 @attrs.frozen

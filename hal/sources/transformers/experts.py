@@ -16,6 +16,9 @@ from hal.nn import Consumer, Experts, Weight
 from hal.sources.transformers.conversions import Conversions, spelling, whole_weight
 from hal.sources.transformers.phase import REMEDY
 
+Gate = Callable[[Tensor], Tensor]
+"""Of gate and up, ``[..., 2 * width]``, to ``[..., width]``."""
+
 
 class RoutedExperts(Experts):
     """:class:`hal.nn.Experts` with the arguments of transformers' experts."""
@@ -144,10 +147,6 @@ def _expert_names(module: Any, path: str, conversions: Conversions) -> tuple[str
     above = below.match(first[0][0])["above"]  # type: ignore[index]
     conversions.names.update(spelling(f"{above}.weight", f"{path}.weight"))
     return ordered[0], ordered[1], down
-
-
-Gate = Callable[[Tensor], Tensor]
-"""Of gate and up, ``[..., 2 * width]``, to ``[..., width]``."""
 
 
 def gate_of(module: Any) -> Gate | None:

@@ -39,6 +39,31 @@ KEPT = frozenset(
     ]
 )
 """Functions of scores that do not change what they mean."""
+PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm})
+SUMS = frozenset({torch.baddbmm, Tensor.baddbmm})
+"""Functions of scores to start with, queries and keys."""
+SHAPING = frozenset(
+    {
+        Tensor.contiguous,
+        Tensor.expand,
+        Tensor.flatten,
+        Tensor.float,
+        Tensor.permute,
+        Tensor.repeat_interleave,
+        Tensor.reshape,
+        Tensor.squeeze,
+        Tensor.to,
+        Tensor.transpose,
+        Tensor.type,
+        Tensor.type_as,
+        Tensor.unsqueeze,
+        Tensor.view,
+        Tensor.__getitem__,
+        torch.repeat_interleave,
+        torch.transpose,
+    }
+)
+"""Functions of cached keys or values that return them in another shape or dtype."""
 
 
 @attrs.frozen
@@ -152,33 +177,6 @@ def buffer_of(model: nn.Module, tensor: Tensor) -> tuple[str, str] | None:
             if each is not None and (each is tensor or each is tensor._base):
                 return path, name
     return None
-
-
-PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm})
-SUMS = frozenset({torch.baddbmm, Tensor.baddbmm})
-"""Functions of scores to start with, queries and keys."""
-SHAPING = frozenset(
-    {
-        Tensor.contiguous,
-        Tensor.expand,
-        Tensor.flatten,
-        Tensor.float,
-        Tensor.permute,
-        Tensor.repeat_interleave,
-        Tensor.reshape,
-        Tensor.squeeze,
-        Tensor.to,
-        Tensor.transpose,
-        Tensor.type,
-        Tensor.type_as,
-        Tensor.unsqueeze,
-        Tensor.view,
-        Tensor.__getitem__,
-        torch.repeat_interleave,
-        torch.transpose,
-    }
-)
-"""Functions of cached keys or values that return them in another shape or dtype."""
 
 
 class _Cached(Tensor):

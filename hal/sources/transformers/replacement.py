@@ -36,6 +36,9 @@ from hal.sources.transformers.tensor_parallel import (
     split_parameters,
 )
 
+SMALLEST = 16
+"""Projections with fewer outputs, such as gates of a shared expert, stay apart."""
+
 
 def declare_weights(model: Any, conversions: Conversions) -> None:
     """Declare the tensors that the checkpoint has otherwise, buffers that it has, and those that stay float32."""
@@ -124,10 +127,6 @@ def refusal_to_split(model: Any) -> str | None:
     """Return why ranks cannot split a model whose layers were replaced, or None."""
     problem: str | None = model.refused_split
     return problem
-
-
-SMALLEST = 16
-"""Projections with fewer outputs, such as gates of a shared expert, stay apart."""
 
 
 class GatheredLinear(MergedLinear):

@@ -22,7 +22,7 @@ from hal.ops import Draw, Sample
 from hal.ops.form_samples import INT8, INT8_DYNAMIC, INT8_STATIC, drawn_bias, drawn_input, drawn_weight
 from hal.ops.forms import Form
 from hal.ops.tolerance import assert_agree
-from hal.testing.operations.compared_call import prepare_weights
+from hal.testing.compared_call import prepare_weights
 from hal.vendor import AddedKernel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

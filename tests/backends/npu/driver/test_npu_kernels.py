@@ -21,7 +21,7 @@ from hal.nn import Embedding, Linear, WeightUse
 from hal.ops import Draw, Operation, Sample
 from hal.ops.forms import FLOAT
 from hal.ops.tolerance import assert_agree
-from hal.testing.operations.compared_call import prepare_weights
+from hal.testing.compared_call import prepare_weights
 
 DTYPES = (torch.float16, torch.bfloat16)
 OPERATIONS = list(ops.catalogue().values())

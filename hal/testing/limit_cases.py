@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
+from hal import ops
 from hal.checkpoint.loading import load_model
+from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
 from hal.nn import WeightUse
+from hal.ops.declaration.samples import Draw
 from hal.ops.rounding import check_logits
+from hal.ops.tolerance import assert_agree
+from hal.step.state import StateSpec, canonical_states
 from hal.testing.case import Case, NotApplicable, require
-from hal.testing.models.logit_agreement import reference_logits
-from hal.testing.models.model_cases import head_dim_of
-from hal.testing.models.paged_attention import Paged
-from hal.testing.models.plans import Plan, run_plan
-from hal.testing.models.random_checkpoint import checkpoint
+from hal.testing.model_cases import head_dim_of
+from hal.testing.random_checkpoint import checkpoint
+from hal.testing.step_plans import Plan, reference_logits, run_plan
 from hal.testing.target import Target, dtype_name
 
 ANY_BLOCK_SIZE = (1, 8, 16, 48, 64, 128)
@@ -26,6 +32,7 @@ ANY_HEAD_DIM = (16, 32, 64, 80, 96, 128, 192, 256)
 """Values tested on a backend without a list of head dimensions."""
 MANY_STREAMS = 4096
 """Maximum number of streams used to test a limit."""
+ATTENTION = "paged_attention"
 
 
 def cases(target: Target) -> Iterator[Case]:
@@ -116,3 +123,79 @@ def _capture_sizes(target: Target) -> None:
         plan = Plan((2,) * count, (tuple(range(count)),), seed=count)
         known = reference_logits("qwen3", head_dim_of(target), dtype, plan.texts(runner.model.vocab_size))
         check_logits(run_plan(runner, plan), known)
+
+
+@attrs.frozen
+class Paged:
+    """Sequences in a backend's cache, written by its ``store_kv_cache``, and in a canonical cache on the CPU.
+
+    In the canonical layout, slots without a token hold NaN.
+    """
+
+    backend: Backend
+    dtype: torch.dtype
+    heads: int
+    head_dim: int
+    caches: tuple[Tensor, Tensor]
+    reference: tuple[Tensor, Tensor]
+    table: Tensor
+
+    @classmethod
+    def filled(
+        cls,
+        backend: Backend,
+        dtype: torch.dtype,
+        block_size: int,
+        head_dim: int,
+        lengths: Sequence[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        seed: int = 0,
+    ) -> Paged:
+        """Create a cache with sequences of these lengths in scattered blocks."""
+        needed = [math.ceil(length / block_size) for length in lengths]
+        spec = StateSpec.key_value(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)
+        draw = Draw(dtype, seed=seed)
+        free = (1 + draw.permutation(sum(needed))).tolist()
+        table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+        slots: list[int] = []
+        for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+            owned = [free.pop() for _ in range(count)]
+            table[row, :count] = torch.tensor(owned, dtype=torch.int32)
+            slots += [owned[at // block_size] * block_size + at % block_size for at in range(length)]
+        keys, values = (draw.normal(sum(lengths), kv_heads, head_dim) for _ in range(2))
+        where = torch.tensor(slots, dtype=torch.int32)
+        with torch.inference_mode():
+            caches, reference = (
+                (each.layers[0]["key"], each.layers[0]["value"])
+                for each in (backend.allocate(spec), canonical_states(spec, torch.device("cpu")))
+            )
+            for cache in (*reference, *(caches if backend.state_layout == "canonical" else ())):
+                cache.fill_(math.nan)
+            device = backend.device.torch
+            ops.store_kv_cache(keys.to(device), values.to(device), *caches, where.to(device))
+            ops.operation("store_kv_cache").reference(keys, values, *reference, where)
+        return cls(backend, dtype, heads, head_dim, caches, reference, table.to(device))
+
+    def check(
+        self, query_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool = True, window: int | None = None
+    ) -> None:
+        """Attend with the last ``query_lens`` tokens of each sequence.
+
+        Raises:
+            AssertionError: the result differs from the reference's.
+        """
+        device, operation = self.backend.device.torch, ops.operation(ATTENTION)
+        query = Draw(self.dtype, seed=sum(kv_lens)).normal(sum(query_lens), self.heads, self.head_dim)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        lens = torch.tensor(kv_lens, dtype=torch.int32)
+        options = ops.AttentionOptions(self.head_dim**-0.5, window=window, causal=causal)
+        rest: tuple[Any, ...] = starts, lens, None, options
+        with torch.inference_mode():
+            found = ops.paged_attention(
+                query.to(device), *self.caches, self.table, starts.to(device), lens.to(device), *rest
+            )
+            self.backend.device.synchronize()
+            expected = operation.reference(query, *self.reference, self.table.cpu(), starts, lens, *rest)
+        assert_agree(operation, self.dtype, found, expected, f"queries {list(query_lens)} of {list(kv_lens)}")

@@ -14,8 +14,8 @@ from torch import Tensor
 from hal import ops
 from hal.ops.declaration.operation import Operation
 from hal.testing.case import Case
-from hal.testing.models.model_cases import ModelRun
-from hal.testing.operations.calls import Call, largest_sample
+from hal.testing.model_cases import ModelRun
+from hal.testing.operation_calls import Call, largest_sample
 from hal.testing.target import Target
 
 WARM, ROUNDS = 6, 24

@@ -15,10 +15,10 @@ from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.errors import BatchError, CaptureError, DeviceError, GraphError
 from hal.testing.case import require
-from hal.testing.graphs.filled_tensors import filled, holds
 
 SECONDS = 60
 """That another thread gets for a capture, before what holds it up counts as held for good."""
+SHAPE = (32, 64)
 
 
 class _Nothing(TorchDispatchMode):
@@ -172,3 +172,14 @@ CHECKS: dict[str, Callable[[Backend], None]] = {
     "value-read": _value_read,
     **{f"error-inside/{name}": partial(_error_inside, make) for name, make in RAISED.items()},
 }
+
+
+def filled(backend: Backend, value: float = 1.0) -> Tensor:
+    """Return a tensor of SHAPE on the backend's device, filled with ``value``."""
+    return torch.full(SHAPE, value, dtype=backend.limits.dtypes[0], device=backend.device.torch)
+
+
+def holds(tensor: Tensor, value: float, what: str) -> None:
+    """Raise AssertionError unless every element is ``value``."""
+    found = sorted(set(tensor.cpu().float().flatten().tolist()))
+    require(found == [value], f"{what}: {found[:4]} in place of {value}")

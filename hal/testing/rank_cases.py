@@ -12,8 +12,7 @@ from typing import Any
 from hal.errors import CommunicationError
 from hal.parallel.launch import run_ranks
 from hal.testing.case import Case, NotApplicable, require
-from hal.testing.ranks.rank_checks import checks
-from hal.testing.ranks.rank_program import CHECKS, SKIPPING
+from hal.testing.rank_checks import CHECKS, SKIPPING, checks
 from hal.testing.target import Target
 
 RANKS = 2
@@ -78,7 +77,7 @@ def _results(target: Target, what: str) -> list[dict[str, Any]]:
     parallel = {"tensor": RANKS, "timeout": TIMEOUT if what == SKIPPING else int(LIMIT) // 2}
     order = json.dumps({"config": {**target.rank_config(), "parallel": parallel}, "what": what})
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["-m", "hal.testing.ranks.rank_program", folder]
+        arguments = ["-m", "hal.testing.rank_checks", folder]
         failure = run_ranks(arguments, RANKS, stdin=order.encode(), seconds=LIMIT)
         files = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
         if all(file.exists() for file in files):

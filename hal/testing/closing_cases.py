@@ -20,7 +20,7 @@ from hal.generation.generate import generate
 from hal.generation.sampling_params import SamplingParams
 from hal.step import StateSpec
 from hal.testing.case import Case, require
-from hal.testing.models.model_cases import SLOW, ModelRun
+from hal.testing.model_cases import SLOW, ModelRun
 from hal.testing.target import Target
 
 SECONDS = 120

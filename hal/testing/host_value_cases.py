@@ -18,6 +18,9 @@ from hal.step.state import StateSpec
 from hal.testing.case import require
 
 ROWS, BLOCKS_EACH, HEADS, KV_HEADS = 5, 3, 4, 2
+CHAINED = 4.0
+"""Times the tolerance: the second attention is given four times what the first gives, and so passes its rounding on. In
+graphs a driver may have another kernel than for eager calls."""
 
 
 class Attend:
@@ -98,11 +101,6 @@ def _filled(backend: Backend, draw: Draw, head_dim: int) -> tuple[Tensor, Tensor
     with torch.inference_mode():
         ops.store_kv_cache(*values, *cache, torch.arange(blocks * size, dtype=torch.int32, device=draw.device))
     return cache
-
-
-CHAINED = 4.0
-"""Times the tolerance: the second attention is given four times what the first gives, and so passes its rounding on. In
-graphs a driver may have another kernel than for eager calls."""
 
 
 def _agrees(attend: Attend, found: Tensor, lens: list[int], what: str) -> None:

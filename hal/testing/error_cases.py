@@ -15,9 +15,9 @@ from hal.errors import ConfigError, DeviceOutOfMemory, HalError, OperationError
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.case import Case, require
-from hal.testing.models.model_cases import ModelRun
-from hal.testing.models.plans import run_plan
-from hal.testing.operations.calls import largest_sample, nth_sample
+from hal.testing.model_cases import ModelRun
+from hal.testing.operation_calls import largest_sample, nth_sample
+from hal.testing.step_plans import run_plan
 from hal.testing.target import Target, dtype_name, reference_backend
 
 BLOCK_SIZES = (1, 7, 64, 100, 8192)

@@ -16,7 +16,7 @@ from hal.ops.forms import FLOAT
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.tolerance import error
 from hal.testing.case import Failure
-from hal.testing.operations.calls import Call, clone_tensors, describe, reference, tensors
+from hal.testing.operation_calls import Call, clone_tensors, describe, reference, tensors
 
 MARGIN = 64
 """Guard elements before and after a mutated argument; a kernel must not write them."""

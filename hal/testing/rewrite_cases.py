@@ -13,7 +13,7 @@ from hal import ops
 from hal.ops.declaration.operation import Operation
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import Case, Failure, NotApplicable
-from hal.testing.operations.calls import Call, describe, largest_sample, tensors
+from hal.testing.operation_calls import Call, describe, largest_sample, tensors
 from hal.testing.target import Target, dtype_name
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Conformance cases of devices, streams and memory."""

@@ -1,1 +1,0 @@
-"""Conformance cases of captured graphs and their host values."""

@@ -1,1 +1,0 @@
-"""Conformance cases of runners and whole models, against a reference on the CPU."""

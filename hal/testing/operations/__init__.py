@@ -1,1 +1,0 @@
-"""Conformance cases of operations and rewrites, drawn from their declarations."""
