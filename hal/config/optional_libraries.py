@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -20,20 +20,22 @@ DISTRIBUTIONS = {"PIL": "pillow"}
 """Packages whose distributions have other names."""
 
 
-def optional_requirements() -> Iterator[tuple[str, Requirement]]:
-    """Yield each extra and a library that it requires on this machine; none if hal is not installed."""
+@cache
+def optional_requirements() -> tuple[tuple[str, Requirement], ...]:
+    """Return each extra and a library that it requires on this machine; none if hal is not installed."""
     try:
         declared = importlib.metadata.requires(DISTRIBUTION) or []
         extras = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
-        return
-    for extra in (each for each in extras if each not in DEVELOPERS):
-        for requirement in map(Requirement, declared):
-            marker = requirement.marker
-            if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
-                continue
-            if requirement.name != DISTRIBUTION:
-                yield extra, requirement
+        return ()
+    marked = [(each, each.marker) for each in map(Requirement, declared) if each.name != DISTRIBUTION]
+    return tuple(
+        (extra, requirement)
+        for extra in extras
+        if extra not in DEVELOPERS
+        for requirement, marker in marked
+        if marker is not None and not marker.evaluate({"extra": ""}) and marker.evaluate({"extra": extra})
+    )
 
 
 def need(module: str, extra: str, option: str) -> Any:
