@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
-from hal.bench.contenders.llama_side import QUANTIZED
-from hal.bench.figures.launches import PEERS
-from hal.bench.figures.timing import noisy
-from hal.bench.figures.token_agreement import Agreement
+from hal.bench.launches import PEERS
+from hal.bench.llama_side import QUANTIZED
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
+from hal.bench.timing import noisy
+from hal.bench.token_agreement import Agreement
 from hal.device.host_cores import crowded
 
 FORMAT = 1

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from hal.bench.bench_environment import environment
-from hal.bench.contenders.hal_side import HalSide, routings
-from hal.bench.contenders.llama_side import LlamaSide
-from hal.bench.contenders.transformers_side import TransformersSide
-from hal.bench.contenders.workload import Contender, Inputs, Side
-from hal.bench.figures import floor, launches, peak_memory, token_agreement
-from hal.bench.figures.timing import Summary, interleave
-from hal.bench.plan import Plan, Setting, prepare
+import hal
+from hal.bench import floor, launches, peak_memory, token_agreement
+from hal.bench.bench_errors import distribution_of
+from hal.bench.hal_side import HalSide, routings
+from hal.bench.llama_side import LlamaSide
+from hal.bench.plan import RIVALS, Plan, Setting, prepare
+from hal.bench.timing import Summary, interleave
+from hal.bench.transformers_side import TransformersSide
+from hal.bench.workload import Contender, Inputs, Side
+from hal.config import environment_options
+from hal.device.host_cores import other_running_threads, usable_cores
 from hal.drivers.backend import Backend
 from hal.progress import Rounds, Say, going_on, silent, since_start
 
@@ -226,3 +234,42 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def environment(setting: Setting) -> dict[str, Any]:
+    """Return the machine, the threads, the versions of libraries, and the environment variables that configure hal."""
+    libraries = ("torch-hal", "torch", *(distribution_of(RIVALS[name]) for name in setting.plan.against))
+    return {
+        "device": setting.backend.device.name,
+        "backend": setting.backend.name,
+        "emulated": _emulated(setting),
+        "kernels": dict(setting.backend.sources),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "threads": setting.plan.threads or torch.get_num_threads(),
+        "other_threads": other_running_threads(),
+        "platform": platform.platform(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HAL_")},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in libraries}},
+    }
+
+
+def _emulated(setting: Setting) -> bool:
+    """Return whether the driver's option ``emulator`` is set."""
+    options = {**environment_options(setting.backend.name), **setting.backend.config.options}
+    return options.get("emulator") not in (None, False, 0, "", "off")
+
+
+def _version(library: str) -> str:
+    if library == "torch":
+        return torch.__version__  # with the build, such as +cpu
+    return hal.__version__ if library == "torch-hal" else importlib.metadata.version(library)
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from hal.bench.bench_errors import need
-from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.transformers_side import model_of
-from hal.bench.contenders.workload import Inputs
 from hal.bench.measurement import SIDES
 from hal.bench.plan import Plan, prepare
+from hal.bench.transformers_side import model_of, only_imported_extensions
+from hal.bench.workload import Inputs
 from hal.config import read
 from hal.errors import HalError
 

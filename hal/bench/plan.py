@@ -10,7 +10,7 @@ import torch
 
 import hal
 from hal.bench.bench_errors import BenchmarkError, need
-from hal.bench.contenders.shapes import SHAPES
+from hal.bench.shapes import SHAPES
 from hal.checkpoint.loading import build_model
 from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import bounds, read
@@ -36,7 +36,7 @@ class Plan:
     Attributes:
         workload: ``decode`` for one decode step, or ``prefill`` for whole prompts.
         checkpoint: folder of a checkpoint; exclusive with ``shapes``.
-        shapes: key of :data:`hal.bench.contenders.shapes.SHAPES`; the weights are random.
+        shapes: key of :data:`hal.bench.shapes.SHAPES`; the weights are random.
         backend: name of a driver, or ``auto``; None uses the environment's.
         dtype: as in :class:`hal.Config`; None uses the environment's. So is ``model_source``.
         batch_sizes: batch sizes, measured separately.

@@ -45,7 +45,7 @@ from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
 from hal.ops.kernels.partial_kernel import PartialKernel
-from hal.parallel import collectives, expert_exchange
+from hal.parallel import collectives
 from hal.parallel.mesh import Mesh, joined
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Backend(BackendResources):
             },
         )
         if distributed is not None:
-            kernels = {**collectives.KERNELS, **expert_exchange.KERNELS, **kernels}
+            kernels = {**collectives.KERNELS, **collectives.EXCHANGES, **kernels}
         kernels = with_added(name, kernels)
         for each, kernel in kernels.items():
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run

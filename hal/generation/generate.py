@@ -15,8 +15,7 @@ from hal.generation.request import Request, Token, checked
 from hal.generation.sampling_params import SamplingParams
 from hal.generation.scheduler import Scheduler
 from hal.nn import EncoderItem
-from hal.parallel.heartbeat import Heartbeat
-from hal.parallel.host_values import gather_values
+from hal.parallel.host_values import Heartbeat, gather_values
 
 
 def generate(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hal.device.group import Group
 from hal.device.group import group as group_named
 from hal.errors import CommunicationError
+from hal.ops.declaration.operation import operation
 from hal.ops.kernels.kernel_table import Kernel
 
 functional: Any = torch.ops._c10d_functional
@@ -151,3 +152,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
     }
 )
 """Kernels by operation. They run in every group whose process group supports the device."""
+EXCHANGES: Mapping[str, Kernel] = MappingProxyType(
+    {name: operation(name).body for name in ("expert_combine", "expert_dispatch")}
+)
+"""Kernels of expert dispatch and combine, by operation. Each calls the backend's :func:`hal.ops.all_to_all`."""

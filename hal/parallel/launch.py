@@ -6,6 +6,7 @@ so that no port has to be chosen. They end with the starting process, whatever e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -20,17 +21,17 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import attrs
+import psutil
 from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
-from hal.config.child_process import ChildProcess
+from hal.config.child_process import ChildProcess, signal_name
 from hal.config.process_keeper import ProcessKeeper
-from hal.device.host_capacity import check_ranks
+from hal.device.host_capacity import check_ranks, host_memory
 from hal.device.host_cores import usable_cores
 from hal.errors import CommunicationError
 from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh, explained
-from hal.parallel.rank_endings import MemoryWatch, describe_signal
 
 T = TypeVar("T")
 
@@ -48,6 +49,18 @@ AGAIN = 1.0
 """Seconds after which a rank that ends gets the signal again."""
 INTERRUPTED = 0.5
 """Seconds in which a rank ends after this process was interrupted. It is then killed."""
+_MEMORY = (
+    "memory is the usual cause: lower cache.num_tokens or the batch size, use more ranks or a quantized checkpoint, or "
+    "give the machine or its container more memory"
+)
+_CRASH = "native code crashed: set PYTHONFAULTHANDLER=1 to see where, and report it with the output of `hal doctor`"
+_REMEDIES = {
+    "SIGKILL": _MEMORY,
+    "SIGBUS": "a mapped file was shortened, or memory or disk ran out: do not change the checkpoint meanwhile, and "
+    "check the free space and memory",
+    **dict.fromkeys(("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"), _CRASH),
+}
+_SENT = "another program or user sent the signal, such as a job manager at its time limit; start the command again"
 
 
 def rank() -> int:
@@ -258,3 +271,53 @@ def gathered(value: T, mesh: Mesh) -> list[T]:
 def agreed(value: T, mesh: Mesh) -> T:
     """Return the value of rank 0, such as a random seed; see :func:`gathered`."""
     return gathered(value, mesh)[0]
+
+
+class MemoryWatch:
+    """The memory of the ranks while they run, since the system tells nothing about a process that has ended.
+
+    Attributes:
+        resident: the resident memory of each rank in bytes, as last seen.
+    """
+
+    def __init__(self) -> None:
+        self.resident: list[int] = []
+        self._processes: list[psutil.Process] = []
+        self._ended_before = _ended_for_memory()
+
+    def look(self, processes: Sequence[int]) -> None:
+        """Read the memory of the ranks, given the process ID of each, which their starter has not waited for."""
+        for number in processes[len(self._processes) :]:
+            self._processes.append(psutil.Process(number))
+            self.resident.append(0)
+        for rank, process in enumerate(self._processes):
+            with contextlib.suppress(psutil.Error):
+                self.resident[rank] = process.memory_info().rss or self.resident[rank]  # 0 if it has ended
+
+    def __str__(self) -> str:
+        _, total = host_memory()
+        used = ", ".join(f"{each / 2**30:.2f}" for each in self.resident)
+        text = f"when last seen, the ranks used {used} GiB of the {total / 2**30:.2f} GiB of this machine or container"
+        if ended := _ended_for_memory() - self._ended_before:
+            text += f"; meanwhile, the kernel ended {ended} process{'es' * (ended > 1)} because memory ran out"
+        return text
+
+
+def describe_signal(rank: int, ranks: int, number: int, memory: MemoryWatch) -> tuple[str, str]:
+    """Return the problem and the remedy of a rank that the signal ``number`` ended."""
+    name = signal_name(number)
+    remedy = _REMEDIES.get(name, _SENT)
+    problem = f"rank {rank} of {ranks} was ended by {name}"
+    return (f"{problem}; {memory}" if name in ("SIGKILL", "SIGBUS") else problem), remedy
+
+
+def _ended_for_memory() -> int:
+    """Return how many processes the kernel has ended because memory ran out; 0 if it does not tell.
+
+    Source: ``oom_kill`` of https://docs.kernel.org/admin-guide/cgroup-v2.html, of all control groups in vmstat.
+    """
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

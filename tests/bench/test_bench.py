@@ -35,15 +35,25 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench import bench_report, measurement, plan, plot
+from hal.bench import (
+    bench_report,
+    floor,
+    launches,
+    llama_side,
+    measurement,
+    peak_memory,
+    plan,
+    plot,
+    routing,
+    timing,
+    token_agreement,
+    transformers_side,
+)
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders import gguf_writing, transformers_side
-from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.hal_side import HalSide
-from hal.bench.contenders.prefilled_cache import prompts
-from hal.bench.contenders.shapes import SHAPES
-from hal.bench.contenders.workload import Contender, Inputs
-from hal.bench.figures import floor, launches, peak_memory, routing, timing, token_agreement
+from hal.bench.hal_side import HalSide
+from hal.bench.shapes import SHAPES
+from hal.bench.transformers_side import only_imported_extensions
+from hal.bench.workload import Contender, Inputs, prompts
 from hal.checkpoint import random_weights
 from hal.checkpoint.loading import build_model
 from hal.cli import main
@@ -446,7 +456,7 @@ class TestFloor:
         pytest.importorskip("gguf", reason="gguf writes the file")
         shapes = random_weights.RandomCheckpoint.of("tiny", {**TINY, "tie_word_embeddings": True})
         file = tmp_path / "model.gguf"
-        gguf_writing.write_gguf(shapes, file, "Q8_0")
+        llama_side.write_gguf(shapes, file, "Q8_0")
         kept, wide = (build_model(hal.Checkpoint.open(file), quantized_weights=each) for each in ("kept", "auto"))
         assert floor.prefill_operations(kept, 4, 1, 5) == floor.prefill_operations(wide, 4, 1, 5)
         bytes_of = [floor.decode_bytes(each, torch.bfloat16, 1, 5).parts["weights"] for each in (kept, wide)]
@@ -889,7 +899,7 @@ class TestLlama:
     def test_the_weights_are_written(self, shapes: str, kind: str, error: float, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="gguf writes the file")
         written = random_weights.RandomCheckpoint.of(shapes, SHAPES[shapes])
-        gguf_writing.write_gguf(written, tmp_path / "model.gguf", kind)
+        llama_side.write_gguf(written, tmp_path / "model.gguf", kind)
         read = hal.Checkpoint.open(tmp_path / "model.gguf")
         assert read.tensors.keys() == written.tensors.keys()
         found = dict(read.read(read.tensors))
@@ -899,7 +909,7 @@ class TestLlama:
     def test_scaled_positions_are_written(self, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="gguf writes the file")
         config = SHAPES["llama-3.2-1b"] | {key: value for key, value in TINY.items() if isinstance(value, int)}
-        gguf_writing.write_gguf(random_weights.RandomCheckpoint.of("tiny", config), tmp_path / "model.gguf", "F32")
+        llama_side.write_gguf(random_weights.RandomCheckpoint.of("tiny", config), tmp_path / "model.gguf", "F32")
         read = hal.Checkpoint.open(tmp_path / "model.gguf").config["rope_scaling"]
         assert read["rope_type"] == "llama3"
         assert read["factor"] == config["rope_parameters"]["factor"]
@@ -909,7 +919,7 @@ class TestLlama:
         tiny = random_weights.RandomCheckpoint.of("tiny", TINY)
         checkpoint = attrs.evolve(tiny, config=TINY | {"architectures": ["OlmoForCausalLM"]})
         with pytest.raises(BenchmarkError, match="hal writes no GGUF file of OlmoForCausalLM"):
-            gguf_writing.write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
+            llama_side.write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
 
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
     def test_both_compute_the_same(self, workload: plan.Workload) -> None:
@@ -1090,7 +1100,7 @@ class TestExtensions:
 
 
 def test_the_layers_of_a_text_model_in_a_table() -> None:
-    from hal.bench.figures.launches import config_of_layers
+    from hal.bench.launches import config_of_layers
 
     text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
     cut = config_of_layers({"vision_config": {"depth": 3}, "text_config": text}, 2)

@@ -31,7 +31,7 @@ PRELOADED = [
     "hal.execution.runner",
     "hal.generation.generate",
     "hal.models",
-    "hal.parallel.heartbeat",
+    "hal.parallel.host_values",
     "networkx",
     "stevedore.enabled",
 ]

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.workload import Contender
-from hal.bench.figures.floor import read_probe
-from hal.bench.figures.timing import interleave
+from hal.bench.floor import read_probe
+from hal.bench.timing import interleave
+from hal.bench.transformers_side import only_imported_extensions
+from hal.bench.workload import Contender
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from helpers.tiny_transformers import model_of, prompts_of
 
-from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.workload import Contender
-from hal.bench.figures.timing import interleave
+from hal.bench.timing import interleave
+from hal.bench.transformers_side import only_imported_extensions
+from hal.bench.workload import Contender
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

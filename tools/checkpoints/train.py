@@ -24,7 +24,7 @@ from typing import Any
 import click
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hal.bench.contenders.extensions import only_imported_extensions  # hal imports torch without vendors' extensions
+from hal.bench.transformers_side import only_imported_extensions  # hal imports torch without vendors' extensions
 
 import torch  # isort: skip
 from torch.nn import functional  # isort: skip

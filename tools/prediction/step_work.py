@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from hal import ops
-from hal.bench.figures.floor import Work, decode_bytes, prefill_operations
-from hal.bench.figures.launches import config_of_layers
-from hal.bench.figures.routing import Routing, expert_projections
+from hal.bench.floor import Work, decode_bytes, prefill_operations
+from hal.bench.launches import config_of_layers
+from hal.bench.routing import Routing, expert_projections
 from hal.checkpoint.loading import distribute_experts, shrink
 from hal.checkpoint.random_weights import meta_model
 from hal.compile.collective_calls import CollectiveCall, collective_calls, whole_without_fusion

@@ -23,15 +23,13 @@ from torch import Tensor, distributed
 from hal.device.group import Group, when_forgotten
 from hal.device.group import group as group_named
 from hal.ops.kernels.kernel_table import Kernel
-from hal.parallel import expert_exchange
+from hal.parallel.collectives import EXCHANGES
 
 WIDTHS = range(1024, 7168 + 1)
 MOST_RANKS, MOST_TOKENS, MOST_CHOICES, MOST_EXPERTS = 384, 512, 16, 512
 BUFFER = "HCCL_BUFFSIZE"
 """The environment variable with the size of a communicator's buffer, in MiB."""
 DEFAULT_BUFFER = 200
-
-_composed = expert_exchange.KERNELS
 
 
 def _up(size: int, to: int) -> int:
@@ -92,7 +90,7 @@ class ExpertExchange:
         """See :func:`hal.ops.expert_dispatch`."""
         options = self._options(experts, x, num_experts, group)
         if options is None:
-            composed: tuple[Tensor, Tensor, Tensor, Tensor] = _composed["expert_dispatch"](
+            composed: tuple[Tensor, Tensor, Tensor, Tensor] = EXCHANGES["expert_dispatch"](
                 x, experts, num_experts, group
             )
             return composed
@@ -114,7 +112,7 @@ class ExpertExchange:
         """See :func:`hal.ops.expert_combine`."""
         options = self._options(experts, rows, num_experts, group)
         if options is None:
-            composed: Tensor = _composed["expert_combine"](rows, experts, weights, sent, received, num_experts, group)
+            composed: Tensor = EXCHANGES["expert_combine"](rows, experts, weights, sent, received, num_experts, group)
             return composed
         return torch_npu.npu_moe_distribute_combine_v2(  # type: ignore[no-any-return]
             rows, experts, sent, received, weights.float(), **options

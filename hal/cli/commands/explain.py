@@ -138,7 +138,7 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
 
 def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
     """Print a layer's launches, eager and compiled, on a backend that counts launches."""
-    from hal.bench.figures.launches import count
+    from hal.bench.launches import count
     from hal.bench.plan import Plan, prepare
 
     config = on.config.compilation.of("decode")

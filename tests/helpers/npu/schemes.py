@@ -149,8 +149,7 @@ def count_launches(
     **workload: Any,
 ) -> list[Any]:
     """Return the launches of a step, by default of decode, on the emulated NPU, for each batch size and mode."""
-    from hal.bench import plan
-    from hal.bench.figures import launches
+    from hal.bench import launches, plan
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HAL_CACHE__DTYPE", cache)

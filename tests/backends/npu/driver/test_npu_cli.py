@@ -13,7 +13,7 @@ from helpers.npu import processes
 from helpers.thorough import PROCESSES, thorough
 
 import hal
-from hal.bench.figures import floor
+from hal.bench import floor
 from hal.cli import main
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")

@@ -10,7 +10,7 @@ from helpers.npu import processes
 from helpers.thorough import PROCESSES, thorough
 
 import hal
-from hal.bench.figures import launches
+from hal.bench import launches
 
 DOCS = processes.ROOT / "docs"
 PAGE = DOCS / "how-to" / "run-on-an-npu.md"

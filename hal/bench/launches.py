@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders.hal_side import HalSide
-from hal.bench.contenders.workload import Inputs
+from hal.bench.hal_side import HalSide
 from hal.bench.plan import Setting
+from hal.bench.workload import Inputs
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
 from hal.checkpoint.random_weights import RandomCheckpoint, meta_model

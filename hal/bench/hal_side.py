@@ -12,10 +12,9 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench.contenders.prefilled_cache import prefill
-from hal.bench.contenders.workload import Contender, Inputs, Side
-from hal.bench.figures.routing import Routing, expert_projections, recorded
 from hal.bench.plan import Setting
+from hal.bench.routing import Routing, expert_projections, recorded
+from hal.bench.workload import Contender, Inputs, Side, prefill
 from hal.config import read
 from hal.drivers.compiler_registry import EAGER
 from hal.step import SEQUENCE

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from hal.bench.contenders.workload import Contender
+from hal.bench.workload import Contender
 
 
 def interleave(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hal.bench.contenders.workload import Contender
-from hal.bench.figures.routing import (
+from hal.bench.plan import Setting
+from hal.bench.routing import (
     Routing,
     active_bytes,
     assigned_numbers,
@@ -27,7 +27,7 @@ from hal.bench.figures.routing import (
     expert_weights,
     packed_weights,
 )
-from hal.bench.plan import Setting
+from hal.bench.workload import Contender
 from hal.device.device import Device
 from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding
 from hal.step import SEQUENCE

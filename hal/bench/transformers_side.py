@@ -6,8 +6,11 @@ tokens (``prepare_inputs_for_generation`` there, ``Runner.batch`` in hal).
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.bench.bench_errors import BenchmarkError, need
-from hal.bench.contenders.extensions import only_imported_extensions
-from hal.bench.contenders.workload import Contender, Inputs
 from hal.bench.plan import Setting
+from hal.bench.workload import Contender, Inputs
 from hal.checkpoint.tensor_names import named_by_model, renamed
 from hal.checkpoint.weight_bindings import bindings_of, sources_of
+
+GROUP = "torch.backends"
+"""Entry-point group in which ``import torch`` looks up device extensions."""
 
 
 class TransformersSide:
@@ -168,3 +173,24 @@ def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None 
     except (KeyError, ValueError) as error:
         raise BenchmarkError(f"transformers does not support the model: {error}", "omit --against") from error
     return library.AutoModelForCausalLM.from_config(known, dtype=dtype)
+
+
+@contextmanager
+def only_imported_extensions() -> Iterator[None]:
+    """Hide torch extensions that are not imported yet.
+
+    transformers imports every installed device extension, and fails if one cannot be imported, for example for lack of
+    the vendor's runtime. hal's driver has already imported the extension that the device needs. transformers caches its
+    lookup, so import it and create its models inside the block.
+
+    Python treats a module that is None in ``sys.modules`` as missing. The entries are removed at the end of the block.
+    They affect the whole process, so no other thread may open a backend meanwhile.
+    """
+    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group=GROUP)}
+    hidden = packages - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # typeshed knows modules alone
+    try:
+        yield
+    finally:
+        for package in hidden:
+            del sys.modules[package]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.bench.bench_errors import BenchmarkError
-from hal.bench.contenders.workload import Contender
+from hal.bench.workload import Contender
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 """Largest difference attributed to rounding, by the dtype of the weights.

@@ -1,1 +1,0 @@
-"""The implementations that a benchmark compares, and the workload that they share."""

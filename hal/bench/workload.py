@@ -1,0 +1,193 @@
+"""The inputs that all contenders share: the same tokens and cache, generated from fixed seeds.
+
+With a checkpoint's weights, the cache of decode steps is what a prefill computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+import hal
+from hal import ops
+from hal.bench.bench_errors import BenchmarkError
+from hal.bench.plan import Setting, Workload
+from hal.ops.declaration.operation import Operation
+from hal.ops.kernels.kernel_table import Kernel
+from hal.step import SEQUENCE
+
+DRAWN = 16
+"""Number of sequences with distinct caches; larger batches repeat them, because generation takes longer than a step."""
+TOKENS = 1024
+"""Tokens to prefill, in as many sequences as this allows. Prefilling more would take longer than the measurement."""
+SEQUENCES = 16
+"""The most sequences to prefill; larger batches repeat them."""
+
+
+@attrs.frozen(eq=False)
+class Contender:
+    """One implementation in one mode, ready to run its step repeatedly.
+
+    Attributes:
+        name: name in tables.
+        step: the timed function; computes the logits ``[batch, vocab_size]`` of each sequence's last token.
+        reset: restores the cache before each step; not timed.
+        setup_seconds: duration of preparation, with the first step, without loading weights.
+        close: frees all resources except the weights; the contender cannot run afterwards.
+        logits: returns the logits of what a step returned.
+        comparable: whether it has the same weights and cache as the others, so that its logits are equal.
+    """
+
+    name: str
+    step: Callable[[], Any]
+    reset: Callable[[], None]
+    setup_seconds: float = 0.0
+    close: Callable[[], None] = lambda: None
+    logits: Callable[[Any], Tensor] = lambda returned: returned
+    comparable: bool = True
+
+
+class Side(Protocol):
+    """An implementation with its weights."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Return the modes that can be measured."""
+
+    def contender(self, mode: str, inputs: Inputs) -> Contender:
+        """Prepare a contender."""
+
+
+@attrs.frozen(eq=False)
+class Inputs:
+    """The inputs of one batch size.
+
+    Attributes:
+        setting: the benchmark.
+        batch_size: the number of sequences.
+        prefilled: what each layer keeps of some sequences, as :meth:`cached` returns it, which a prefill has
+            computed. If there is none, it is random. Trained weights turn rounding into other logits on a random
+            cache, while a step's duration and memory do not depend on the values.
+    """
+
+    setting: Setting
+    batch_size: int
+    prefilled: Sequence[Mapping[str, Tensor]] = ()
+
+    @property
+    def workload(self) -> Workload:
+        """Return ``decode`` or ``prefill``."""
+        return self.setting.plan.workload
+
+    @property
+    def length(self) -> int:
+        """Return the tokens per sequence in the cache (decode) or in the prompt (prefill)."""
+        return self.setting.plan.length
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the new tokens ``[batch, 1]`` or ``[batch, length]``, int64, on the CPU."""
+        shape = (self.batch_size, 1 if self.workload == "decode" else self.length)
+        return torch.randint(self.setting.meta.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+    def cached(self, layer: int) -> Mapping[str, Tensor]:
+        """Return what a layer keeps of the sequences, by name.
+
+        These are its states per sequence, each ``[batch, ...]``; or else ``key`` and ``value``, each ``[batch, length,
+        num_kv_heads, head_dim]`` in the model's dtype.
+        """
+        model, device = self.setting.meta, self.setting.backend.device.torch
+        if self.prefilled:
+            held = self.prefilled[layer]
+            rows = torch.arange(self.batch_size) % len(next(iter(held.values())))
+            return {name: each[rows].to(device) for name, each in held.items()}
+        generator = torch.Generator().manual_seed(1 + layer)
+        drawn = min(self.batch_size, DRAWN)
+        states, dtype = model.states[layer], self.setting.dtype
+        kept = {name: (each.shape, each.dtype or dtype) for name, each in states.items() if each.per is SEQUENCE}
+        kept = kept or dict.fromkeys(("key", "value"), ((self.length, *states["key"].shape), dtype))
+        rows = torch.arange(self.batch_size, device=device) % drawn
+        return {
+            name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[rows]
+            for name, (shape, kind) in kept.items()
+        }
+
+
+def prefill(runner: hal.Runner, batch_size: int, length: int) -> Sequence[Mapping[str, Tensor]]:
+    """Return what each layer keeps of some sequences; see :meth:`hal.bench.workload.Inputs.cached`.
+
+    Args:
+        runner: runs steps eagerly, with a cache for a sequence of ``length`` tokens.
+        batch_size: the most sequences.
+        length: tokens of each.
+
+    Raises:
+        BenchmarkError: the model does not write its cache with ``store_kv_cache``, once in each layer of a step.
+    """
+    blocks = [*range(1, 1 + runner.spec.blocks_for(length))]
+    found = []
+    for row in prompts(runner.model.vocab_size, batch_size, length):
+        slots = runner.slots.take(1) or [] if runner.slots.needed else []
+        with _stored() as written:
+            runner.step(runner.batch([row], [blocks], **({"slots": slots} if slots else {})))
+        found.append(_kept(runner, written, slots, length))
+        runner.slots.give_back(slots)
+    layers = zip(*found, strict=True)
+    return [{name: torch.stack([row[name] for row in rows]) for name in rows[0]} for rows in layers]
+
+
+def prompts(vocab_size: int, batch_size: int, length: int) -> list[list[int]]:
+    """Return the prompts of ``length`` tokens that are prefilled; a larger batch repeats them."""
+    rows = max(1, min(batch_size, SEQUENCES, TOKENS // length))
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def _kept(
+    runner: hal.Runner, written: Sequence[tuple[Tensor, Tensor]], slots: Sequence[int], length: int
+) -> list[dict[str, Tensor]]:
+    """Return what each layer keeps of a sequence, on the CPU."""
+    per_sequence = [[name for name, each in layer.items() if each.per is SEQUENCE] for layer in runner.spec.layers]
+    cached = iter(_by_layer(written, per_sequence.count([]), length))
+    return [
+        {name: state[name][slots[0]].cpu().clone() for name in names}
+        or dict(zip(("key", "value"), next(cached), strict=True))
+        for names, state in zip(per_sequence, runner.states.layers, strict=True)
+    ]
+
+
+def _by_layer(written: Sequence[tuple[Tensor, Tensor]], layers: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of each layer. A long prompt takes several steps, each of which writes all layers."""
+    found = []
+    for layer in range(min(layers, len(written))):
+        keys, values = zip(*written[layer::layers], strict=True)
+        found.append((torch.cat(keys), torch.cat(values)))
+    if [len(keys) for keys, _ in found] != [length] * layers:
+        raise BenchmarkError(
+            f"a prefill of {length} tokens wrote {sum(len(keys) for keys, _ in written)} keys in {layers} layers",
+            "measure the model with --shapes, or write each layer's cache once in a step, with store_kv_cache",
+        )
+    return found
+
+
+@contextmanager
+def _stored() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Record the keys and values that are written to a cache inside the block, in order, on the CPU."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def wrap(operation: Operation, kernel: Kernel) -> Kernel:
+        if operation.name != "store_kv_cache":
+            return kernel
+
+        def recording(key: Tensor, value: Tensor, *rest: Any) -> Any:
+            found.append((key.cpu().clone(), value.cpu().clone()))
+            return kernel(key, value, *rest)
+
+        return recording
+
+    with ops.intercepted(wrap):
+        yield found
