@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.engines.sglang import register
-from hal.engines.sglang.served_models import check_checkpoint
+from hal.engines.sglang.server_args import check_checkpoint
 from hal.errors import ConfigError, ModelError
 
 HERE = Path(__file__).parent

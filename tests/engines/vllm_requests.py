@@ -23,7 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, allocate_token_bitmask
 
 import hal
-from hal.engines.vllm.step_output import StepOutput
+from hal.engines.vllm.model_runner import StepOutput
 from hal.engines.vllm.worker import HalWorker
 
 LONGEST, CACHED = 704, 1024

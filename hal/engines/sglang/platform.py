@@ -10,8 +10,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 import hal
 from hal.engines.sglang import PLATFORM
-from hal.engines.sglang.served_models import check_checkpoint
-from hal.engines.sglang.server_args import check, configuration
+from hal.engines.sglang.server_args import check, check_checkpoint, configuration
 from hal.errors import ModelError
 
 
