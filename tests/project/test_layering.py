@@ -42,11 +42,11 @@ def violations(root: Path) -> Iterator[str]:
     """Return the vendors named in the core or in a model, and other forbidden imports of models."""
     for folder in ("hal", "models"):
         for file in sorted((root / folder).rglob("*.py")):
-            parts = file.relative_to(root).parts
+            path = file.relative_to(root)
             # An adapter imports its engine, and a source its library.
-            own = parts[2] if parts[0] == "hal" and parts[1] in ("engines", "sources") else ""
+            own = path.parts[2] if path.parts[0] == "hal" and path.parts[1] in ("engines", "sources") else ""
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                where = f"{file.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+                where = f"{path}:{getattr(node, 'lineno', 0)}"
                 for module in imported(node):
                     if module.partition(".")[0] in VENDORS - {own}:
                         yield f"{where} imports the vendor package {module}"

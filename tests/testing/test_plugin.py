@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.thorough import PROCESSES, thorough
 
-from hal import ops
+from hal import ops, vendor
 from hal.errors import ConfigError
 from hal.testing import Conformance
 
@@ -74,6 +74,7 @@ CPU = Conformance(backend="cpu")
 """Imported before pytester's runs in this process, which unload the modules that they import."""
 for each in CPU.cases[:2]:
     each.run()
+assert vendor.Driver, "hal keeps lazily imported modules, which must not be unloaded"
 
 
 def run(
