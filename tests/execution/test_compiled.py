@@ -90,6 +90,7 @@ def test_it_says_once_what_it_does_not_compile(
         torch.testing.assert_close(decode_some(runner, sequences), decode_some(runners("eager"), sequences))
     said = [record for record in caplog.records if "runs uncaptured" in record.getMessage()]
     assert len(said) == 1
+    assert "takes a single sequence" in said[0].getMessage()
     assert runners("eager").spec == runner.spec
 
 
