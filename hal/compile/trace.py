@@ -6,10 +6,12 @@ place. The graph's inputs are the batch's tensors, the weights and the states.
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import attrs
@@ -20,9 +22,9 @@ from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from hal import ops
-from hal.compile.copy_model import copy_model
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.recognize.complex_pairs import polar
 from hal.drivers.compiler import Outputs
@@ -36,6 +38,28 @@ from hal.step.fields import Field, FieldAxis, fields_of
 from hal.step.rows import ALL, NONE, Rows
 from hal.step.shape import StepShape
 from hal.step.state import StateMemory
+
+
+def copy_model(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """Return a copy of a model's modules with other parameters and buffers.
+
+    The copy preserves the sharing of modules and tensors. Containers of modules and bound methods of modules are copied
+    and refer to the copies. All other attribute values are shared with the model.
+
+    Args:
+        model: the model to copy.
+        tensors: the replacement of each parameter and buffer, by the id of the original.
+    """
+    modules = {id(module) for module in model.modules()}
+
+    def is_copied(value: Any) -> bool:
+        return id(value.__self__ if isinstance(value, MethodType) else value) in modules
+
+    # A copy of a tensor would be an operation of the trace, and a lock or a handle cannot be copied.
+    values = tree_leaves([vars(module) for module in model.modules()])
+    shared = {id(value): value for value in values if not is_copied(value)}
+    return copy.deepcopy(model, {**shared, **tensors})
+
 
 Size = int | torch.SymInt
 M = TypeVar("M", bound=nn.Module)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hal.compile.copy_model import copy_model
+from hal.compile.trace import copy_model
 
 
 class Layer(nn.Module):

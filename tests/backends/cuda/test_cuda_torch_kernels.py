@@ -9,7 +9,7 @@ import pytest
 import torch
 from hal.backends.cuda.attention import TorchAttention, gathered
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
-from hal.backends.cuda.torch_functions import KERNELS, int8_product
+from hal.backends.cuda.libraries import KERNELS, int8_product
 from helpers.attending import with_blind_queries
 from helpers.thorough import DRAW, thorough
 from torch import Tensor

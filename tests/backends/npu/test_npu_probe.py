@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from hal.backends.npu.autoload import autoload
-from hal.backends.npu.driver import NpuDriver
+from hal.backends.npu.driver import NpuDriver, probe, probe_emulated
 from hal.backends.npu.emulator import activation, build
-from hal.backends.npu.probe import probe, probe_emulated
 from hal.backends.npu.torch_build import install_command
 from helpers import ROOT
 
