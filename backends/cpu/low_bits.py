@@ -18,7 +18,7 @@ from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.form_kernels import Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.projection import int8_matmul
+from hal.ops.projection import floating_bias, int8_matmul
 
 from . import packing
 from .grouped import by_expert
@@ -66,6 +66,7 @@ def linear(
     widen: Widen = widened,
 ) -> Tensor:
     """See :func:`hal.ops.linear`. It widens some rows at a time, and rounds the scaled weights to x's dtype."""
+    bias = floating_bias(bias, weight_scale, form)
     if dtype is not None and dtype is not x.dtype:
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,7 +145,7 @@ def embedding(*given: Any, out: Tensor | None = None) -> Tensor:
 
 
 def _float_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any, out: Tensor | None = None) -> Tensor:
-    return packing.linear(x, weight, None if bias is None else bias.to(x.dtype), out=out)
+    return packing.linear(x, weight, bias, out=out)
 
 
 def _every(form: Form) -> bool:

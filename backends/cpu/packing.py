@@ -107,6 +107,7 @@ _measured: dict[tuple[torch.Size, torch.dtype, tuple[int, ...], int, bool], Meas
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """See :func:`hal.ops.linear`, of floating-point weights. The weight may be one that :class:`Packing` prepared."""
+    bias = None if bias is None else bias.to(x.dtype)
     if weight.is_mkldnn:
         table = getattr(weight, "table", None)
         if table is None or x.numel() <= weight.rows * x.shape[-1]:  # type: ignore[attr-defined]

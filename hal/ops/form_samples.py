@@ -21,6 +21,7 @@ FORMS = (
     Form("int8", columns=32),
     Form("int8", columns=128, zero_points=True),
     Form("int8", zero_points=True),
+    Form("int8", zero_points=True, inputs="static_int8"),
     Form("int4"),
     Form("int4", columns=32, zero_points=True),
     Form("int4", columns=64),
@@ -93,7 +94,7 @@ def drawn_bias(draw: Draw, form: Form, *shape: int, place: int = 0) -> Tensor | 
     """Return a bias in a dtype that the form takes, or None for some samples."""
     if not place % 2:
         return None
-    if form.inputs == "static_int8":
+    if form.inputs == "static_int8" and not form.columns:
         return draw.integers(-(2**14), 2**14, *shape, dtype=torch.int32)
     bias = draw.normal(*shape)
     return bias.float() if place % 4 == 1 else bias

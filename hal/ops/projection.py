@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.errors import OperationError
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.form_samples import drawn_bias, drawn_input, drawn_weight, result_dtype, samples_of_forms
-from hal.ops.forms import FLOAT, Form, dequantize
+from hal.ops.forms import FLOAT, Form, dequantize, scale_values, spread
 
 WEIGHTS = (FLOATING, torch.int8, torch.uint8, torch.int32, torch.int64)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -35,6 +36,7 @@ def _linear_samples(draw: Draw) -> Iterator[Sample]:
         if not place:
             x_scale = None if x_scale is None else x_scale.view(1, -1)
             yield x.view(1, *x.shape), *given, x_scale, result_dtype(draw, x), form
+    yield draw.normal(3, 64), draw.normal(96, 64, scale=0.125), draw.normal(96).float(), *none
 
 
 @op(
@@ -75,7 +77,8 @@ def linear(
     The weight of another form than :data:`~hal.ops.FLOAT` is ``(weight - weight_zero_point) * weight_scale``, and
     a kernel may round it, its scales and zero points to the result's dtype. Of int8 inputs, the product is multiplied
     by ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, products are summed exactly, and
-    multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums.
+    multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums. A floating-point weight's
+    bias may be rounded to x's dtype.
 
     Args:
         x: ``[..., in_features]``: floating; or int8, the result of :func:`dynamic_quantize` or :func:`quantize`.
@@ -83,7 +86,7 @@ def linear(
             int32 ``[out_features, in_features / 8]``, the first number in the lowest four bits, in two's complement;
             for ``float8``, the bits of e4m3 in uint8; for ``float4``, uint8 ``[out_features, in_features / 2]``. Or as
             :meth:`hal.Backend.prepare_weights` returned it, as the next ones.
-        bias: ``[out_features]``, floating, or int32 in units of ``weight_scale``; or None.
+        bias: ``[out_features]``, floating, or int32 in units of ``weight_scale`` if no row has several scales; or None.
         weight_scale: ``[blocks of rows, blocks of columns]`` of the form: one for each block; None of floating-point
             weights. Of a static input, it includes the input's scale.
         weight_zero_point: of the same shape; None for 0.
@@ -95,7 +98,7 @@ def linear(
         ``[..., out_features]``, of dtype.
     """
     if weight_scale is None:
-        return functional.linear(x, weight, bias)
+        return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     return project(x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype, form)
 
 
@@ -117,11 +120,34 @@ def project(
         values = sums.float() * weight_scale.squeeze(-1)
     else:
         values = functional.linear(x.float(), dequantize(form, weight, weight_scale, weight_zero_point))
+        bias = floating_bias(bias, weight_scale, form)
     if x_scale is not None:
         values = values * x_scale.unsqueeze(-1)
     if bias is not None:
         values = values + bias
     return values.to(dtype or x.dtype)
+
+
+def floating_bias(bias: Tensor | None, weight_scale: Tensor, form: Form) -> Tensor | None:
+    """Return a bias of floating-point numbers: one of int32 is multiplied by the scales of its rows.
+
+    Args:
+        bias: ``[..., out_features]``, or None.
+        weight_scale: ``[..., blocks of rows, blocks of columns]``.
+        form: the form of the weight.
+
+    Raises:
+        OperationError: the bias is int32, and rows have several scales.
+    """
+    if bias is None or bias.is_floating_point():
+        return bias
+    if weight_scale.shape[-1] != 1:
+        raise OperationError(
+            f"a bias of int32 is in units of its row's scale, and rows of {form} have {weight_scale.shape[-1]} scales",
+            "give a floating-point bias",
+        )
+    scaled: Tensor = bias * spread(scale_values(weight_scale, form), form, bias.shape[-1], 1).squeeze(-1)
+    return scaled
 
 
 def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 
+import hal
 from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw
@@ -28,6 +29,39 @@ def test_zero_points_and_scales_count_whatever_the_inputs_are(form: Form, inputs
     wanted = x.double() @ dequantize(form, weight, scale, zero).double().t()
     wanted = wanted if x_scale is None else wanted * x_scale[:, None]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", [Form("int8", zero_points=True), Form("int4"), Form("float8", rows=16)], ids=str)
+@pytest.mark.parametrize("name", ["linear", "grouped_linear"])
+def test_a_bias_of_int32_is_in_units_of_its_rows_scale(name: str, form: Form, cpu: hal.Backend) -> None:
+    draw, form, operation = Draw(seed=0), attrs.evolve(form, inputs="static_int8"), ops.operation(name)
+    experts = (1,) if name == "grouped_linear" else ()
+    weight, scale, zero = drawn_weight(draw, form, *experts, 24, 64)
+    (x, _), bias = drawn_input(draw, form, 3, 64), draw.integers(-(2**14), 2**14, *experts, 24, dtype=torch.int32)
+    rows = scale.repeat_interleave(form.rows, -2)[..., :24, 0]
+    wanted = (x.double() @ dequantize(form, weight, scale, zero).double().mT + (bias * rows).double()).view(3, 24)
+    given = x, weight, *([torch.tensor([3])] if experts else []), bias, scale, zero, None, torch.float32, form
+    for run in (operation.reference, cpu.kernels[name]):
+        torch.testing.assert_close(run(*given).double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_bias_of_int32_is_refused_if_rows_have_several_scales() -> None:
+    draw, form = Draw(seed=0), Form("int8", columns=32, inputs="static_int8")
+    weight, scale, zero = drawn_weight(draw, form, 24, 64)
+    bias = torch.ones(24, dtype=torch.int32)
+    given = torch.ones(3, 64, dtype=torch.int8), weight, bias, scale, zero, None, torch.float32, form
+    with pytest.raises(OperationError, match=r"in groups of 32, and static int8 inputs have 2 scales"):
+        ops.operation("linear").reference(*given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_of_float32_beside_others(dtype: torch.dtype, cpu: hal.Backend) -> None:
+    draw = Draw(dtype, seed=0)
+    x, weight, bias = draw.normal(3, 64), draw.normal(96, 64, scale=0.125), draw.normal(96).float()
+    given = x, weight, bias, None, None, None, None, FLOAT
+    wanted = (x.double() @ weight.double().t() + bias).to(dtype)
+    for run in (ops.operation("linear").reference, cpu.kernels["linear"]):
+        torch.testing.assert_close(run(*given), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from hal.ops.forms import Form, exponent_values, float4_values, float8_values, spread
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.projection import floating_bias
 
 from .experts import add_bias, grouped_matmul, prepared_bias
 from .kernels import in_nd, in_transposed_nz
@@ -106,6 +107,7 @@ class LowBits:
         self, product: _Product, add: _Add, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     ) -> Tensor:
         weight_scale, weight_zero_point, x_scale, dtype, form = rest
+        bias = floating_bias(bias, weight_scale, form)
         kind = x.dtype if x.is_floating_point() else dtype
         wide = self.widened(weight, weight_scale, weight_zero_point, kind, form)
         if x_scale is None:
@@ -186,9 +188,9 @@ class LowBits:
         found = {**weights, "weight_scale": self._scales(weights["weight_scale"], use.form, use.dtype)}
         if "weight_zero_point" in found:
             found["weight_zero_point"] = (-found["weight_zero_point"].float()).to(use.dtype)
-        if "bias" in found:
+        if (bias := floating_bias(found.get("bias"), weights["weight_scale"], use.form)) is not None:
             linear = use.operation == "linear"
-            found["bias"] = found["bias"].to(use.dtype) if linear else prepared_bias(found["bias"], use.dtype)
+            found["bias"] = bias.to(use.dtype) if linear else prepared_bias(bias, use.dtype)
         return found
 
 

@@ -15,7 +15,7 @@ from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
 from hal.ops.form_samples import drawn_bias, drawn_input, drawn_weight, result_dtype, samples_of_forms
 from hal.ops.forms import FLOAT, Form, dequantize
-from hal.ops.projection import BIAS, SCALES, WEIGHTS, ZERO_POINTS, int8_matmul
+from hal.ops.projection import BIAS, SCALES, WEIGHTS, ZERO_POINTS, floating_bias, int8_matmul
 
 
 def split_rows(draw: Draw, rows: int, num_experts: int) -> Tensor:
@@ -106,12 +106,12 @@ def grouped_linear(
         return by_expert(
             x, counts, lambda e: functional.linear(x, weight[e], None if bias is None else bias[e].to(x.dtype))
         )
-    added = bias
     if form.exact:
         sums = by_expert(x, counts, lambda e: _integer_sums(x, weight[e], bias, e))
         values = sums.float() * _of_rows(weight_scale.squeeze(-1), x, counts)
         added = None if bias is None or bias.dtype is torch.int32 else bias
     else:
+        added = floating_bias(bias, weight_scale, form)
         wide = dequantize(form, weight, weight_scale, weight_zero_point)
         values = by_expert(x, counts, lambda e: functional.linear(x.float(), wide[e]))
     if x_scale is not None:

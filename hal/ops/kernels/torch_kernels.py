@@ -84,7 +84,7 @@ def linear(
 ) -> Tensor:
     """Call torch's ``linear``, after widening a weight of another form to x's dtype."""
     if weight_scale is None:
-        return functional.linear(x, weight, bias)
+        return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     if not x.is_floating_point():
         return project(x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype, form)
     wide = dequantize(form, weight, weight_scale, weight_zero_point).to(x.dtype)

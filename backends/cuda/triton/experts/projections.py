@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.forms import FLOAT, Form
+from hal.ops.projection import floating_bias
 
 from ..arguments import require_form
 from ..low_bits.product import MANY, project_packed, tiles
@@ -33,8 +34,9 @@ def grouped_linear(
     given = weight, bias, weight_scale, weight_zero_point, x_scale
     require_form("grouped_linear", form, x, *given, dtype, counts)
     dtype, floating = dtype or x.dtype, x.is_floating_point()
-    if form.numbers == "int8" and form.by_row and weight_zero_point is None:
+    if form.numbers == "int8" and form.by_row and form.scales == "float" and weight_zero_point is None:
         return project(x, weight, counts, dtype, x_scale=x_scale, weight_scale=weight_scale, bias=bias)
+    bias = floating_bias(bias, weight_scale, form)
     packed = Packed.of(form, weight, weight_scale, weight_zero_point)
     average = len(x) / len(weight)
     # Many int8 rows of an expert read its weight again for each tile of them, which the GPU's cache mostly holds.

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from hal.ops.forms import Form
 from hal.ops.kernels.form_kernels import plain
+from hal.ops.projection import floating_bias
 
 from ..arguments import require_form
 from .product import MANY, project_packed, tiles
@@ -38,6 +39,7 @@ def linear(
     Scaled weights of groups and blocks are rounded to the result's dtype, and of many int8 rows the product.
     """
     require_form("linear", form, x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype)
+    bias = floating_bias(bias, weight_scale, form)
     dtype, count = dtype or x.dtype, x.numel() // max(x.shape[-1], 1)
     packed = Packed.of(form, weight, weight_scale, weight_zero_point)
     if packed is not None and count <= MANY:
