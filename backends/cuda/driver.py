@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from hal.config import read
-from hal.device.limits import Limits
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable, HalError, nearest
@@ -26,27 +24,6 @@ if TYPE_CHECKING:
     from hal.device.graph import Graph
 
     from .choice import Chosen
-
-
-OLDEST = (7, 5)
-"""The compute capability of the Turing generation, the oldest that torch's builds for CUDA 13 support."""
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-BLOCK_SIZES_OF_PAGES = (256, 512, 128, 64, 32, 16)
-"""Block sizes for torch's attention, which reads blocks of 256 tokens in place and gathers others."""
-
-
-def limits(capability: tuple[int, int], *, pages: bool) -> Limits:
-    """Return the limits of a GPU.
-
-    Args:
-        capability: the compute capability, major and minor.
-        pages: whether attention prefers blocks that flash attention reads in place.
-    """
-    halves = (torch.bfloat16, torch.float16) if capability >= (8, 0) else (torch.float16,)
-    return Limits(
-        dtypes=(*halves, torch.float32), block_sizes=BLOCK_SIZES_OF_PAGES if pages else (), capture_sizes=CAPTURE_SIZES
-    )
-
 
 LIBRARIES = ("flashinfer", "triton", "torch", "reference")
 """Valid values in the option ``kernels``."""
@@ -107,6 +84,8 @@ class CudaBackend(Backend):
         import torch
 
         from hal.device.device import Device
+
+        from .gpu import limits
 
         attention = chosen.get("paged_attention")
         super().__init__(
@@ -204,6 +183,7 @@ class CudaDriver(Driver):
         chosen = read(CudaOptions, options, "options of the cuda driver")
         import torch
 
+        from .gpu import OLDEST
         from .libraries import kernels_for
 
         try:
