@@ -23,8 +23,7 @@ from hal.checkpoint.safetensors_files import DTYPES, TensorSlice
 from hal.checkpoint.tensor_names import named_by_model
 from hal.checkpoint.validate import check_fit, check_tied, check_values
 from hal.checkpoint.weight_bindings import Binding, bindings_of, naming_counts, set_tensor
-from hal.checkpoint.weight_buffers import WeightBuffers
-from hal.checkpoint.weight_filling import Filling, LayerFilling, layer_fillings
+from hal.checkpoint.weight_filling import Filling, LayerFilling, WeightBuffers, layer_fillings
 from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import CacheDType, ExpertsMode, ParallelConfig, QuantizedWeights
 from hal.config.untrusted_files import is_there

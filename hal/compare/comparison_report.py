@@ -1,14 +1,14 @@
-"""The report of a comparison: a verdict, the first operation that differs, tables; and the same as JSON."""
+"""The reports of comparisons, of two backends or of ranks: a verdict, what differs first, tables, and JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 
-from hal.compare.comparison_results import OUTSIDE, Choice, Comparison, Departure, Outcome
+from hal.compare.comparison_results import OUTSIDE, Choice, Comparison, Departure, Outcome, RankComparison
 
 MOST_CHOICES = 8
 """Maximum number of differing tokens listed."""
@@ -138,3 +138,37 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def rank_heading(found: Sequence[RankComparison]) -> str:
+    """Return the verdict on all ranks, and what was compared."""
+    verdict = "within rounding" if all(each.agrees for each in found) else "NOT within rounding"
+    first = found[0]
+    steps = f"a prefill and {first.steps - 1} decode steps"
+    return f"{first.ranks} ranks of {first.backend} against one: {verdict} ({steps}, {first.tokens} tokens)"
+
+
+def rank_lines(found: Sequence[RankComparison]) -> Iterator[str]:
+    """Yield the findings of each rank."""
+    for each in found:
+        counts = f"{each.compared} results compared" + (f", {each.partial} partial sums not" if each.partial else "")
+        if each.first is None:
+            yield f"rank {each.rank}: no operation differs ({counts})"
+        else:
+            call = each.first.call
+            yield (
+                f"rank {each.rank}: the first operation that differs is {call.operation} in {call.path}, "
+                f"step {call.step}, call {call.number}: by {each.first.drift:.2g}, and rounding explains "
+                f"{each.first.limit:.2g} ({counts})"
+            )
+        for choice in each.choices:
+            why = "a tie, up to rounding" if choice.tie else "more than rounding explains"
+            yield (
+                f"rank {each.rank}: prompt {choice.prompt}, step {choice.step}: token {choice.second} and not "
+                f"{choice.first}; {why}"
+            )
+
+
+def rank_as_json(found: RankComparison) -> dict[str, Any]:
+    """Return all figures of a rank."""
+    return {"agrees": found.agrees, **attrs.asdict(found)}

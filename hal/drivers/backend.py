@@ -41,10 +41,10 @@ from hal.drivers.compiler_registry import (
 )
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.call_signature import check_kernel
 from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
 from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.ops.kernels.prepared_arguments import check_kernel
 from hal.parallel import collectives
 from hal.parallel.mesh import Mesh, joined
 

@@ -17,12 +17,11 @@ from starlette.types import Receive, Scope, Send
 from hal.errors import HalError
 from hal.generation.llm.messages import media_of
 from hal.generation.streaming_text import Piece
-from hal.serve.admission import RETRY_AFTER, Admitted
 from hal.serve.answers import json_text, usage
 from hal.serve.api_error import ApiError, failed, refused
 from hal.serve.jobs import Job, chat_job, completion_job, encoded
 from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest, T
-from hal.serve.server_state import CANCELLED, ServerState
+from hal.serve.server_state import CANCELLED, RETRY_AFTER, Admitted, ServerState
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_TYPE = "application/json"

@@ -1,10 +1,11 @@
-"""The state that the endpoints of a server share, and its figures in Prometheus's text format."""
+"""The state that the endpoints of a server share: its limit of texts, and its figures in Prometheus's text format."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -13,9 +14,74 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.messages import KINDS
 from hal.generation.llm.serving_loop import Occupancy
-from hal.serve.admission import Admission
 from hal.serve.api_error import ApiError
 from hal.serve.request_fields import T, parse
+
+RETRY_AFTER = 1
+"""Seconds after which a refused client may ask again."""
+
+
+class Admission:
+    """Counts the texts that run and wait. Threading: the event loop's thread only.
+
+    Args:
+        limit: the most texts.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._admitted = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[Admitted]:
+        """Admit a request in the block, which counts as one text until more are taken.
+
+        Raises:
+            ApiError: the server has as many as it takes.
+        """
+        admitted = Admitted(self)
+        try:
+            admitted.take(1)
+            yield admitted
+        finally:
+            admitted.end()
+
+    def _take(self, count: int) -> None:
+        if count > 0 and self._admitted + count > self.limit:
+            raise ApiError(
+                429,
+                f"{self._admitted} texts run or wait, and the server takes {self.limit}",
+                f"ask again after {RETRY_AFTER} s",
+                code="rate_limit_exceeded",
+            )
+        self._admitted += count
+
+
+class Admitted:
+    """An admitted request.
+
+    Attributes:
+        texts: the number of its texts.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.texts = 0
+
+    def take(self, texts: int) -> None:
+        """Raise the number of the request's texts.
+
+        Raises:
+            ApiError: the server does not take as many now.
+        """
+        self._admission._take(texts - self.texts)
+        self.texts = texts
+
+    def end(self) -> None:
+        """Let others in: the request has its texts."""
+        self._admission._take(-self.texts)
+        self.texts = 0
+
 
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """The upper bounds of the histograms."""

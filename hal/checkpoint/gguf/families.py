@@ -12,8 +12,7 @@ from typing import Any
 import attrs
 
 from hal.checkpoint.gguf.gguf_header import GgufHeader, GgufTensor
-from hal.checkpoint.gguf.metadata import Metadata
-from hal.checkpoint.gguf.rope_scaling import rope_scaling
+from hal.checkpoint.gguf.metadata import Metadata, rope_scaling
 from hal.errors import CheckpointError, listed
 
 Config = dict[str, Any]

@@ -166,7 +166,7 @@ def _ranks_agree(
     as_json: bool,
 ) -> bool:
     """Compare this rank with one device. The first rank prints all findings, and returns whether all agree."""
-    from hal.compare import rank_report
+    from hal.compare import comparison_report
     from hal.compare.compare_ranks import compare_ranks
     from hal.parallel.launch import gathered, yielding_to_the_cause
 
@@ -180,10 +180,10 @@ def _ranks_agree(
     if not rank.mesh.first:
         return True  # Rank 0 ends with the status of all.
     if as_json:
-        echo(json.dumps([rank_report.as_json(each) for each in found], indent=1))
+        echo(json.dumps([comparison_report.rank_as_json(each) for each in found], indent=1))
     else:
-        echo(rank_report.heading(found) + "\n")
-        for line in rank_report.lines(found):
+        echo(comparison_report.rank_heading(found) + "\n")
+        for line in comparison_report.rank_lines(found):
             echo(line)
     return all(each.agrees for each in found)
 
