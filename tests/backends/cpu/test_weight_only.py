@@ -271,3 +271,23 @@ def test_forms_that_no_sample_has(form: Form, native: bool) -> None:
         (kernels["embedding"](ids, own[0], *own[2:], torch.float32, form), wide[0, ids]),
     ):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "width", "out"),
+    [
+        (Form("int8"), 3, 64, 40),
+        (Form("int8"), low_bits.PACKED_ROWS + 1, 64, 40),
+        (Form("float8", rows=128, columns=128), 3, 4096, 300),
+        (Form("int8", rows=3, zero_points=True), 3, 4096, 300),
+    ],
+    ids=str,
+)
+def test_torch_multiplies_any_number_of_rows(form: Form, rows: int, width: int, out: int) -> None:
+    """Few rows by an int8 weight, and weights that are widened in several parts."""
+    kernels, draw = hal.open({"backend": "cpu", "options": {"native": False}}).kernels, Draw(torch.bfloat16)
+    weight, scale, zero = drawn_weight(draw, form, out, width)
+    x, bias = draw.normal(rows, width), draw.normal(out)
+    found = kernels["linear"](x, weight, bias, scale, zero, None, None, form)
+    expected = x.double() @ dequantize(form, weight, scale, zero).double().t() + bias
+    assert (found - expected).norm() < 1e-2 * expected.norm()

@@ -52,6 +52,8 @@ def test_declared_samples(dtype: torch.dtype) -> None:
     ("form", "rows", "width", "out"),
     [
         (Form("int4", columns=32, zero_points=True), 1, 264, 40),
+        (Form("int4", columns=256, zero_points=True), 4, 264, 40),
+        (Form("int4", columns=256, zero_points=True), 5, 264, 40),
         (Form("int8", columns=64), 17, 200, 70),
         (Form("int4", columns=72, zero_points=True), 70, 72, 24),
         (Form("int8", columns=48, zero_points=True), 3, 96, 8),
