@@ -41,6 +41,7 @@ class Generation:
         delta_rule: whether npu_recurrent_gated_delta_rule is available.
         requantized: the quantization schemes that ``quantized_weights`` ``auto`` converts to ``w8a8_dynamic``: float8,
             which the kernels widen. npu_quant_matmul takes a scale per token except on the 310P.
+        expert_groups: the sizes of groups that npu_grouped_matmul takes for int4 weights alone; empty for any.
         int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
     """
 
@@ -58,6 +59,7 @@ class Generation:
     distributes_experts: bool = False
     delta_rule: bool = False
     requantized: tuple[str, ...] = ("fp8",)
+    expert_groups: tuple[int, ...] = ()
     int8_by_int4: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
@@ -96,7 +98,7 @@ GENERATIONS = (
         int8_by_int4=True,
     ),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False, requantized=()),
-    Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False),
+    Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False, expert_groups=(32, 64, 128, 256)),
 )
 
 

@@ -50,7 +50,7 @@ def form_kernels(device: torch.device, generation: Generation, *, nz: bool) -> d
         nz: whether weights are in FRACTAL_NZ where the kernel takes it.
     """
     product = experts.grouped_linear if generation.experts else operation("grouped_linear").reference
-    low = LowBits(device, product, nz=nz and generation.weight_quant_nz)
+    low = LowBits(device, product, nz=nz and generation.weight_quant_nz, expert_groups=generation.expert_groups)
     mixed = w4a8.Int8ByInt4(low)
     exact: Takes = attrgetter("exact")
     linear = [

@@ -8,7 +8,7 @@ Neither takes float8 or float4 on the generations A2 and A3, so that each step w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +42,11 @@ class LowBits:
         device: the device.
         product: the kernel of ``grouped_linear`` for floating-point weights.
         nz: whether int8 weights that are only scaled by row are in FRACTAL_NZ.
+        expert_groups: the sizes of groups that npu_grouped_matmul takes; empty for any.
     """
 
-    def __init__(self, device: torch.device, product: Kernel, *, nz: bool) -> None:
-        self._product, self._nz = product, nz
+    def __init__(self, device: torch.device, product: Kernel, *, nz: bool, expert_groups: Collection[int] = ()) -> None:
+        self._product, self._nz, self._expert_groups = product, nz, expert_groups
         each = torch.arange(256, dtype=torch.uint8)
         float8 = float8_values(each)
         tables = {"float8": float8, "float4": float4_values(each.unsqueeze(-1))}
@@ -75,7 +76,9 @@ class LowBits:
         """
         weight_scale, weight_zero_point, _, _, form = rest
         int4, groups = form.numbers == "int4", weight_scale.shape[2] > 1
-        if groups and not (int4 and weight_zero_point is None and form.width(weight) % form.columns == 0):
+        fits = int4 and weight_zero_point is None and form.width(weight) % max(form.columns, 1) == 0
+        fits = fits and (not self._expert_groups or form.columns in self._expert_groups)
+        if groups and not fits:
             return self.widened_grouped_linear(x, weight, counts, bias, *rest)
         options: dict[str, Any] = {} if bias is None else {"bias": [prepared_bias(bias, x.dtype)]}
         scale = self._scales(weight_scale, form, x.dtype).to(x.dtype)

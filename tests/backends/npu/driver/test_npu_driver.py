@@ -192,6 +192,26 @@ print(opened().compilers)
         ]
 
     @thorough(PROCESSES)
+    def test_a_950_widens_int4_experts_whose_groups_its_kernel_lacks(self) -> None:
+        program = """
+import torch
+from hal.ops import Draw, operation
+from hal.ops.form_samples import drawn_weight
+from hal.ops.forms import Form
+
+backend, draw = opened(), Draw(torch.bfloat16, "npu")
+for columns in (256, 512):
+    form, counts = Form("int4", columns=columns), draw.tensor([2, 3], torch.int64)
+    weight, scale, _ = drawn_weight(draw, form, 2, 64, 1024)
+    given = [draw.normal(5, 1024), weight, counts, None, scale, None, None, None, form]
+    found = backend.kernels["grouped_linear"](*given).float().cpu()
+    given = [each.cpu() if isinstance(each, torch.Tensor) else each for each in given]
+    expected = operation("grouped_linear").reference(*given).float()
+    print(bool((found - expected).norm() < 1e-2 * expected.norm()))
+"""
+        assert on_a_soc("Ascend950PR_9599", program).split() == ["True", "True"]
+
+    @thorough(PROCESSES)
     def test_a_310p_has_no_graphs_and_computes_in_float16_alone(self) -> None:
         program = """
 print(refused(compilation={"compiler": "graph"}))
