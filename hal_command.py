@@ -23,7 +23,8 @@ class Interrupts:
     """The handler of SIGINT.
 
     While the command runs, the first interrupt raises KeyboardInterrupt, which cleans up files and child processes. Any
-    other interrupt ends the process immediately. So does the first one if a library swallows it.
+    other interrupt ends the process immediately. So does the first one during the import of torch, or if a library
+    swallows it.
 
     Attributes:
         raising: whether the command runs, so that an interrupt raises KeyboardInterrupt.
@@ -35,7 +36,7 @@ class Interrupts:
 
     def handle(self, number: int, frame: object) -> None:
         """Handle a signal."""
-        if not self.raising or self.seen:
+        if not self.raising or self.seen or _is_importing_torch():
             _leave()
         self.seen = True
         _thread.start_new_thread(_leave_after, (GRACE,))
@@ -76,6 +77,15 @@ def _run(interrupts: Interrupts) -> object:
         return ending.code
     finally:
         interrupts.raising = False
+
+
+def _is_importing_torch() -> bool:
+    """Return whether the first import of torch is under way.
+
+    Its C++ code imports Python modules, and aborts the process if one raises. Before it there is nothing to clean up.
+    """
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _end_with_parent() -> None:

@@ -126,6 +126,17 @@ def test_a_second_one_does_not_wait_for_what_cleans_up(repository: Path) -> None
     assert (result.returncode, result.stdout) == (130, "")
 
 
+def test_during_the_import_of_torch_it_raises_nothing(repository: Path, tmp_path: Path) -> None:
+    """Where C++ code of torch imports modules, an exception ends the process with SIGABRT."""
+    package = tmp_path / "torch.py"
+    package.write_text(
+        "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: print('raised')"
+    )
+    body = f"sys.path.insert(0, {str(tmp_path)!r}); import torch"
+    result = run(repository, CONVERTED.replace("{body}", body))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_where_it_is_ignored_it_stays_ignored(repository: Path) -> None:
     """As for a script's background job."""
     ignoring = CONVERTED.replace(
