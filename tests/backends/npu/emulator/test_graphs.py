@@ -583,9 +583,7 @@ def test_a_thousand_captures_and_ten_thousand_replays_leak_nothing():
     work(50, 10)
     before, memory = control.live_handles(), resident()
     work(1000, 10)
-    after = control.live_handles()
-    assert after.pop("allocation") <= before.pop("allocation")
-    assert after == before
+    assert not grown(before)
     assert resident() - memory < 16 << 20
 
 
@@ -624,11 +622,16 @@ def test_what_captures_can_hold_leaks_no_handles():
     work(20)
     before, memory = control.live_handles(), resident()
     work(100)
-    after = control.live_handles()
+    growth = grown(before)
     # torch_npu never frees the memory word of an ExternalEvent, even of one that was dropped at once.
-    assert after.pop("allocation") - before.pop("allocation") == 100
-    assert after == before
+    assert growth.pop("allocation") <= 100
+    assert not growth
     assert resident() - memory < 16 << 20
+
+
+def grown(before: dict[str, int]) -> dict[str, int]:
+    """Return the growth of each kind of handle that grew. Handles of earlier tests may be freed meanwhile."""
+    return {kind: count - before[kind] for kind, count in control.live_handles().items() if count > before[kind]}
 
 
 def resident() -> int:
