@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import published_configs, toys
 from helpers.comparison import TOLERANCE, difference, their_logits
-from helpers.hybrid_configs import HYBRIDS
 from helpers.random_hybrids import FAMILIES, build
 from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
@@ -146,7 +145,7 @@ def test_quantized_weights(tmp_path: Path, scheme: str) -> None:
     assert (found - exact).norm() <= (0.1 if scheme == "w8a8_dynamic" else 1e-5) * exact.norm()
 
 
-NEXT = HYBRIDS["Qwen3-Next-80B-A3B-Instruct"]
+NEXT = published_configs.CONFIGS["Qwen3-Next-80B-A3B-Instruct"]
 
 
 @pytest.mark.parametrize(

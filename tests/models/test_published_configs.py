@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.other_published_configs import OTHERS, OURS
-from helpers.published_configs import CONFIGS
+from helpers.published_configs import CONFIGS, OTHERS
 
 import hal
 from hal.checkpoint.model_registry import find_model
@@ -18,7 +17,6 @@ from hal.step import ALL
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-NATIVE = {**CONFIGS, **OURS}
 UNREAD = {
     "ERNIE-4.5-21B-A3B-PT": ["moe_capacity, moe_gate, moe_use_aux_free"],
     "MiniMax-M2": ["use_mtp"],
@@ -37,9 +35,9 @@ def theirs(config: dict[str, Any], *, sees: bool) -> Any:
         return maker.from_config(transformers.AutoConfig.for_model(**given))
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = NATIVE[name]
+    config = CONFIGS[name]
     with torch.device("meta"), caplog.at_level(logging.WARNING):
         model = find_model(config["architectures"][0]).from_config(config)
     assert [each.rpartition(": ")[2] for each in caplog.messages] == UNREAD.get(name, [])
@@ -51,10 +49,10 @@ def test_it_is_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert sum(each.numel() for each in model.parameters()) == expected
 
 
-@pytest.mark.parametrize("name", [*NATIVE, *OTHERS])
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_it_runs(name: str, cpu: hal.Backend) -> None:
     """A model from transformers' code is also compared with transformers' own model when it is loaded."""
-    model = hal.load_model(hal.RandomCheckpoint.of(name, {**NATIVE, **OTHERS}[name]), cpu)
+    model = hal.load_model(hal.RandomCheckpoint.of(name, {**CONFIGS, **OTHERS}[name]), cpu)
     runner = hal.Runner(model, cpu)
     slots = {"slots": runner.slots.take(1)} if runner.slots.needed else {}
     logits = runner.step(runner.batch([[5, 6, 7, 8]], [[1]], **slots), ALL).logits
@@ -62,7 +60,7 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
     assert (logits.float().std(-1) > 1e-3).all(), "all tokens have the same logit"
 
 
-THETAS = [name for name, config in NATIVE.items() if "rope_theta" in config and not config.get("rope_parameters")]
+THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and not config.get("rope_parameters")]
 
 
 @pytest.mark.parametrize(
@@ -89,4 +87,4 @@ THETAS = [name for name, config in NATIVE.items() if "rope_theta" in config and 
 )
 def test_what_hal_cannot_do_is_refused(name: str, changes: dict[str, Any], message: str, cpu: hal.Backend) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        hal.load_model(hal.RandomCheckpoint.of(name, {**NATIVE[name], **changes}), cpu)
+        hal.load_model(hal.RandomCheckpoint.of(name, {**CONFIGS[name], **changes}), cpu)

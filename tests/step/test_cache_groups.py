@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import toys
-from helpers.hybrid_configs import HYBRIDS
+from helpers.published_configs import CONFIGS
 from helpers.thorough import MODE, thorough
 
 import hal
@@ -28,7 +28,7 @@ from hal.step import (
 )
 
 CONFIG: dict[str, Any] = {
-    **HYBRIDS["Qwen3-Next-80B-A3B-Instruct"],
+    **CONFIGS["Qwen3-Next-80B-A3B-Instruct"],
     "num_hidden_layers": 6,
     "full_attention_interval": 3,
     "torch_dtype": "float32",

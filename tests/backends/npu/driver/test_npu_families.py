@@ -37,7 +37,7 @@ DENSE = (
 def test_the_logits_of_a_family(name: str, tmp_path: Path) -> None:
     """A few sequences, in batches that graphs hold and in others, against the CPU in bfloat16 and in float32."""
     draw = random.Random(name)
-    vocab_size = published_configs.SIZES["vocab_size"]
+    vocab_size = published_configs.VOCABULARY
     prompts = compare.draw_prompts(draw, 4, vocab_size)
     plan = compare.draw_plan(draw, prompts, compare.around(BUCKETS), vocab_size)
     case = compare.build_case(published_configs.write(tmp_path / name, name), "bfloat16", plan, BUCKETS)
