@@ -239,11 +239,11 @@ WITH_TORCHVISION = $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torchvisi
   echo '== no CPU build of torchvision was found: its build for CUDA is installed, whose kernels hal does not use'; \
   $(PIP) --no-deps torchvision==0.28.0; \
   site=$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-  cp tests/engines/torchvision_declarations.py "$$site"; \
+  cp tools/engines/torchvision_declarations.py "$$site"; \
   echo 'import torchvision_declarations' > "$$site/torchvision_declarations.pth"; }
 
 $(VLLM_VENV)/.test: PIP = $(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
-$(VLLM_VENV)/.test: setup.cfg pyproject.toml tests/engines/torchvision_declarations.py
+$(VLLM_VENV)/.test: setup.cfg pyproject.toml tools/engines/torchvision_declarations.py
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(INSTALL_TORCH)
 	$(PIP) 'setuptools<81' setuptools-scm setuptools-rust wheel packaging ninja cmake jinja2
@@ -256,7 +256,7 @@ $(VLLM_VENV)/.test: setup.cfg pyproject.toml tests/engines/torchvision_declarati
 
 # SGLang names another torch, and CUDA's libraries.
 $(SGLANG_VENV)/.test: PIP = $(SGLANG_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
-$(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt tests/engines/torchvision_declarations.py
+$(SGLANG_VENV)/.test: setup.cfg pyproject.toml tests/engines/sglang-requirements.txt tools/engines/torchvision_declarations.py
 	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(INSTALL_TORCH)
 	$(call WITH_TORCHVISION,$(SGLANG_VENV))

@@ -6,122 +6,21 @@ shared, its windows and experts.
 
 from __future__ import annotations
 
+import copy
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-SIZES: dict[tuple[str, ...], int] = {
-    ("vocab_size", "vocab_size_per_layer_input", "n_vocab"): 101,
-    (
-        "hidden_size",
-        "d_model",
-        "n_embd",
-        "embed_dim",
-        "dim",
-        "emb_dim",
-        "embedding_size",
-        "word_embed_proj_dim",
-    ): 64,
-    (
-        "intermediate_size",
-        "ffn_dim",
-        "n_inner",
-        "ffn_hidden_size",
-        "decoder_ffn_dim",
-        "encoder_ffn_dim",
-        "d_ff",
-        "ffn_hidden_dim",
-        "mlp_hidden_size",
-        "feed_forward_size",
-        "dim_ff",
-        "dff",
-        "shared_expert_intermediate_size",
-        "shared_intermediate_size",
-        "expert_ffn_hidden_size",
-        "dense_intermediate_size",
-        "d_inner",
-        "mlp_intermediate_size",
-        "intermediate_size_mlp",
-        "block_ff_dim",
-    ): 96,
-    (
-        "moe_intermediate_size",
-        "expert_intermediate_size",
-        "intermediate_size_moe",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-    ): 32,
-    (
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "decoder_layers",
-        "encoder_layers",
-        "num_decoder_layers",
-    ): 2,
-    (
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "decoder_attention_heads",
-        "encoder_attention_heads",
-        "num_heads",
-        "num_decoder_attention_heads",
-        "num_encoder_attention_heads",
-    ): 4,
-    ("head_dim", "attention_head_dim", "kv_channels", "d_kv", "swa_head_dim"): 16,
-    ("global_head_dim",): 32,
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer"): 4,
-    (
-        "num_experts_per_tok",
-        "moe_topk",
-        "moe_k",
-        "top_k_experts",
-        "num_experts_per_token",
-        "moe_top_k",
-        "num_selected_experts",
-    ): 2,
-    ("n_group", "topk_group"): 1,
-    ("q_lora_rank",): 32,
-    ("kv_lora_rank", "o_lora_rank"): 16,
-    ("qk_nope_head_dim",): 16,
-    ("qk_rope_head_dim",): 8,
-    ("v_head_dim",): 16,
-    ("qk_head_dim",): 24,
-    (
-        "sliding_window",
-        "local_attention",
-        "window_size",
-        "sliding_window_size",
-        "attention_window",
-        "attention_chunk_size",
-    ): 8,
-    (
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-        "max_length_positions",
-    ): 256,
-    ("hidden_size_per_layer_input",): 8,
-    ("index_head_dim",): 16,
-    ("index_n_heads",): 2,
-    ("index_topk",): 64,
-    ("linear_key_head_dim", "linear_value_head_dim"): 16,
-    ("linear_num_key_heads",): 2,
-    ("linear_num_value_heads",): 4,
-    ("mamba_n_heads", "mamba_num_heads"): 4,
-    ("mamba_d_head", "mamba_head_dim"): 32,
-    ("mamba_d_state", "ssm_state_size", "state_size"): 8,
-    ("mamba_d_ssm",): 128,
-    ("mamba_chunk_size",): 8,
-}
+_GIVEN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SIZE_OF: dict[str, int] = _GIVEN["sizes"]
 """The small size of each key of a config."""
-SIZE_OF = {name: size for names, size in SIZES.items() for name in names}
+WHOLE: dict[str, dict[str, Any]] = _GIVEN["whole"]
+"""Whole configs of families that the rules do not fit, by model_type."""
+BESIDE: dict[str, dict[str, Any]] = _GIVEN["beside"]
+"""What a family needs beside the rules, by model_type."""
 KEY_HEADS = (
     "num_key_value_heads",
     "multi_query_group_num",
@@ -138,111 +37,6 @@ TOKENS = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
-DECODERS = (
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "reformer",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "trocr",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-)
-"""Encoders that are decoders if their config says so."""
-_GEMMA: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_ALTERNATING = ["sliding_attention", "full_attention"]
-WHOLE: dict[str, dict[str, Any]] = {
-    "gemma4_text": {
-        **_GEMMA,
-        "num_hidden_layers": 4,
-        "layer_types": _ALTERNATING * 2,
-        "global_head_dim": 32,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 101,
-        "hidden_size_per_layer_input": 8,
-    },
-    "gemma4_unified_text": {**_GEMMA, "num_hidden_layers": 2, "layer_types": _ALTERNATING, "global_head_dim": 32},
-    "gemma3n_text": {
-        **_GEMMA,
-        "num_hidden_layers": 4,
-        "layer_types": _ALTERNATING * 2,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        "intermediate_size": [96] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "vocab_size_per_layer_input": 101,
-        "hidden_size_per_layer_input": 8,
-    },
-    "dbrx": {
-        "vocab_size": 101,
-        "d_model": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_seq_len": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-}
-"""Whole configs of families that the rules do not fit, by model_type."""
-_GRANITE = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
-BESIDE: dict[str, dict[str, Any]] = {
-    **{kind: {"is_decoder": True} for kind in DECODERS},
-    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _GRANITE),
-    "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        },
-        "layer_types": ["full_attention"] * 2,
-    },
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gpt_bigcode": {"multi_query": True},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "num_shared_expert": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"zero_expert_num": 2},
-    "minimax_m2": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "xmod": {"is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""What a family needs beside the rules, by model_type."""
 
 
 def kinds() -> dict[str, str]:
@@ -264,10 +58,10 @@ def config_of(kind: str, **more: Any) -> Any:
 
     made = CONFIG_MAPPING[kind]
     if kind in WHOLE:
-        return made(**{**WHOLE[kind], **more})
+        return made(**{**copy.deepcopy(WHOLE[kind]), **more})
     base = made()
     text = base.get_text_config(decoder=True)
-    beside = {**BESIDE.get(kind, {}), **more}
+    beside = {**copy.deepcopy(BESIDE.get(kind, {})), **more}
     others = {
         name: _small_part(part) for name in ("vision_config", "audio_config") if (part := getattr(base, name, None))
     }

@@ -2,7 +2,7 @@
 
 The tests are not in vLLM's wheel. Unpack them from its source distribution, then name the folder that has ``tests``::
 
-    python -m hal_command emulate -- python tests/engines/vllm_own_tests.py FOLDER [tests/v1/engine ...]
+    python -m hal_command emulate -- python tools/engines/vllm_own_tests.py FOLDER [tests/v1/engine ...]
 
 They need pytest-asyncio, pytest-timeout and tblib as well. The models that they name are in a cache of their own,
 :mod:`vllm_own_cache`, and all are one small checkpoint, so a test that expects the text of real weights fails.

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers.vllm_programs import PROGRAMS
 
 GUARDED = """from vllm.platforms import current_platform
 
@@ -29,7 +28,7 @@ RuntimeError: See root cause above</system-out></testcase>
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(PROGRAMS)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     return importlib.import_module("vllm_own_tests")
 
 
@@ -55,7 +54,8 @@ def test_a_copy_has_no_guard(own: ModuleType, tmp_path: Path) -> None:
     assert own.unguarded(copy) == copy
 
 
-def test_the_hubs_names_are_one_checkpoint(own: ModuleType, trained: Path, tmp_path: Path) -> None:
+def test_the_hubs_names_are_one_checkpoint(own: ModuleType, tmp_path: Path) -> None:
+    trained = own.ROOT / "checkpoints" / "tiny-python"
     own.make_cache(tmp_path, trained)
     (model,) = (tmp_path / "hub").glob("models--facebook--opt-125m")
     snapshot = model / "snapshots" / (model / "refs" / "main").read_text(encoding="utf-8")
