@@ -1,0 +1,58 @@
+"""Tables of calls that the emulated CANN refuses. Each row changes one thing in a call that works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.emulator.ones import half
+
+Row = tuple[Callable[..., Any], dict[str, Any], str]
+"""A call, what changes in it, and a regular expression for the reason."""
+
+
+def check_works(calls: Iterable[Callable[..., Any]]) -> None:
+    """Run the calls without a change."""
+    for call in calls:
+        call()
+    torch.npu.synchronize()
+
+
+def check_refused(rows: Iterable[Row]) -> None:
+    """Check that each call raises with its reason before anything runs."""
+    wrong = []
+    for call, changes, reason in rows:
+        try:
+            call(**changes)
+            said = "nothing"
+        except RuntimeError as error:
+            said = str(error)
+        torch.npu.synchronize()
+        if not re.search(reason, said):
+            wrong.append((reason, said[:1000]))
+    assert not wrong
+
+
+def check_fails(rows: Iterable[Row], capfd: pytest.CaptureFixture[str]) -> None:
+    """Check that each call fails on the device, because of a tensor's content, and that the device works on."""
+    for call, changes, reason in rows:
+        call(**changes)
+        with pytest.raises(RuntimeError, match="507015") as error:
+            torch.npu.synchronize()
+        assert reason in str(error.value) + capfd.readouterr().err
+        assert half(2).add(1).tolist() == [2, 2]
+
+
+def on_soc(soc: str, script: str, environ: dict[str, str], *arguments: str, devices: int = 1) -> str:
+    """Run a script on emulated NPUs of another product; return what it prints."""
+    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--soc", soc]
+    command += ["--devices", str(devices), "--", sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
