@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Assembly, Concatenated, Stacked, Weight, Whole
+from hal.nn import Assembly, Concatenated, Merged, Stacked, Weight, Whole
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
@@ -55,7 +55,7 @@ class Fp8Scales(Reader, Writer):
             blocks = {OUT: form.rows, IN: form.columns}
             scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, every_rank=stored.cut, **scales)
             if stored.ragged:
-                scale = _whole(scale, stored)
+                scale = _whole(scale, stored, fused)
         elif self.strategy == "channel":
             scale = layer.declare(self.name, OUT, column=True, **scales)
         else:
@@ -96,17 +96,25 @@ class Fp8Scales(Reader, Writer):
 BLOCKS = "row_blocks"
 
 
-def _whole(scale: Weight, stored: StoredLayer) -> Weight:
+def _whole(scale: Weight, stored: StoredLayer, fused: str | None) -> Weight:
     """Return the declaration of the scales of all blocks of rows, of which some parts do not fill the last."""
     layer, rows = stored.layer, stored.form.rows
+    parts = tuple(layer.layers.values()) or (layer.out_features,)
+    if fused is not None and any(each % rows for each in parts[:-1]):
+        raise ConfigError(
+            f"the checkpoint has {fused} of all experts as one tensor in float8 with scales of {rows} rows, of which "
+            f"one covers rows of both parts of {parts[0]}",
+            "use a checkpoint with blocks that divide the parts, or with a tensor for each expert",
+        )
     assert scale.sizes is not None
-    counts = tuple(-(-size // rows) for size in layer.layers.values() or (layer.out_features,))
+    counts = tuple(-(-size // rows) for size in parts)
     each: Assembly = Concatenated(BLOCKS, counts) if layer.parts and not layer.merged else Whole()
+    assemble = Merged(BLOCKS, counts) if fused is not None else Stacked(each) if layer.num_experts is not None else each
     return attrs.evolve(
         scale,
         axes=scale.axes.replace(OUT, BLOCKS),
         shard=None if scale.shard == OUT else scale.shard,
-        assemble=each if layer.num_experts is None else Stacked(each),
+        assemble=assemble,
         sizes=tuple(sum(counts) if name == OUT else size for name, size in zip(scale.names, scale.sizes, strict=True)),
         group_sizes={IN: stored.form.columns},
     )

@@ -177,9 +177,9 @@ def pair(folder: Path, format: Format, *, seed: int = 3, **overrides: Any) -> tu
     return quantized, plain
 
 
-def stacked_pair(folder: Path, *, seed: int = 3) -> tuple[Path, Path]:
+def stacked_pair(folder: Path, *, seed: int = 3, **overrides: Any) -> tuple[Path, Path]:
     """Write experts of float8 in blocks as one tensor of all experts, and the same with dequantized weights."""
-    quantized, plain = pair(folder, Format("fp8", group=32), seed=seed, **SPARSE)
+    quantized, plain = pair(folder, Format("fp8", group=32), seed=seed, **{**SPARSE, **overrides})
     for path in (quantized, plain):
         tensors, stacked = load_file(path / "model.safetensors"), dict[str, Tensor]()
         experts = sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name})

@@ -267,14 +267,21 @@ def test_experts_of_float8_in_one_tensor(cpu: hal.Backend, tmp_path: Path) -> No
     stacked = [path for path, each in found.items() if each.num_experts is not None]
     assert len(stacked) == 4
     assert error(logits(quantized), logits(plain)) < 1e-5
-    parts = [kept_layers(each) for each in ranks(quantized)]
-    cpu.activate()
-    for path in stacked:
-        layer, counts = found[path], torch.tensor([2, 0, 1, 3])
-        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-        split = x.chunk(2, -1) if layer.shard == "in_features" else (x, x)
-        mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
-        assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+    for count in (2, 4):  # Four ranks cut inside blocks of rows.
+        parts = [kept_layers(each) for each in ranks(quantized, count=count)]
+        cpu.activate()
+        for path in stacked:
+            layer, counts = found[path], torch.tensor([2, 0, 1, 3])
+            x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+            split = x.chunk(count, -1) if layer.shard == "in_features" else [x] * count
+            mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
+            assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+
+
+def test_blocks_of_rows_of_both_parts_are_refused(tmp_path: Path) -> None:
+    quantized, _ = stacked_pair(tmp_path, moe_intermediate_size=80)
+    with pytest.raises(ConfigError, match=r"gate_up_proj of all .* of 32 rows, of which one covers rows of both"):
+        load(quantized)
 
 
 def test_numbers_beyond_their_bits_are_refused(tmp_path: Path) -> None:
