@@ -143,6 +143,10 @@ def parameters(module: str) -> Iterator[Any]:
                 yield pytest.param(each.run, arguments, dtype, seed, id=f"{name}-{label}-seed{seed}")
 
 
+def optional(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.npu()
+
+
 def soil_memory() -> None:
     """Fill the memory that the allocator hands out next with NaN, so that no output starts as zeros."""
     blocks = [

@@ -30,10 +30,10 @@ def check_refused(rows: Iterable[Row]) -> None:
     for call, changes, reason in rows:
         try:
             call(**changes)
+            torch.npu.synchronize()
             said = "nothing"
         except RuntimeError as error:
             said = str(error)
-        torch.npu.synchronize()
         if not re.search(reason, said):
             wrong.append((reason, said[:1000]))
     assert not wrong
@@ -49,10 +49,11 @@ def check_fails(rows: Iterable[Row], capfd: pytest.CaptureFixture[str]) -> None:
         assert half(2).add(1).tolist() == [2, 2]
 
 
-def on_soc(soc: str, script: str, environ: dict[str, str], *arguments: str, devices: int = 1) -> str:
-    """Run a script on emulated NPUs of another product; return what it prints."""
+def on_soc(soc: str, script: str, environ: dict[str, str], *arguments: str, **options: Any) -> str:
+    """Run a script on emulated NPUs of another product; return what it prints. Options are those of the command."""
     command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--soc", soc]
-    command += ["--devices", str(devices), "--", sys.executable, "-c", script, *arguments]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command += ["--", sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -12,7 +12,7 @@ import torch_npu
 from hal.backends.npu import emulator
 from hal.backends.npu.kernels import quantized
 from helpers.kernel_checks import on_cpu
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, thorough
 from torch import Tensor
 
 import hal
@@ -146,29 +146,6 @@ def test_zero_points_in_16_bits(npu: Opened, name: str, form: Form, dtype: torch
     given[place] = given[place].to(dtype)
     found = operation.function(*prepare_weights(backend, operation, given, dtype))
     assert_agree(operation, dtype, found, operation.reference(*on_cpu(given)), str(form))
-
-
-@thorough(DRAW, r"\[seed=[2-9]")
-@pytest.mark.parametrize("form", [INT8, INT8_STATIC, INT8_DYNAMIC, Form("int4", inputs="int8")], ids=str)
-@each_dtype()
-@pytest.mark.parametrize("seed", range(4), ids="seed={}".format)
-def test_shapes_at_random(npu: Opened, seed: int, dtype: torch.dtype, form: Form) -> None:
-    """Of sizes that do not fill tiles, also in FRACTAL_NZ, under any schedule; of weights as they are, too."""
-    nz = seed % 2 == 1
-    backend, draw, operation = npu(options={"nz_weights": nz}), Draw(dtype, "npu", seed), ops.operation("linear")
-    for _ in range(6):
-        tokens, width, out = (int(draw.integers(1, most, 1)[0]) for most in (40, 300, 200))
-        if form.numbers == "int4":
-            width = 8 * width
-        given = arguments(draw, "linear", form, tokens, width=width, out=out)
-        prepared = prepare_weights(backend, operation, given, dtype)
-        assert prepared[1].shape == given[1].shape
-        in_nz = nz and form.numbers == "int8" and min(width, out) > 1
-        assert (torch_npu.get_npu_format(prepared[1]) == FRACTAL_NZ) == in_nz
-        right = operation.reference(*on_cpu(given))
-        for each in (prepared, given):
-            with emulator.schedule(seed):
-                assert_agree(operation, dtype, backend.ops.linear(*each), right, f"{tokens}x{width}x{out}")
 
 
 @each_dtype()

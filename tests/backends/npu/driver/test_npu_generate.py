@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.reference import prompts
 from helpers.step_calls import check_calls
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
@@ -78,6 +79,7 @@ class Counting:
             yield token
 
 
+@thorough(MODE, r"\[(512-eager|2048-graph|\d+-npugraph_ex)")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "npugraph_ex"])
 @pytest.mark.parametrize("num_tokens", [2048, 512])
 def test_tokens_are_those_of_one_step_after_another(
@@ -101,12 +103,13 @@ def test_tokens_are_those_of_one_step_after_another(
 
 
 def test_the_next_step_starts_before_the_last_tokens_are_read(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(runner := opened("graph"), monkeypatch)
+    counting = Counting(runner := opened(), monkeypatch)
     tokens = list(counting.read(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=5))))
     assert [each.finished for each in tokens] == [None] * 4 + ["length"]
     assert counting.known_at == [0, 0, 1, 2, 3]
 
 
+@thorough(MODE, r"\[False")
 @pytest.mark.parametrize("reuse", [False, True])
 def test_prefixes_penalties_and_masks(reuse: bool, opened: Open, trained: Path) -> None:
     """Each prompt gets the tokens that it gets alone. A mask reads all tokens before the one that it masks."""

@@ -17,7 +17,7 @@ from helpers.low_bits_on_ranks import CASES
 from helpers.quantized import error
 from helpers.rank_programs import compiled_logits
 from helpers.ranks import on_npus
-from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -34,6 +34,8 @@ FORMATS = {
     "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
     "gptq_v2-8-bits": Format("gptq_v2", bits=8),
     "fp8-blocks": Format("fp8"),
+    "packed-ordered": Format("compressed-tensors", symmetric=True, ordered=True),
+    "gptq-ordered": Format("gptq", symmetric=True, ordered=True),
 }
 
 
@@ -48,22 +50,27 @@ def logits(folder: Path, backend: str, compiler: str, dtype: str, **config: Any)
     return torch.cat(found)
 
 
+def check(quantized: Path, plain: Path, *compilers: str, **config: Any) -> None:
+    """Check that an NPU's logits are as close to float32, within a few roundings, as the CPU's of plain weights."""
+    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
+    for compiler in compilers:
+        found = logits(quantized, "npu", compiler, "bfloat16", **config)
+        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
+
+
 def forms(model: CausalLM) -> set[Form]:
     """Return the forms of a model's quantized projections."""
     return {each.form for each in model.modules() if isinstance(each, Linear) and each.quantized}
 
 
-@thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse|gptq_v2-8-bits)")
-@thorough(MODE, r"\[(awq-dense|gptq-8-bits-dense|fp8-blocks-sparse)")
+@thorough(EXHAUSTIVE, r"\[(awq-sparse|fp8-blocks-dense|gptq-8-bits-sparse|gptq_v2-8-bits|\w+-ordered-sparse)")
+@thorough(MODE, r"\[(awq-dense|gptq-8-bits-dense|fp8-blocks-sparse|packed-dense|\w+-ordered-dense)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
     """Within a few roundings to bfloat16, in each mode. Expert choices are those of nearly equal routers."""
     quantized, plain = pair(tmp_path, format, **overrides)
-    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
-    for compiler in ("eager", "graph", "npugraph_ex"):
-        found = logits(quantized, "npu", compiler, "bfloat16", quantized_weights="kept")
-        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
+    check(quantized, plain, "eager", "graph", "npugraph_ex", quantized_weights="kept")
 
 
 def test_a_tied_table_of_a_gguf_file(tmp_path: Path) -> None:
@@ -72,29 +79,7 @@ def test_a_tied_table_of_a_gguf_file(tmp_path: Path) -> None:
     file = write_gguf(plain, tmp_path / "model.gguf", kind="Q4_1")
     with hal.open({"backend": "npu", "dtype": "bfloat16", "quantized_weights": "kept"}) as on:
         assert isinstance(hal.load_model(file, on).get_submodule("model.embed_tokens"), QuantizedEmbedding)
-    exact, rounded = logits(file, "cpu", "eager", "float32"), logits(file, "cpu", "eager", "bfloat16")
-    for compiler in ("eager", "graph", "npugraph_ex"):
-        found = logits(file, "npu", compiler, "bfloat16", quantized_weights="kept")
-        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
-
-
-@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
-def test_inputs_in_the_order_of_activations(name: str, tmp_path: Path) -> None:
-    """Within a few roundings to bfloat16, eager, in graphs and in npugraph_ex."""
-    quantized, plain = pair(tmp_path, Format(name, symmetric=True, ordered=True), **DENSE)
-    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
-    for compiler in ("eager", "graph", "npugraph_ex"):
-        found = logits(quantized, "npu", compiler, "bfloat16")
-        assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01, compiler
-
-
-@pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_int8_activations(overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Within a few roundings to int8: two backends may round a value differently, and so choose another expert."""
-    quantized, _ = pair(tmp_path, Format("int-quantized", group=0, symmetric=True, activations=True), **overrides)
-    exact = logits(quantized, "cpu", "eager", "float32")
-    for compiler in ("eager", "graph", "npugraph_ex"):
-        assert error(logits(quantized, "npu", compiler, "bfloat16").float(), exact) < 0.05, compiler
+    check(file, file, "eager", "graph", "npugraph_ex", quantized_weights="kept")
 
 
 def test_groups_of_16_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,14 +110,7 @@ def test_float8_becomes_int8(npu: Opened, tmp_path: Path) -> None:
         assert forms(model) == {form}
 
 
-@thorough(MODE)
-@pytest.mark.parametrize("target", ["dequantized", "w8a8_dynamic"])
-def test_converted_weights(target: str, tmp_path: Path) -> None:
-    quantized, plain = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
-    exact = logits(plain, "cpu", "eager", "float32")
-    assert error(logits(quantized, "npu", "graph", "bfloat16", quantized_weights=target).float(), exact) < 0.06
-
-
+@thorough(DTYPE, r"-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("form", ["compressed-tensors", "modelslim"])
 def test_a_row_of_zeros_with_the_scale_0(form: int8.Format, dtype: str, tmp_path: Path) -> None:
@@ -155,9 +133,7 @@ def test_a_row_of_zeros_with_the_scale_0(form: int8.Format, dtype: str, tmp_path
 @pytest.mark.parametrize("compiler", ["eager", "graph", "npugraph_ex"])
 def test_experts_of_gpt_oss(compiler: str, tmp_path: Path) -> None:
     quantized, plain = gpt_oss_pair(tmp_path)
-    exact, rounded = logits(plain, "cpu", "eager", "float32"), logits(plain, "cpu", "eager", "bfloat16")
-    found = logits(quantized, "npu", compiler, "bfloat16")
-    assert error(found.float(), exact) < 2 * error(rounded.float(), exact) + 0.01
+    check(quantized, plain, compiler)
 
 
 @thorough(MODE)

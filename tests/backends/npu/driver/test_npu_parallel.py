@@ -21,7 +21,7 @@ from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NPU = {"backend": "npu", "options": {"emulator": "on"}}
-ALL = ["eager", "graph", "piecewise", "npugraph_ex"]
+ALL = "eager graph piecewise npugraph_ex"
 
 
 @pytest.fixture(scope="module")
@@ -59,108 +59,95 @@ Job = tuple[str, str, dict[str, Any], list[str]]
 """A checkpoint, the dtype of computation, the configuration's table `parallel`, and the compilers."""
 
 
+def job(name: str, dtype: str, compilers: str = "graph", **parallel: Any) -> Job:
+    return name, dtype, parallel, compilers.split()
+
+
+JOBS: dict[str, tuple[int, list[Job]]] = {
+    "dense on 2": (2, [job("dense", "float16", tensor=2)]),
+    "dense on 2, all compilers": (
+        2,
+        [job("dense", "float16", "eager piecewise npugraph_ex", tensor=2), job("dense", "bfloat16", tensor=2)],
+    ),
+    "dense on 2, more compilers": (2, [job("dense", "bfloat16", "eager piecewise npugraph_ex", tensor=2)]),
+    "experts on 2": (
+        2,
+        [
+            job("experts", "float16", ALL, tensor=2),
+            job("experts", "bfloat16", "eager graph", tensor=2, experts="dispatch"),
+            job("experts", "bfloat16", data=2, experts="all_gather"),
+            job("experts", "bfloat16", "piecewise", tensor=2, experts="all_to_all"),
+        ],
+    ),
+    "dense W8A8 on 2": (
+        2,
+        [
+            job("dense-static", "float16", "graph npugraph_ex", tensor=2),
+            job("dense-dynamic", "float16", "eager piecewise", tensor=2),
+        ],
+    ),
+    "dense W8A8 on 2, more compilers": (
+        2,
+        [
+            job("dense-static", "float16", "eager piecewise", tensor=2),
+            job("dense-dynamic", "float16", "graph npugraph_ex", tensor=2),
+        ],
+    ),
+    "experts W8A8 on 2": (
+        2,
+        [
+            job("experts-static", "float16", "eager graph", tensor=2),
+            job("experts-dynamic", "float16", "graph piecewise", tensor=2),
+            job("experts-static", "float16", "eager graph", tensor=2, experts="all_to_all"),
+            job("experts-dynamic", "float16", "graph npugraph_ex", data=2, experts="dispatch"),
+            job("experts-static", "bfloat16", tensor=2, experts="all_gather"),
+        ],
+    ),
+    "dense on 4": (
+        4,
+        [
+            job("dense", "float16", ALL, tensor=4),
+            job("dense", "bfloat16", tensor=4),
+            job("dense", "float16", "graph piecewise", data=2, tensor=2),
+        ],
+    ),
+    "experts on 4": (
+        4,
+        [
+            job("experts", "float16", "npugraph_ex", tensor=4),
+            job("experts", "float16", "eager", tensor=4, experts="all_gather"),
+            job("experts", "float16", "piecewise", tensor=4, experts="all_to_all"),
+            job("experts", "float16", tensor=4, experts="dispatch"),
+        ],
+    ),
+    "experts on 4, more compilers": (
+        4,
+        [
+            job("experts", "float16", "graph piecewise", tensor=4),
+            job("experts", "float16", tensor=4, experts="all_gather"),
+            job("experts", "float16", tensor=4, experts="all_to_all"),
+            job("experts", "float16", "npugraph_ex", tensor=4, experts="dispatch"),
+        ],
+    ),
+    "experts on 2 x 2": (
+        4,
+        [
+            job("experts", "float16", data=4, experts="all_to_all"),
+            job("experts", "float16", data=2, tensor=2),
+            job("experts", "float16", "eager graph", data=2, tensor=2, experts="all_gather"),
+            job("experts", "float16", "graph piecewise", data=2, tensor=2, experts="all_to_all"),
+            job("experts", "float16", "graph npugraph_ex", data=2, tensor=2, experts="dispatch"),
+        ],
+    ),
+}
+
+
 @thorough(MODE, r"\[(?!dense on 2\])")
 @thorough(EXHAUSTIVE, r"\[(experts on 2|dense on 4|experts on 2 x 2|experts W8A8 on 2)\]|\[.*, more compilers")
-@pytest.mark.parametrize(
-    ("ranks", "jobs"),
-    [
-        pytest.param(2, [("dense", "float16", {"tensor": 2}, ["graph"])], id="dense on 2"),
-        pytest.param(
-            2,
-            [
-                ("dense", "float16", {"tensor": 2}, ["eager", "piecewise", "npugraph_ex"]),
-                ("dense", "bfloat16", {"tensor": 2}, ["graph"]),
-            ],
-            id="dense on 2, all compilers",
-        ),
-        pytest.param(
-            2,
-            [("dense", "bfloat16", {"tensor": 2}, ["eager", "piecewise", "npugraph_ex"])],
-            id="dense on 2, more compilers",
-        ),
-        pytest.param(
-            2,
-            [
-                ("experts", "float16", {"tensor": 2}, ALL),
-                ("experts", "bfloat16", {"tensor": 2, "experts": "dispatch"}, ["eager", "graph"]),
-                ("experts", "bfloat16", {"data": 2, "experts": "all_gather"}, ["graph"]),
-                ("experts", "bfloat16", {"tensor": 2, "experts": "all_to_all"}, ["piecewise"]),
-            ],
-            id="experts on 2",
-        ),
-        pytest.param(
-            2,
-            [
-                ("dense-static", "float16", {"tensor": 2}, ["graph", "npugraph_ex"]),
-                ("dense-dynamic", "float16", {"tensor": 2}, ["eager", "piecewise"]),
-            ],
-            id="dense W8A8 on 2",
-        ),
-        pytest.param(
-            2,
-            [
-                ("dense-static", "float16", {"tensor": 2}, ["eager", "piecewise"]),
-                ("dense-dynamic", "float16", {"tensor": 2}, ["graph", "npugraph_ex"]),
-            ],
-            id="dense W8A8 on 2, more compilers",
-        ),
-        pytest.param(
-            2,
-            [
-                ("experts-static", "float16", {"tensor": 2}, ["eager", "graph"]),
-                ("experts-dynamic", "float16", {"tensor": 2}, ["graph", "piecewise"]),
-                ("experts-static", "float16", {"tensor": 2, "experts": "all_to_all"}, ["eager", "graph"]),
-                ("experts-dynamic", "float16", {"data": 2, "experts": "dispatch"}, ["graph", "npugraph_ex"]),
-                ("experts-static", "bfloat16", {"tensor": 2, "experts": "all_gather"}, ["graph"]),
-            ],
-            id="experts W8A8 on 2",
-        ),
-        pytest.param(
-            4,
-            [
-                ("dense", "float16", {"tensor": 4}, ALL),
-                ("dense", "bfloat16", {"tensor": 4}, ["graph"]),
-                ("dense", "float16", {"data": 2, "tensor": 2}, ["graph", "piecewise"]),
-            ],
-            id="dense on 4",
-        ),
-        pytest.param(
-            4,
-            [
-                ("experts", "float16", {"tensor": 4}, ["npugraph_ex"]),
-                ("experts", "float16", {"tensor": 4, "experts": "all_gather"}, ["eager"]),
-                ("experts", "float16", {"tensor": 4, "experts": "all_to_all"}, ["piecewise"]),
-                ("experts", "float16", {"tensor": 4, "experts": "dispatch"}, ["graph"]),
-            ],
-            id="experts on 4",
-        ),
-        pytest.param(
-            4,
-            [
-                ("experts", "float16", {"tensor": 4}, ["graph", "piecewise"]),
-                ("experts", "float16", {"tensor": 4, "experts": "all_gather"}, ["graph"]),
-                ("experts", "float16", {"tensor": 4, "experts": "all_to_all"}, ["graph"]),
-                ("experts", "float16", {"tensor": 4, "experts": "dispatch"}, ["npugraph_ex"]),
-            ],
-            id="experts on 4, more compilers",
-        ),
-        pytest.param(
-            4,
-            [
-                ("experts", "float16", {"data": 4, "experts": "all_to_all"}, ["graph"]),
-                ("experts", "float16", {"data": 2, "tensor": 2}, ["graph"]),
-                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "all_gather"}, ["eager", "graph"]),
-                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "all_to_all"}, ["graph", "piecewise"]),
-                ("experts", "float16", {"data": 2, "tensor": 2, "experts": "dispatch"}, ["graph", "npugraph_ex"]),
-            ],
-            id="experts on 2 x 2",
-        ),
-    ],
-)
-def test_the_same_tokens(
-    checkpoints: dict[str, Path], one_npu: Callable[[str, str], OneDevice], ranks: int, jobs: list[Job]
-) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_the_same_tokens(checkpoints: dict[str, Path], one_npu: Callable[[str, str], OneDevice], name: str) -> None:
     """In float16, the tokens are equal. In bfloat16 and W8A8, they are up to a tie."""
+    ranks, jobs = JOBS[name]
     given = [
         {
             "checkpoint": str(checkpoints[name]),

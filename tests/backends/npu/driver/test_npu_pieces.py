@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ import torch
 import torch_npu  # noqa: F401 (it brings torch.npu)
 from hal.backends.npu import emulator
 from helpers.pieces import drawn, eagerly, form_of, marked, tokens_of, uncaptured
-from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
 from hal import ops
-from hal.errors import CaptureError, ConfigError, GraphError
+from hal.errors import CaptureError, ConfigError
 from hal.nn import Attention, CausalLM, Embedding, Linear, RMSNorm
 from hal.nn.model import LayerState
 from hal.step import ALL, LAST, Batch
@@ -134,19 +133,6 @@ class TestSameAsEager:
     def test_at_several_operations(self, opened: Opened, at: list[str]) -> None:
         check(hal.Runner(Deep(2), opened(splitting_ops=at)), (3, 16, 20))
 
-    def test_trained(self, npu: Opened, trained: Path) -> None:
-        prompts = [[5, 6, 7], [8] * 140, [9, 200, 3, 17], [1000] * 20]
-        params, found = hal.SamplingParams(max_new_tokens=8), []
-        for compiler in ("eager", "piecewise"):
-            backend = npu(
-                cache={"num_tokens": 2048},
-                dtype="bfloat16",
-                compilation={"compiler": compiler, "capture_sizes": [1, 4], "prefill": {"capture_sizes": [16, 64]}},
-            )
-            runner = hal.Runner(hal.load_model(trained, backend), backend)
-            found.append([each.token_id for each in hal.generate(runner, prompts, params)])
-        assert found[0] == found[1]
-
 
 @thorough(MODE)
 @pytest.mark.parametrize("name", NATIVE)
@@ -191,46 +177,6 @@ def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers
     assert_same(found, expected)
 
 
-class TestMemory:
-    def taken(self, opened: Opened, model: CausalLM, sizes: Sequence[int]) -> int:
-        """Return the bytes that graphs of these sizes reserve."""
-        backend = opened(prefill={"capture_sizes": list(sizes)}, decode={"compiler": "eager"})
-        settle()
-        before = torch.npu.memory_reserved()
-        runner = hal.Runner(model, backend)
-        settle()
-        return torch.npu.memory_reserved() - before - sum(tensor.nbytes for _, tensor in runner.states.tensors())
-
-    @thorough(EXHAUSTIVE)
-    def test_eight_buckets_take_little_more_than_the_largest(self, opened: Opened) -> None:
-        model = Deep(2, 2 * 8192)
-        self.taken(opened, model, [512])  # with one-time allocations
-        largest = self.taken(opened, model, [512])
-        eight = self.taken(opened, model, [4, 8, 16, 32, 64, 128, 256, 512])
-        assert 8 << 20 < largest <= eight <= 1.15 * largest, (eight, largest)
-
-    @thorough(AGAIN)
-    def test_pieces_share_it(self, opened: Opened) -> None:
-        models = Deep(2, 2 * 8192), Deep(5, 2 * 8192)
-        self.taken(opened, models[0], [512])  # with one-time allocations
-        few, many = (self.taken(opened, model, [512]) for model in models)
-        assert many <= 1.15 * few, (many, few)
-
-    @thorough(EXHAUSTIVE)
-    def test_a_runner_gives_everything_back(self, opened: Opened) -> None:
-        backend, model = opened(**FEW), Deep()
-        for _ in range(2):
-            check(hal.Runner(model, backend), (9,))
-        settle()
-        memory, handles = torch.npu.memory_allocated(), emulator.live_handles()
-        check(hal.Runner(model, backend), (9,))
-        settle()
-        assert torch.npu.memory_allocated() == memory
-        now = emulator.live_handles()
-        for name in ("graph", "group", "captured"):
-            assert now[name] == handles[name], name
-
-
 class TestFaults:
     @thorough(MODE)
     def test_streams_are_counted(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,16 +214,6 @@ class TestFaults:
         settle()
         check(hal.Runner(model, backend), (9,))
 
-    @thorough(AGAIN)
-    def test_a_replaced_weight_is_named(self, opened: Opened) -> None:
-        runner = hal.Runner(Deep(), opened(debug=True))
-        batches = [drawn(runner, 1, [1], [0]), drawn(runner, 1, [2, 1], [0, 0])]
-        runner.model.out.weight.data = runner.model.out.weight.data.clone()
-        for batch in batches:
-            with emulator.trace() as trace, pytest.raises(GraphError, match=r"out\.weight has another address"):
-                runner.step(batch)
-            assert "graph" not in {record.kind for record in trace.records}
-
 
 class TestMarkers:
     """Piecewise steps without a compiler."""
@@ -294,14 +230,15 @@ class TestMarkers:
         assert_attention_is_launched(marked(Deep(), opened()))
 
     @thorough(MODE)
-    def test_pieces_and_buckets_share_memory(self, opened: Opened) -> None:
+    @pytest.mark.parametrize("make", [marked, hal.Runner], ids=["markers", "traced"])
+    def test_pieces_and_buckets_share_memory(self, opened: Opened, make: Callable[..., hal.Runner]) -> None:
         def taken(sizes: Sequence[int], layers: int = 2) -> int:
             backend = opened(prefill={"capture_sizes": list(sizes)}, decode={"compiler": "eager"})
             model = Deep(layers, 2 * 8192)
             states = uncaptured(model, backend).spec.nbytes
             settle()
             before = torch.npu.memory_reserved()
-            runner = marked(model, backend)
+            runner = make(model, backend)
             settle()
             assert tokens_of(runner, "prefill") == sizes
             return torch.npu.memory_reserved() - before - states
@@ -310,18 +247,3 @@ class TestMarkers:
         few, many, buckets = taken([512]), taken([512], 5), taken([4, 8, 16, 32, 64, 128, 256, 512])
         assert many <= 1.15 * few, (many, few)
         assert 8 << 20 < few <= buckets <= 1.15 * few, (buckets, few)
-
-    @thorough(AGAIN)
-    def test_faults(self, opened: Opened) -> None:
-        """All resources are released."""
-        backend, model = opened(), Deep()
-        check(marked(model, backend), (9,))
-        settle()
-        memory, handles = torch.npu.memory_allocated(), emulator.live_handles()
-        settle()
-        with emulator.faults.streams(first=14), pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
-            marked(model, backend)
-        check(marked(model, backend), (9,))
-        settle()
-        assert torch.npu.memory_allocated() == memory
-        assert emulator.live_handles()["graph"] == handles["graph"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,15 +87,6 @@ def written(draw: Draw, tokens: int, kv_heads: int, head_dim: int, block_size: i
     blocks = tokens // block_size + 2
     shape = (blocks, block_size, kv_heads, head_dim)
     return draw.normal(*shape), draw.normal(*shape), draw.permutation(blocks * block_size)[:tokens]
-
-
-def test_the_conversion_is_one() -> None:
-    cache = torch.arange(2 * 32 * 3 * 48).view(2, 32, 3, 48)
-    assert torch.equal(from_tiles(to_tiles(cache)), cache)
-    block, token, head, element = 1, 5, 2, 37
-    tiles = to_tiles(cache).view(2, 3 * 48 // TILE, 32, TILE)
-    row, column = divmod(head * 48 + element, TILE)
-    assert tiles[block, row, token, column] == cache[block, token, head, element]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -195,18 +185,6 @@ def test_a_generation_is_the_same(npu: Opened, trained: Path, compiler: str) -> 
         found.append(tokens)
     assert found[0] == found[1]
     assert len(found[0]) == 4
-
-
-@pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
-def test_under_any_schedule(fractal: hal.Backend, seed: int) -> None:
-    operation: Any = ops.operation("split_qkv_rmsnorm_rope_cache")
-    samples = samples_of_128(Draw(torch.float16, "npu", seed))
-    attentions = [drawn_attention(kind, torch.float16, head_dim=128) for kind in range(8)]
-    with emulator.schedule(seed):
-        for sample in samples:
-            check(fractal, operation.name, torch.float16, sample)
-        for sample in attentions:
-            check(fractal, "paged_attention", torch.float16, sample)
 
 
 def test_launches(fractal: hal.Backend) -> None:

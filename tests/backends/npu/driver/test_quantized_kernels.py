@@ -9,7 +9,7 @@ import pytest
 import torch
 from hal.backends.npu import emulator
 from helpers.kernel_checks import on_cpu
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, thorough
 from torch import Tensor
 
 import hal
@@ -146,16 +146,6 @@ class TestWhereItIsParticular:
             assert scale[1, 1].item() == 0
             assert not quantized[1, 1].any()
             assert_agree(ops.operation(name), dtype, (quantized, scale), reference(name, (x,)))
-
-    @thorough(DRAW, r"schedule=[1-9]")
-    @pytest.mark.parametrize("seed", range(3), ids="schedule={}".format)
-    @pytest.mark.parametrize("name", LAUNCHES)
-    def test_under_any_schedule(self, npu: Opened, name: str, seed: int) -> None:
-        backend = npu()
-        sample = arguments(name, Draw(torch.bfloat16, "npu", seed), 9)
-        with emulator.schedule(seed):
-            found = getattr(backend.ops, name)(*sample)
-            assert_agree(ops.operation(name), torch.bfloat16, found, reference(name, sample))
 
     def test_the_steps_of_an_int8_result_are_bounded(self) -> None:
         """Tests the comparison itself: few values may differ by one step, none by two."""

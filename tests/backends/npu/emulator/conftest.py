@@ -32,6 +32,14 @@ def _on_the_default_stream() -> Iterator[None]:
             torch.npu.set_stream(torch.npu.default_stream())
 
 
+@pytest.fixture
+def internal_formats() -> Iterator[None]:
+    """Allow internal formats; otherwise torch_npu silently ignores casts to FRACTAL_NZ."""
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[Any]]:
     """Return two ranks of a communicator, the devices of this process."""

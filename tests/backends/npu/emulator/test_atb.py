@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,16 @@ from hal.backends.npu import emulator
 from helpers import TESTS
 from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
 from helpers.emulator.fused_references import attention, in_fractals, written
+from helpers.emulator.ones import bf16, f32, half, i32, i64
+from helpers.emulator.refusals import Row
 from helpers.thorough import DRAW, thorough
 from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("internal_formats")
 
 SEEDS = (0, 1)
 BLOCKS = 12
 FRACTAL_NZ = 29
-
-
-@pytest.fixture(autouse=True)
-def internal_formats() -> Iterator[None]:
-    """Allow internal formats; otherwise torch_npu silently ignores casts to FRACTAL_NZ."""
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
 
 
 def cache_on_npu(cache: Tensor, heads: int, fractal: bool) -> Tensor:
@@ -200,139 +195,76 @@ def test_a_captured_cache_write_takes_the_slots_of_each_replay() -> None:
 
 
 def paged_call(**changes: Any) -> None:
-    arguments = {
-        "query": torch.ones(2, 4, 64, dtype=torch.float16).npu(),
-        "key_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(),
-        "value_cache": torch.ones(4, 16, 2, 64, dtype=torch.float16).npu(),
-        "num_kv_heads": 2,
-        "num_heads": 4,
-        "scale_value": 1.0,
-        "block_table": torch.ones(2, 2, dtype=torch.int32).npu(),
-        "context_lens": torch.tensor([3, 32], dtype=torch.int32),
-        "out": torch.ones(2, 4, 64, dtype=torch.float16).npu(),
-    }
+    cache, table = half(4, 16, 2, 64), i32(2, 2)
+    names = "query", "key_cache", "value_cache", "num_kv_heads", "num_heads", "scale_value", "block_table"
+    arguments = dict(zip(names, (half(2, 4, 64), cache, cache, 2, 4, 1.0, table), strict=True))
+    arguments |= {"context_lens": torch.tensor([3, 32], dtype=torch.int32), "out": half(2, 4, 64)}
     torch_npu._npu_paged_attention(**{**arguments, **changes})
 
 
 def cache_call(**changes: Any) -> None:
-    rows, cache = torch.ones(2, 2, 64, dtype=torch.float16), torch.ones(4, 16, 2, 64, dtype=torch.float16)
-    arguments = {
-        "key": rows.npu(),
-        "value": rows.npu(),
-        "key_cache": cache.npu(),
-        "value_cache": cache.npu(),
-        "slot_indices": torch.tensor([0, 1], dtype=torch.int32).npu(),
-    }
-    torch_npu._npu_reshape_and_cache(**{**arguments, **changes})
+    rows, caches = half(2, 2, 64), {"key_cache": half(4, 16, 2, 64), "value_cache": half(4, 16, 2, 64)}
+    slots = torch.tensor([0, 1], dtype=torch.int32).npu()
+    torch_npu._npu_reshape_and_cache(**{"key": rows, "value": rows, **caches, "slot_indices": slots, **changes})
 
 
-def halves(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.float16, device="npu")
+def rotary_call() -> None:
+    query = half(2, 128)
+    torch_npu._npu_rotary_embedding(torch.arange(2).npu(), query, query.clone(), 64, f32(9, 64), True)
 
 
 def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
     """Return arguments of ``paged_call`` for these head dimensions and this block size."""
-    return {
-        "query": halves(2, 4, dim),
-        "out": halves(2, 4, value_dim),
-        "key_cache": halves(4, block, 2, dim),
-        "value_cache": halves(4, block, 2, value_dim),
-    }
+    caches = {"key_cache": half(4, block, 2, dim), "value_cache": half(4, block, 2, value_dim)}
+    return {"query": half(2, 4, dim), "out": half(2, 4, value_dim), **caches}
 
 
-REFUSALS: list[tuple[Callable[..., None], Callable[[], dict[str, Any]], str]] = [
-    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int32).npu()}, "context_lens must be a CPU tensor"),
-    (paged_call, lambda: {"context_lens": torch.ones(3, dtype=torch.int32)}, "one length for each of the 2 sequences"),
-    (paged_call, lambda: {"context_lens": torch.ones(2, dtype=torch.int64)}, "context_lens must be int32"),
-    (paged_call, lambda: {"context_lens": torch.tensor([3, 33], dtype=torch.int32)}, "but must be between 0 and 32"),
-    (paged_call, lambda: {"block_table": torch.ones(2, 2, dtype=torch.int64).npu()}, "block_table must be int32"),
-    (paged_call, lambda: {"num_kv_heads": 3}, "num_heads, 4, must be a multiple of num_kv_heads, 3"),
-    (paged_call, lambda: {"query": halves(2, 4, 64).float()}, "query must be float16 or bfloat16"),
-    (
-        paged_call,
-        lambda: {"key_cache": halves(4, 272, 2, 64), "value_cache": halves(4, 272, 2, 64)},
-        "D * block_size must be at most 16384, but D of the keys is 64, D of the values 64, block_size 272",
-    ),
-    (paged_call, lambda: wide(592, 592, 16), "the head dimensions must be at most 576, but D of the keys is 592"),
-    (paged_call, lambda: wide(288, 96, 144), "block_size must be at most 128 with a head dimension above 256"),
-    (paged_call, lambda: wide(96, 288, 256), "block_size must be at most 128 with a head dimension above 256"),
-    (paged_call, lambda: wide(256, 256, 144), "block_size must be a multiple of 128 with head dimensions of 256"),
-    (paged_call, lambda: wide(64, 64, 24), "block_size must be a multiple of 16, but is 24"),
-    (paged_call, lambda: {"value_cache": halves(3, 16, 2, 64)}, "the same number of blocks and block_size"),
-    (paged_call, lambda: {"value_cache": halves(4, 16, 1, 128)}, "value_cache must have shape"),
-    (
-        paged_call,
-        lambda: {name: cache_on_npu(torch.ones(4, 272, 128).half(), 2, True) for name in ("key_cache", "value_cache")},
-        "in FRACTAL_NZ, D must be the same for keys and values",
-    ),
-    (cache_call, lambda: {"slot_indices": torch.ones(2, dtype=torch.int64).npu()}, "slots must be int32"),
-    (cache_call, lambda: {"slot_indices": torch.ones(3, dtype=torch.int32).npu()}, "slots must have shape [2]"),
-    (cache_call, lambda: {"key_cache": halves(4, 16, 2, 32)}, "key_cache must have shape"),
-    (cache_call, lambda: {"key_cache": halves(4, 16, 128)}, "and its cache 4 dimensions"),
-    (
-        cache_call,
-        lambda: {"key": halves(2, 2, 64).float(), "key_cache": halves(4, 16, 2, 64).float()},
-        "key must be float16, bfloat16 or int8, not Float",
-    ),
-    (
-        cache_call,
-        lambda: {"value": halves(2, 1, 64), "value_cache": halves(4, 16, 1, 64)},
-        "the same number of tokens and heads",
-    ),
-    (cache_call, lambda: {"value_cache": halves(5, 16, 2, 64)}, "the same number of blocks and block_size"),
-    (cache_call, lambda: {"key": halves(2, 2, 64).bfloat16()}, "key and its cache must have the same dtype"),
-]
-
-
-def rotary_call() -> None:
-    query = halves(2, 128)
-    torch_npu._npu_rotary_embedding(torch.arange(2).npu(), query, query.clone(), 64, torch.ones(9, 64).npu(), True)
+def refusals() -> Iterator[Row]:
+    yield paged_call, {"context_lens": i32(2)}, "context_lens must be a CPU tensor"
+    yield paged_call, {"context_lens": i32(3).cpu()}, "one length for each of the 2 sequences"
+    yield paged_call, {"context_lens": i64(2).cpu()}, "context_lens must be int32"
+    yield paged_call, {"context_lens": i32(2).cpu() * 33}, "but must be between 0 and 32"
+    yield paged_call, {"block_table": i64(2, 2)}, "block_table must be int32"
+    yield paged_call, {"num_kv_heads": 3}, "num_heads, 4, must be a multiple of num_kv_heads, 3"
+    yield paged_call, {"query": f32(2, 4, 64)}, "query must be float16 or bfloat16"
+    large = "at most 16384, but D of the keys is 64, D of the values 64, block_size 272"
+    yield paged_call, {"key_cache": half(4, 272, 2, 64), "value_cache": half(4, 272, 2, 64)}, large
+    yield paged_call, wide(592, 592, 16), "the head dimensions must be at most 576, but D of the keys is 592"
+    yield paged_call, wide(288, 96, 144), "block_size must be at most 128 with a head dimension above 256"
+    yield paged_call, wide(96, 288, 256), "block_size must be at most 128 with a head dimension above 256"
+    yield paged_call, wide(256, 256, 144), "block_size must be a multiple of 128 with head dimensions of 256"
+    yield paged_call, wide(64, 64, 24), "block_size must be a multiple of 16, but is 24"
+    yield paged_call, {"value_cache": half(3, 16, 2, 64)}, "the same number of blocks and block_size"
+    yield paged_call, {"value_cache": half(4, 16, 1, 128)}, "value_cache must have shape"
+    fractal = cache_on_npu(torch.ones(4, 272, 128).half(), 2, True)
+    yield paged_call, {"key_cache": fractal, "value_cache": fractal}, "in FRACTAL_NZ, D must be the same for keys and"
+    yield cache_call, {"slot_indices": i64(2)}, "slots must be int32"
+    yield cache_call, {"slot_indices": i32(3)}, r"slots must have shape \[2\]"
+    yield cache_call, {"key_cache": half(4, 16, 2, 32)}, "key_cache must have shape"
+    yield cache_call, {"key_cache": half(4, 16, 128)}, "and its cache 4 dimensions"
+    wrong = "key must be float16, bfloat16 or int8, not Float"
+    yield cache_call, {"key": f32(2, 2, 64), "key_cache": f32(4, 16, 2, 64)}, wrong
+    fewer = {"value": half(2, 1, 64), "value_cache": half(4, 16, 1, 64)}
+    yield cache_call, fewer, "the same number of tokens and heads"
+    yield cache_call, {"value_cache": half(5, 16, 2, 64)}, "the same number of blocks and block_size"
+    yield cache_call, {"key": bf16(2, 2, 64)}, "key and its cache must have the same dtype"
+    yield rotary_call, {}, "RopeOperation is not emulated"
 
 
 CHILD = """
-import json, sys
+import sys
 sys.path[:0] = sys.argv[1:]
-import test_atb  # torch_npu, and CANN with it, comes by the environment
-print(json.dumps(test_atb.what_is_refused()))
+import test_atb, torch  # torch_npu, and CANN with it, comes by the environment
+from helpers.emulator.refusals import check_refused, check_works
+torch.npu.config.allow_internal_format = True
+check_refused(test_atb.refusals())
+check_works((test_atb.paged_call, test_atb.cache_call))  # The process keeps working.
 """
 
 
-def what_is_refused() -> list[str]:
-    """Return the error of each call of the table, and at the end of an operation that is not emulated."""
-    torch.npu.config.allow_internal_format = True
-    said = []
-    for call, changes, _ in [*REFUSALS, (rotary_call, dict, "")]:
-        try:
-            call(**changes())
-            torch.npu.synchronize()
-            said.append("nothing")
-        except RuntimeError as error:
-            said.append(str(error))
-    paged_call()  # The process keeps working.
-    cache_call()
-    torch.npu.synchronize()
-    return said
-
-
-@pytest.fixture(scope="module")
-def refused() -> list[str]:
-    """Return the errors from a subprocess without torch_npu's queue, which a failed operation makes unusable."""
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(TESTS)],
-        env=os.environ | {"TASK_QUEUE_ENABLE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_refusals() -> None:
+    """In a subprocess without torch_npu's queue, which a failed operation makes unusable."""
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(TESTS)]
+    environ = os.environ | {"TASK_QUEUE_ENABLE": "0"}
+    child = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == 0, child.stderr
-    result: list[str] = json.loads(child.stdout.splitlines()[-1])
-    return result
-
-
-REASONS = [*(reason for _, _, reason in REFUSALS), "RopeOperation is not emulated"]
-
-
-@pytest.mark.parametrize("number", range(len(REASONS)), ids=[reason[:40] for reason in REASONS])
-def test_refusal(refused: list[str], number: int) -> None:
-    assert REASONS[number] in refused[number]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("internal_formats")
+
 ND, NZ = 2, 29
-
-
-@pytest.fixture(autouse=True)
-def internal_formats() -> Iterator[None]:
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -134,14 +135,22 @@ MASKS = ("none", "full", "all", "left", "right", "band")
 SPARSE = {"none": 0, "full": 0, "all": 1, "left": 2, "right": 3, "band": 4}
 
 
+OF_VERSION = {
+    1: ("", "num_heads", "scale", "softmax_lse_flag", "actual_seq_lengths_kv"),
+    2: ("_v2", "num_query_heads", "softmax_scale", "return_softmax_lse", "actual_seq_kvlen"),
+}
+"""The suffix of a version of the function, and its names of heads, scale, whether to return lse, and lengths."""
+
+
 def run(
     layout: str,
     mask: str,
     cache: str | None,
     heads: tuple[int, int],
+    decode: bool,
+    *,
     dtype: torch.dtype,
     seed: int,
-    decode: bool,
     version: int,
 ) -> None:
     name = f"{layout} {mask} {cache} {heads} {decode} {version}"
@@ -186,36 +195,12 @@ def run(
         key_lengths = key_lengths if cache else list(itertools.accumulate(key_lengths))
     query, scale = batch.laid_out(batch.queries, source, rows), draw.choice([0.1, 0.25])
     soil_memory()
-    if version == 1:
-        output, lse = torch_npu.npu_fused_infer_attention_score(
-            query,
-            key,
-            value,
-            actual_seq_lengths=query_lengths,
-            actual_seq_lengths_kv=key_lengths,
-            num_heads=heads[0],
-            num_key_value_heads=heads[1],
-            scale=scale,
-            input_layout=layout,
-            sparse_mode=sparse,
-            softmax_lse_flag=True,
-            **arguments,
-        )
-    else:
-        output, lse = torch_npu.npu_fused_infer_attention_score_v2(
-            query,
-            key,
-            value,
-            actual_seq_qlen=query_lengths,
-            actual_seq_kvlen=key_lengths,
-            num_query_heads=heads[0],
-            num_key_value_heads=heads[1],
-            softmax_scale=scale,
-            input_layout=layout,
-            sparse_mode=sparse,
-            return_softmax_lse=True,
-            **arguments,
-        )
+    suffix, *names = OF_VERSION[version]
+    lengths_of = "actual_seq_lengths" if version == 1 else "actual_seq_qlen"
+    arguments |= dict(zip(names, (heads[0], scale, True, key_lengths), strict=True)) | {lengths_of: query_lengths}
+    output, lse = getattr(torch_npu, f"npu_fused_infer_attention_score{suffix}")(
+        query, key, value, num_key_value_heads=heads[1], input_layout=layout, sparse_mode=sparse, **arguments
+    )
     if decode and not packed:  # with one query per sequence, modes and bands have no effect
         hidden = list(batch.hidden(1 if masks else 0, 0, 0, masks))
     else:
@@ -223,49 +208,44 @@ def run(
     compare(batch, target or source, output, lse, hidden, scale)
 
 
-def cases() -> Iterator[Any]:
-    layouts = ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "TND", "NTD", "NTD_TND", "TND_NTD")
+LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "TND", "NTD", "NTD_TND", "TND_NTD")
+COMBINED = [
+    (layout, mask, cache, heads, decode)
     for layout, mask, cache, heads, decode in itertools.product(
-        layouts, MASKS, (None, "BBH", "BNBD", "BNDB"), ((4, 4), (8, 2)), (False, True)
-    ):
-        packed = layout[0] in "TN"
-        if packed and mask in ("full", "all"):
-            continue  # Refused: see test_fused_refusals.py.
-        if cache == "BNBD" and layout.startswith("BS"):
-            continue  # Refused too.
-        for dtype, seed in zip(HALVES, SEEDS, strict=True):
-            kind = "decode" if decode else "prefill"
-            label = f"{layout}-{mask}-{cache or 'dense'}-{heads[0]}over{heads[1]}-{kind}-{str(dtype)[6:]}-seed{seed}"
-            yield pytest.param(layout, mask, cache, heads, decode, dtype, seed, id=label)
-
-
-@thorough(DRAW, r"seed[1-9]")
-@pytest.mark.parametrize(("layout", "mask", "cache", "heads", "decode", "dtype", "seed"), list(cases()))
-def test_fused_inference(
-    layout: str, mask: str, cache: str | None, heads: tuple[int, int], decode: bool, dtype: torch.dtype, seed: int
-) -> None:
-    run(layout, mask, cache, heads, dtype, seed, decode, version=1 + seed)
-
-
-CAPTURED = [
-    (layout, version)
-    for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "TND", "NTD", "NTD_TND")
-    for version in (1, 2)
+        LAYOUTS, MASKS, (None, "BBH", "BNBD", "BNDB"), ((4, 4), (8, 2)), (False, True)
+    )
+    # Refused: see test_fused_refusals.py.
+    if not (layout[0] in "TN" and mask in ("full", "all")) and not (cache == "BNBD" and layout.startswith("BS"))
 ]
+random.Random(2).shuffle(COMBINED)
+PART = len(COMBINED) // 4
+"""How many combinations are in a part. Each pair of values occurs in the first."""
 
 
-@pytest.mark.parametrize(("layout", "version"), CAPTURED, ids=[f"{layout}-v{version}" for layout, version in CAPTURED])
+@thorough(DRAW, r"\[[1-9]-")
+@pytest.mark.parametrize("combined", COMBINED, ids=[f"{n // PART}-{each}" for n, each in enumerate(COMBINED)])
+def test_fused_inference(combined: tuple[str, str, str | None, tuple[int, int], bool]) -> None:
+    number = COMBINED.index(combined)
+    run(*combined, dtype=HALVES[number % 2], seed=number // 2 % 2, version=1 + number // 4 % 2)
+
+
+def test_each_pair_occurs_in_the_first_part() -> None:
+    for first, second in itertools.combinations(range(5), 2):
+        pairs, found = ({(each[first], each[second]) for each in of} for of in (COMBINED, COMBINED[:PART]))
+        assert pairs == found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:-1])
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
 def test_a_captured_log_sum_exp_is_the_eager_one(layout: str, version: int, given: bool) -> None:
     draw, source = Draw(f"captured lse {layout} {version}", torch.bfloat16, 0), layout.partition("_")[0]
     batch = Batch(draw, 4, 2, 64, [3, 3], [9, 9])
     tensors = [batch.laid_out(p, source, n) for p, n in ((batch.queries, 3), (batch.keys, 9), (batch.values, 9))]
     lengths = ([3, 6], [9, 18]) if source in ("TND", "NTD") else ([3, 2], [9, 7])
-    operation = torch_npu.npu_fused_infer_attention_score
-    names = ("num_heads", "scale", "softmax_lse_flag", "actual_seq_lengths", "actual_seq_lengths_kv")
-    if version == 2:
-        operation = torch_npu.npu_fused_infer_attention_score_v2
-        names = ("num_query_heads", "softmax_scale", "return_softmax_lse", "actual_seq_qlen", "actual_seq_kvlen")
+    suffix, *names = OF_VERSION[version]
+    names.insert(3, "actual_seq_lengths" if version == 1 else "actual_seq_qlen")
+    operation = getattr(torch_npu, f"npu_fused_infer_attention_score{suffix}")
     arguments = dict(zip(names, (4, 0.125, True, *lengths), strict=True))
     arguments |= {"num_key_value_heads": 2, "input_layout": layout}
     expected = operation(*tensors, **arguments)
@@ -360,13 +340,6 @@ def test_incremental_and_prompt(layout: str, seed: int) -> None:
         actual_seq_lengths_kv=list(many.key_lengths),
     )
     compare(many, layout, output, None, list(many.hidden(3, 0, 0, None)), 0.125)
-
-
-OF_VERSION = {
-    1: ("", "num_heads", "scale", "softmax_lse_flag", "actual_seq_lengths_kv"),
-    2: ("_v2", "num_query_heads", "softmax_scale", "return_softmax_lse", "actual_seq_kvlen"),
-}
-"""The suffix of a version of the function, and its names of heads, scale, whether to return lse, and lengths."""
 
 
 @thorough(DRAW, r"seed[1-9]")

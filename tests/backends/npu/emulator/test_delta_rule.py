@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-BF16, FLOAT, INT32 = torch.bfloat16, torch.float32, torch.int32
+BF16, INT32 = torch.bfloat16, torch.int32
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, SLOTS = 2, 4, 16, 24, 12
 SCALE = 0.25
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
 from helpers.emulator.device_ranks import two_ranks
+from helpers.emulator.refusals import check_refused, on_soc
 from helpers.thorough import DRAW, PROCESSES, thorough
 from torch import Tensor
 
@@ -279,13 +279,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=range(len(REFUSED)))
-def test_a_changed_dispatch_is_refused(pair: list[hccl.Communicator], changes: dict[str, Any], reason: str) -> None:
+def test_changed_dispatches_are_refused(pair: list[hccl.Communicator]) -> None:
     device = Device(pair[0], Tokens.draw(0, 4, 0))
-    arguments = {"x": device.x, "expert_ids": device.ids, **device.group}
-    moved = {key: value.npu() if isinstance(value, Tensor) else value for key, value in changes.items()}
-    with torch.npu.device(0), pytest.raises(RuntimeError, match=reason):
-        torch_npu.npu_moe_distribute_dispatch_v2(**{**arguments, **moved})
+
+    def dispatch(**changes: Any) -> None:
+        moved = {key: value.npu() if isinstance(value, Tensor) else value for key, value in changes.items()}
+        with torch.npu.device(0):
+            torch_npu.npu_moe_distribute_dispatch_v2(
+                **{"x": device.x, "expert_ids": device.ids, **device.group, **moved}
+            )
+
+    check_refused((dispatch, changes, reason) for changes, reason in REFUSED)
 
 
 def test_codes_of_refusals(pair: list[hccl.Communicator]) -> None:
@@ -312,59 +316,45 @@ def failing(devices: list[Device], call: Callable[[Device], Any], capfd: pytest.
     return [each + text for each in errors]
 
 
+BEFORE: dict[str, tuple[Callable[[Device], None], str]] = {
+    "global_bs": (lambda last: last.group.update(global_bs=16), "global_bs must be the same on all ranks, but is 8 on"),
+    "experts": (lambda last: last.group.update(moe_expert_num=8), "moe_expert_num must be the same on all ranks, but"),
+    "quant_mode": (
+        lambda last: last.options.update(quant_mode=2),
+        "rank 0 calls MoeDistributeDispatchV4 of 64 float16",
+    ),
+    "outside": (lambda last: last.ids[0, 0].fill_(EXPERTS), "expert_ids must be from 0 to 5, but has 6"),
+    "twice": (lambda last: last.ids[0].fill_(1), "a token must not choose an expert twice"),
+    "mask": (
+        lambda last: last.group.update(x_active_mask=torch.tensor([True, False, True, True]).to(last.device)),
+        "the tokens that x_active_mask selects must come before the others",
+    ),
+}
+"""What changes on the last rank before the dispatch, and the error of both ranks."""
+AFTER = {"combine and dispatch": "and rank 1 MoeDistributeCombineV4 of 64 float16"}
+AFTER |= {"other counts": "rows come back: ep_send_counts", "falling counts": "must be the ep_recv_counts of"}
+MASKED = "x_active_mask must select all tokens if ranks have different numbers"
+
+
 def different(case: str, ranks: list[hccl.Communicator]) -> tuple[list[Device], Callable[[Device], Any], str]:
-    asked = [Tokens.draw(rank, 4, 0) for rank in range(2)]
-    devices = [Device(of, tokens) for of, tokens in zip(ranks, asked, strict=True)]
-    last = devices[1]
-    if case == "global_bs":
-        last.group["global_bs"] = 16
-        return devices, Device.dispatch, "global_bs must be the same on all ranks, but is 8 on rank 0 and 16 on rank 1"
-    if case == "experts":
-        last.group["moe_expert_num"] = 8
-        return devices, Device.dispatch, "moe_expert_num must be the same on all ranks, but is 6 on rank 0 and 8"
-    if case == "quant_mode":
-        last.options["quant_mode"] = 2
-        return devices, Device.dispatch, "rank 0 calls MoeDistributeDispatchV4 of 64 float16, and rank 1 MoeDistr"
-    if case == "outside":
-        last.ids[0, 0] = EXPERTS
-        return devices, Device.dispatch, "expert_ids must be from 0 to 5, but has 6"
-    if case == "twice":
-        last.ids[0] = 1
-        return devices, Device.dispatch, "a token must not choose an expert twice"
-    if case == "mask":
-        last.group["x_active_mask"] = torch.tensor([True, False, True, True]).to(last.device)
-        return devices, Device.dispatch, "the tokens that x_active_mask selects must come before the others"
     if case == "masked and different":
         devices = [Device(of, Tokens.draw(of.rank, 4 - of.rank, 0), "tokens", global_bs=8) for of in ranks]
         devices[0].group["x_active_mask"][3] = False
-        return devices, Device.dispatch, "x_active_mask must select all tokens if ranks have different numbers"
+        return devices, Device.dispatch, MASKED
+    devices = [Device(of, Tokens.draw(of.rank, 4, 0)) for of in ranks]
+    if case in BEFORE:
+        change, reason = BEFORE[case]
+        change(devices[1])
+        return devices, Device.dispatch, reason
     sent = on_all(devices, Device.dispatch)
     if case == "combine and dispatch":
         act = {0: Device.dispatch, 1: lambda each: each.combine(sent[1][0], sent[1])}
-        return devices, lambda each: act[each.rank](each), "and rank 1 MoeDistributeCombineV4 of 64 float16"
-    if case == "other counts":
-        sent[1][4].mul_(0)
-        return devices, lambda each: each.combine(sent[each.rank][0], sent[each.rank]), "rows come back: ep_send_counts"
-    assert case == "falling counts"
-    sent[1][4].mul_(-1)
-    return devices, lambda each: each.combine(sent[each.rank][0], sent[each.rank]), "must be the ep_recv_counts of"
+        return devices, lambda each: act[each.rank](each), AFTER[case]
+    sent[1][4].mul_(0 if case == "other counts" else -1)
+    return devices, lambda each: each.combine(sent[each.rank][0], sent[each.rank]), AFTER[case]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "global_bs",
-        "experts",
-        "quant_mode",
-        "outside",
-        "twice",
-        "mask",
-        "masked and different",
-        "combine and dispatch",
-        "other counts",
-        "falling counts",
-    ],
-)
+@pytest.mark.parametrize("case", [*BEFORE, *AFTER, "masked and different"])
 def test_a_difference_is_an_error_on_every_rank(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = two_ranks()
     devices, call, reason = different(case, ranks)
@@ -456,7 +446,4 @@ print("well")
 )
 def test_on_other_products(clean: dict[str, str], soc: str, which: str) -> None:
     """On these a shared expert's result is added. The interface without a version needs 8 ranks."""
-    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--soc", soc]
-    command += ["--devices", "8", "--", sys.executable, "-c", OTHER_SOCS, str(SCRIPTS), which]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "well\n", done.stderr
+    assert on_soc(soc, OTHER_SOCS, clean, str(SCRIPTS), which, devices=8) == "well\n"

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
+from helpers.emulator.fused_draw import (
+    FLOATS,
+    HALVES,
+    Draw,
+    Near,
+    Pairs,
+    Rounded,
+    Same,
+    case,
+    check,
+    optional,
+    parameters,
+)
 from helpers.emulator.fused_references import EPSILON, rms_norm, rope
 from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
@@ -21,10 +33,6 @@ from torch import Tensor
 def total(x1: Tensor, x2: Tensor) -> Tensor:
     """Return the sum rounded to its dtype, as the NPU keeps it before the norm."""
     return (x1.double() + x2.double()).to(x1.dtype)
-
-
-def optional(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.npu()
 
 
 def rows(draw: Draw, width: int) -> list[int]:

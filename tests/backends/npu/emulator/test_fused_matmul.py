@@ -9,43 +9,12 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu import emulator
-from helpers.emulator.fused_draw import HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
+from helpers.emulator.fused_draw import HALVES, Draw, Near, Pairs, Rounded, Same, case, check, optional, parameters
+from helpers.emulator.grouped import in_layout, int8s, nineteen_bits, packed_int4
 from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
-
-def optional(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.npu()
-
-
-def int8s(draw: Draw, *shape: int) -> Tensor:
-    return draw.integers(-128, 127, *shape, dtype=torch.int8)
-
-
-def on_npu(weight: Tensor, kind: str) -> Tensor:
-    """Return a weight on the NPU: contiguous, transposed in memory, or in FRACTAL_NZ."""
-    if kind == "transposed":
-        return weight.t().contiguous().npu().t()
-    if kind == "nz":
-        cast = torch_npu.npu_format_cast(weight.npu(), 29)
-        assert torch_npu.get_npu_format(cast) == 29
-        return cast
-    return weight.npu()
-
-
-@pytest.fixture(autouse=True)
-def internal_formats() -> Any:
-    """Allow internal formats; otherwise torch_npu silently ignores casts to FRACTAL_NZ."""
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
-
-
-def packed_int4(values: Tensor) -> Tensor:
-    """Pack int4 values along the last dimension, eight per int32, the first in the lowest bits."""
-    nibbles = values.unflatten(-1, (-1, 8)).to(torch.int64) & 15
-    words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+pytestmark = pytest.mark.usefixtures("internal_formats")
 
 
 @case(*HALVES, weight=("plain", "transposed", "nz"), bias=(None, torch.int32, torch.float32))
@@ -60,7 +29,7 @@ def by_token(draw: Draw, weight: str, bias: torch.dtype | None) -> Pairs:
     )
     y = torch_npu.npu_quant_matmul(
         x1.npu(),
-        on_npu(x2, weight),
+        in_layout(x2, weight),
         scale.npu(),
         pertoken_scale=by_row.npu(),
         bias=optional(added),
@@ -73,18 +42,15 @@ def by_token(draw: Draw, weight: str, bias: torch.dtype | None) -> Pairs:
     yield y, Near(exact if added is None or bias == torch.int32 else exact + added.double())
 
 
-def nineteen_bits(scale: Tensor) -> Tensor:
-    """Return the bits of a float32 scale that TransQuantParam keeps."""
-    return (scale.view(torch.int32) & -8192).view(torch.float32)
-
-
 @case(torch.float16, weight=("plain", "transposed", "nz"), ready=(False, True), biased=(False, True))
 def by_tensor(draw: Draw, weight: str, ready: bool, biased: bool) -> Pairs:
     m, k, n = draw.between(1, 9), 32 * draw.between(1, 4), 32 * draw.between(1, 3)
     x1, x2, scale = int8s(draw, m, k), int8s(draw, k, n), draw.positive(draw.choice([1, n]), dtype=torch.float32) / 1000
     bias = draw.integers(-999, 999, n, dtype=torch.int32) if biased else None
     given = torch_npu.npu_trans_quant_param(scale.npu()) if ready else scale.npu()
-    y = torch_npu.npu_quant_matmul(x1.npu(), on_npu(x2, weight), given, bias=optional(bias), output_dtype=torch.float16)
+    y = torch_npu.npu_quant_matmul(
+        x1.npu(), in_layout(x2, weight), given, bias=optional(bias), output_dtype=torch.float16
+    )
     exact = x1.double() @ x2.double()
     yield y, Near((exact if bias is None else exact + bias.double()) * nineteen_bits(scale).double())
 

@@ -97,25 +97,11 @@ REFUSED = {
 
 class TestRefusals:
     @pytest.mark.parametrize("what", REFUSED)
-    def test_what_a_capture_cannot_hold(self, what):
-        body, code = REFUSED[what]
-        x = torch.ones(4).npu()
-        torch.npu.synchronize()
-        before, graph = control.live_handles(), torch.npu.NPUGraph()
-        with pytest.raises(RuntimeError, match=str(code)) as error, torch.npu.graph(graph):
-            body(x)
-        # torch_npu ends the capture successfully: the graph holds what was captured until then.
-        assert "507903" not in f"{error.value}{error.value.__context__}"
-        graph.reset()
-        assert control.live_handles()["graph"] == before["graph"]
-        assert healthy()
-
-    @pytest.mark.parametrize("what", REFUSED)
     def test_a_call_that_is_refused_leaves_the_capture_as_it_was(self, what):
         body, code = REFUSED[what]
         x, y = torch.ones(4).npu(), torch.zeros(4).npu()
         torch.npu.synchronize()
-        graph = torch.npu.NPUGraph()
+        before, graph = control.live_handles()["graph"], torch.npu.NPUGraph()
         with torch.npu.graph(graph):
             torch.add(x, 1, out=y)
             with pytest.raises(RuntimeError, match=str(code)):
@@ -123,6 +109,8 @@ class TestRefusals:
             y.mul_(3)
         graph.replay()
         assert y.cpu().tolist() == [6] * 4
+        graph.reset()
+        assert control.live_handles()["graph"] == before
 
     @thorough(PROCESSES)
     def test_what_torch_npus_queue_would_not_survive(self):
@@ -533,22 +521,6 @@ class TestReplays:
         assert times["Muls"]["ts"] > times["EVENT_RECORD_0"]["ts"] > times["Adds"]["ts"]
         assert times["Subs"]["ts"] > times["EVENT_RECORD_1"]["ts"]
         assert {each["name"] for each in aligned if each["ph"] == "s"} == {"PAIR_0", "PAIR_1"}
-
-    def test_a_dump_of_what_an_update_replaces(self, tmp_path):
-        x, y = torch.ones(4).npu(), torch.zeros(4).npu()
-
-        def body():
-            torch.npu.graph_task_group_begin(torch.npu.current_stream())
-            torch.mul(x, 2, out=y)
-            torch.npu.graph_task_group_end(torch.npu.current_stream())
-            y.copy_(x)
-
-        graph, _ = capture(body)
-        graph.debug_dump(str(tmp_path / "graph.json"))
-        dumped = json.loads((tmp_path / "graph.json").read_text())
-        assert dumped[0]["name"] == "Muls"
-        with pytest.raises(RuntimeError, match="107000"):
-            graph.debug_dump(str(tmp_path / "nowhere" / "graph.json"))
 
     def test_torch_accelerator_graph(self):
         x = torch.ones(4).npu()

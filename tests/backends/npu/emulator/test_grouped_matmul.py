@@ -11,7 +11,10 @@ import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
 from helpers.emulator.grouped import Grouped, in_layout, int8s, nineteen_bits, on_npu, packed_int4, rows_of
+from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("internal_formats")
 
 LAYOUTS = ("plain", "transposed", "nz", "nz transposed")
 LISTS = ("ends", "counts", "pairs")
@@ -22,14 +25,6 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     4: lambda x: x / (1 + (-1.702 * x.abs()).exp()) * (0.851 * (x - x.abs())).exp(),
     5: torch.nn.functional.silu,
 }
-
-
-@pytest.fixture(autouse=True)
-def internal_formats() -> Any:
-    """FRACTAL_NZ casts are silently left undone unless this is set."""
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
 
 
 def products(x: Tensor, weight: Tensor, groups: Grouped) -> Tensor:
@@ -275,6 +270,8 @@ def clipped(draw: Draw, interleaved: bool, counts: list[int] | None, dim: int) -
     yield y.reshape(len(flat), -1)[:rows], Near(exact[:rows], 3)
 
 
+@thorough(DRAW, r"seed[1-9]")
+@thorough(DTYPE, r"-float16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_product(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -17,14 +17,9 @@ from helpers.emulator.refusals import Row, check_fails, check_refused, check_wor
 from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 
-HALF, BF16, INT8, INT32 = torch.float16, torch.bfloat16, torch.int8, torch.int32
+pytestmark = pytest.mark.usefixtures("internal_formats")
 
-
-@pytest.fixture(autouse=True)
-def internal_formats() -> Any:
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
+HALF, BF16, INT8 = torch.float16, torch.bfloat16, torch.int8
 
 
 def nz(*shape: int, dtype: torch.dtype = HALF) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch_npu
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
 from helpers.emulator.routing_references import KINDS, choices, combined, route, whole_order
+from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
 
 EXPERTS = 8
@@ -331,6 +332,8 @@ def re_routing(draw: Draw, scaled: bool, kind: torch.dtype) -> Pairs:
         yield permuted, Same(scales[order])
 
 
+@thorough(DRAW, r"seed[1-9]")
+@thorough(DTYPE, r"-float32-|-float16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_operation(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 import torch_npu
 from hal.backends.npu.emulator import control, faults, tracing
 from helpers.emulator.device_ranks import two_ranks
-from helpers.emulator.torchrun import torchrun
-from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
+from helpers.emulator.refusals import check_refused, on_soc
+from helpers.thorough import DRAW, PROCESSES, thorough
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -405,22 +404,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=range(len(REFUSED)))
-def test_a_changed_call_is_refused(
-    pair: list[hccl.Communicator], name: str, changes: dict[str, Any], reason: str
-) -> None:
-    x = "x1" if name == "reduce" else "input"
-    arguments = {x: draw(0, 4, 256), "x2": draw(0, 256, 8), "hcom": pair[0].name}
-    if name != "reduce":
-        arguments["world_size"] = 2
+def test_changed_calls_are_refused(pair: list[hccl.Communicator]) -> None:
     functions = {
-        "reduce": torch_npu.npu_mm_all_reduce_base,
-        "gather": torch_npu.npu_all_gather_base_mm,
-        "scatter": torch_npu.npu_mm_reduce_scatter_base,
+        "reduce": ("x1", torch_npu.npu_mm_all_reduce_base),
+        "gather": ("input", torch_npu.npu_all_gather_base_mm),
+        "scatter": ("input", torch_npu.npu_mm_reduce_scatter_base),
     }
-    changed = {key: value() if callable(value) else value for key, value in changes.items()}
-    with pytest.raises(RuntimeError, match=reason):
-        on_all(lambda **a: functions[name](**a), [{**arguments, **changed}])
+
+    def call(name: str, changes: dict[str, Any]) -> None:
+        x, function = functions[name]
+        arguments = {x: draw(0, 4, 256), "x2": draw(0, 256, 8), "hcom": pair[0].name}
+        arguments |= {} if name == "reduce" else {"world_size": 2}
+        on_all(function, [arguments | {key: value() if callable(value) else value for key, value in changes.items()}])
+
+    check_refused((call, {"name": name, "changes": changes}, reason) for name, changes, reason in REFUSED)
 
 
 def test_an_unknown_group_is_an_error_of_the_tiling(pair: list[hccl.Communicator]) -> None:
@@ -531,17 +528,5 @@ REFUSED_BY_SOC = {
 @thorough(PROCESSES)
 @pytest.mark.parametrize("soc", REFUSED_BY_SOC)
 def test_what_a_generation_takes(clean: dict[str, str], soc: str) -> None:
-    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')"]
-    command += ["emulate", "--soc", soc, "--devices", "2", "--", sys.executable, "-c", SOCS, str(SCRIPTS)]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split(": ") for line in done.stdout.splitlines())
-    assert found == {name: reason or f"is not for {soc}" for name, reason in REFUSED_BY_SOC[soc].items()}, done.stderr
-
-
-@thorough(PROCESSES)
-@thorough(EXHAUSTIVE, r"\[4")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_in_processes_of_torch_distributed(ranks: int) -> None:
-    """The group's name from torch.distributed, eager and captured, in processes of torchrun."""
-    torchrun(SCRIPTS / "torch_mc2.py", ranks)
+    found = dict(line.split(": ") for line in on_soc(soc, SOCS, clean, str(SCRIPTS), devices=2).splitlines())
+    assert found == {name: reason or f"is not for {soc}" for name, reason in REFUSED_BY_SOC[soc].items()}
