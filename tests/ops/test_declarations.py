@@ -109,20 +109,14 @@ class TestAxes:
         [
             "tokens, width",
             "tokens=",
-            "=tokens",
             "1tokens",
             "tokens ...",
             "tokens/2",
             "f(x)",
             "tokens+1.5",
             "-tokens",
-            "a b=",
             "tokens|",
-            "x.y",
-            "tokens**2",
             3,
-            ("tokens",),
-            None,
         ],
     )
     def test_what_is_none(self, text: Any) -> None:
@@ -447,56 +441,42 @@ class TestConformance:
 
     @pytest.mark.usefixtures("forget_operations")
     @pytest.mark.parametrize(
-        ("given", "body", "message"),
+        ("given", "message"),
         [
-            ({}, lambda x, weight: x * weight, None),
-            (
-                {"sizes": ((4, 4), (6, 6))},
-                lambda x, weight: x * weight,
-                "the axes tokens and width are equal in all samples",
-            ),
-            ({"sizes": ((4, 8), (6, 8))}, lambda x, weight: x * weight, "the axis width is 8 in all samples"),
+            ({}, None),
+            ({"sizes": ((4, 4), (6, 6))}, "the axes tokens and width are equal in all samples"),
+            ({"sizes": ((4, 8), (6, 8))}, "the axis width is 8 in all samples"),
             (
                 {"axes": {"x": "... width", "weight": "width", "return": "... width"}, "rowwise": "..."},
-                lambda x, weight: x * weight,
                 r"\.\.\. represents 1 axes in all samples",
             ),
             (
                 {"axes": {"x": "tokens width", "weight": "tokens", "return": "tokens width"}},
-                lambda x, weight: x * weight,
                 r"sample 0 of torch.float32: weight is \[8\], but declared `tokens`, where tokens is 4 in x",
             ),
             (
                 {"axes": {"x": "tokens width", "weight": "width", "return": "tokens 1"}},
-                lambda x, weight: x * weight,
                 "result 0 is .* declared `tokens 1`",
             ),
             (
                 {"dtypes": {"x": FLOATING, "weight": "x", "return": torch.int8}},
-                lambda x, weight: x * weight,
                 "result 0 is float32, but declared int8",
             ),
-            (
-                {"rowwise": "tokens"},
-                lambda x, weight: x - x.mean(0),
-                "result 0 of one row along tokens differs from the first row",
-            ),
-            ({"sizes": ((1, 8), (0, 6))}, lambda x, weight: x * weight, "no sample has two rows along tokens"),
-            (
-                {"mutates": ("x",), "buffers": ("x",)},
-                lambda x, weight: x * weight,
-                "`mutates` names its argument x, but no sample writes it",
-            ),
-            ({}, lambda x, weight: x.mul_(weight) + 1, "it writes its argument x; add 'x' to `mutates`"),
+            ({"body": lambda x, weight: x - x.mean(0)}, "result 0 of one row along tokens differs from the first row"),
+            ({"sizes": ((1, 8), (0, 6))}, "no sample has two rows along tokens"),
+            ({"mutates": ("x",), "buffers": ("x",)}, "`mutates` names its argument x, but no sample writes it"),
+            ({"body": lambda x, weight: x.mul_(weight) + 1}, "it writes its argument x; add 'x' to `mutates`"),
         ],
     )
-    def test_what_is_found(self, given: dict[str, Any], body: Any, message: str | None) -> None:
+    def test_what_is_found(self, given: dict[str, Any], message: str | None) -> None:
+        given = dict(given)
+        body = given.pop("body", torch.mul)
+
         def declared_so(x: Tensor, weight: Tensor) -> Tensor:
             result: Tensor = body(x, weight)
             return result
 
         declared_so.__name__ = name = f"declared_so_{next(NUMBERS)}"  # torch keeps every registered name
-        given = dict(given)
         samples = self.sample_sizes(*given.pop("sizes", ((4, 8), (6, 10))))
         op(samples=samples, namespace="haltest", **GOOD | given)(declared_so)
         if message is None:
@@ -648,21 +628,6 @@ class TestRewrites:
             "residual of size 1 at 1",
             "weight of size 1 at 0",
         }
-
-    @pytest.mark.parametrize(
-        ("sizes", "message"),
-        [
-            (((4, 4), (6, 6)), "the axes rows and width are equal in all samples"),
-            (((3, 64),), "the axis rows is 3 in all samples"),
-        ],
-    )
-    def test_samples_that_tell_no_axes_apart(self, sizes: tuple[tuple[int, int], ...], message: str) -> None:
-        def samples(draw: Draw) -> Iterator[Sample]:
-            for rows, width in sizes:
-                yield draw.normal(rows, width), draw.normal(rows, width), draw.normal(width), 1e-6
-
-        with pytest.raises(CompileError, match=message):
-            check_rewrite(Rewrite("mine", plain, NODE, samples, **SUMS))
 
     def test_results_are_as_declared_where_they_are(self) -> None:
         returned = {"axes": ("rows width", "rows width"), "dtypes": ("x", "x")}

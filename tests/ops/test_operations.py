@@ -22,7 +22,6 @@ from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, Draw, Operation, Sample
 from hal.ops.declaration.torch_library import fake_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPERATIONS = list(ops.catalogue().values())
 
 
@@ -41,7 +40,9 @@ def copied(sample: Sample) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in sample]
 
 
-@thorough(OPERATION, r"\[quant_expert")
+@thorough(
+    OPERATION, r"\[(?!rms_norm|paged_attention|store_kv|sample|split_qkv_rmsnorm_rope\]|topk_route|linear\]|expert_mlp)"
+)
 @each_operation()
 def test_opcheck(operation: Operation) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -103,13 +104,6 @@ def test_a_trace_runs_no_reference_of_what_is_declared() -> None:
         fake_of(norm.constraints, norm.host, refuse)(x, x, weight[:4], 1e-6)
 
 
-def test_grad_is_refused() -> None:
-    with pytest.raises(OperationError, match="requires grad"):
-        torch.ops.hal.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4), 1e-6)
-    with torch.no_grad():
-        torch.ops.hal.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4), 1e-6)
-
-
 def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend) -> None:
     from hal.ops import rms_norm
 
@@ -122,22 +116,6 @@ def test_a_function_imported_by_name_follows_the_active_backend(cpu: hal.Backend
     assert torch.equal(cpu.ops.linear(x, torch.eye(8)), x), "defaults must be those of the declaration"
     cpu.activate()
     assert torch.equal(rms_norm(x, weight, 1e-6), right)
-
-
-def test_a_reference_never_runs_a_kernel(cpu: hal.Backend) -> None:
-    """Neither if a backend with a wrong kernel is active, nor through nested fused operations."""
-    wrong = hal.Backend("wrong", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0})
-    for operation in map(ops.operation, ("add_rms_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")):
-        sample = next(iter(operation.samples(Draw())))
-        cpu.activate()
-        expected = operation.reference(*copied(sample))
-        wrong.activate()
-        torch.testing.assert_close(operation.reference(*copied(sample)), expected, rtol=0, atol=0)
-        stand_in = tree_leaves(operation.function(*copied(sample)))[0]
-        assert not torch.allclose(stand_in, tree_leaves(expected)[0]), (
-            "without a kernel it must call its parts' kernels"
-        )
-    cpu.activate()
 
 
 @each_operation()
@@ -153,13 +131,6 @@ def test_no_reference_reaches_a_kernel(cpu: hal.Backend, operation: Operation) -
     with ops.intercepted(refuse):
         for sample in operation.samples(Draw()):
             operation.reference(*copied(sample))
-
-
-def test_a_kernel_for_want_of_one_on_an_inactive_backend(cpu: hal.Backend) -> None:
-    other = hal.Backend("other", hal.vendor.HostDevice(), kernels={"rms_norm": lambda x, weight, eps: x * 0 + 7})
-    normed, hidden = other.ops.add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 1e-6)
-    assert (normed == 7).all()
-    assert (hidden == 2).all()
 
 
 def test_a_backends_own_functions_stay_its_own(cpu: hal.Backend) -> None:
@@ -238,12 +209,6 @@ class TestInterception:
         assert (ops.rms_norm(*self.ARGUMENTS) == 7).all()
         assert seen == ["seen"]
         cpu.activate()
-
-    def test_calls_may_run_the_node(self, cpu: hal.Backend) -> None:
-        expected = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
-        with ops.intercepted(lambda operation, _: operation.node):
-            found = ops.add_rms_norm(torch.ones(2, 4), *self.ARGUMENTS)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_calls_may_run_the_node_behind_another_interception(self, cpu: hal.Backend) -> None:
         """Around or inside the interception that returns the node: none wraps the node's kernel twice."""
@@ -399,59 +364,33 @@ class TestDeclaration:
             ops.op(samples=self.no_samples, namespace="haltest", **self.declared | given)(unread)
 
     def test_arguments_that_a_node_cannot_take(self) -> None:
-        def keyword(x: Tensor, *, eps: float = 1.0) -> Tensor:
-            return x * eps
-
-        def positional(x: Tensor, /) -> Tensor:
-            return x
-
-        def several(*x: Tensor) -> Tensor:
-            return x[0]
-
-        def text(x: Tensor, mode: bytes) -> Tensor:
-            return x
-
-        def sizes(x: Tensor, sizes: list[int]) -> Tensor:
-            return x
-
-        def either(x: Tensor, scale: int | float) -> Tensor:
-            return x * scale
-
-        def tensors(x: list[Tensor]) -> Tensor:
-            return x[0]
-
-        def bare(x):  # type: ignore[no-untyped-def]
-            return x
-
-        def open_ended(x: Tensor):  # type: ignore[no-untyped-def]
-            return x
-
-        def listing(x: Tensor) -> list[Tensor]:
-            return [x]
-
-        def endless(x: Tensor) -> tuple[Tensor, ...]:
-            return (x,)
-
-        def unknown(x: Tensors) -> Tensor:  # type: ignore[name-defined]  # noqa: F821
-            return x
-
-        for body, message in (
-            (keyword, "takes 'eps' as a keyword-only argument"),
-            (positional, "takes 'x' as a positional-only argument"),
-            (several, r"takes '\*x' as a variadic positional argument"),
-            (text, r"annotates its argument 'mode' as bytes\n.* Tensor, int, float, bool, str, torch.dtype"),
-            (sizes, r"annotates its argument 'sizes' as list\[int\]"),
-            (either, r"annotates its argument 'scale' as int \| float"),
-            (tensors, r"annotates its argument 'x' as list\[torch\.Tensor\]"),
-            (bare, "does not annotate its argument 'x'"),
-            (open_ended, "open_ended does not annotate its return type"),
-            (listing, r"returns list\[torch\.Tensor\]\n.* a tuple of Tensors"),
-            (endless, r"returns tuple\[torch\.Tensor, \.\.\.\]"),
-            (unknown, "an annotation of unknown cannot be evaluated: name 'Tensors' is not defined"),
+        for given, returned, message in (
+            ("x: Tensor, *, eps: float = 1.0", "Tensor", "takes 'eps' as a keyword-only argument"),
+            ("x: Tensor, /", "Tensor", "takes 'x' as a positional-only argument"),
+            ("*x: Tensor", "Tensor", r"takes '\*x' as a variadic positional argument"),
+            (
+                "x: bytes",
+                "Tensor",
+                r"annotates its argument 'x' as bytes\n.* Tensor, int, float, bool, str, torch\.",
+            ),
+            ("x: list[int]", "Tensor", r"annotates its argument 'x' as list\[int\]"),
+            ("x: int | float", "Tensor", r"annotates its argument 'x' as int \| float"),
+            ("x: list[Tensor]", "Tensor", r"annotates its argument 'x' as list\[torch\.Tensor\]"),
+            ("x", "Tensor", "does not annotate its argument 'x'"),
+            ("x: Tensor", "", "declared_so does not annotate its return type"),
+            ("x: Tensor", "list[Tensor]", r"returns list\[torch\.Tensor\]\n.* a tuple of Tensors"),
+            ("x: Tensor", "tuple[Tensor, ...]", r"returns tuple\[torch\.Tensor, \.\.\.\]"),
+            (
+                "x: 'Tensors'",
+                "Tensor",
+                "an annotation of declared_so cannot be evaluated: name 'Tensors' is not defined",
+            ),
         ):
+            made: dict[str, Any] = {"Tensor": Tensor}
+            exec(f"def declared_so({given}){returned and ' -> ' + returned}:\n    return x", made)
             with pytest.raises(OperationError, match=message):
-                ops.op(samples=self.no_samples, namespace="haltest", **self.declared)(body)
-            assert body.__name__ not in ops.catalogue()
+                ops.op(samples=self.no_samples, namespace="haltest", **self.declared)(made["declared_so"])
+            assert "declared_so" not in ops.catalogue()
 
     def test_outputs_of_a_node_alias_nothing(self, cpu: hal.Backend) -> None:
         sample = next(iter(ops.operation("split_qkv_rmsnorm_rope").samples(Draw())))
@@ -511,40 +450,6 @@ class TestAttention:
                         expected[head] = sum(weight * values[at] for weight, at in zip(weights, rows, strict=True))
                     torch.testing.assert_close(found[token], expected, rtol=1e-5, atol=1e-5)
 
-    def test_garbage_in_unused_slots_is_not_seen(self, cpu: hal.Backend) -> None:
-        for sample in ops.operation("paged_attention").samples(Draw(seed=1)):
-            arguments = copied(sample)
-            table, lens, block = sample[3], sample[5], sample[1].shape[1]
-            used = torch.zeros(sample[1].shape[0] * block, dtype=torch.bool)
-            for row in range(lens.shape[0]):
-                slots = torch.arange(int(lens[row]))
-                used[table[row].long()[slots // block] * block + slots % block] = True
-            for cache in arguments[1:3]:
-                cache.flatten(0, 1)[~used] = math.nan
-            expected = cpu.ops.paged_attention(*sample)
-            torch.testing.assert_close(cpu.ops.paged_attention(*arguments), expected)
-            torch.testing.assert_close(ops.operation("paged_attention").reference(*arguments), expected)
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_nan_is_handed_on(self, cpu: hal.Backend, dtype: torch.dtype) -> None:
-        """NaN in a query, key or value of this step propagates, so that a broken model is noticed in its logits."""
-        prefill, decode = (list(ops.operation("paged_attention").samples(Draw(dtype)))[index] for index in (1, 3))
-        for sample in (prefill, decode):
-            arguments = copied(sample)
-            arguments[0][2, 1] = math.nan
-            expected = ops.operation("paged_attention").reference(*arguments)
-            assert expected.isnan().any()
-            assert torch.equal(cpu.ops.paged_attention(*arguments).isnan(), expected.isnan())
-        for which in (1, 2):
-            arguments = copied(prefill)
-            block, offset = int(arguments[3][1, 0]), 4  # the fifth token of the second sequence
-            arguments[which][block, offset] = math.nan
-            found = cpu.ops.paged_attention(*arguments).isnan().flatten(1).any(1)
-            first, last = int(arguments[4][1]), int(arguments[4][2])
-            assert found[first + offset : last].all(), "every token that attends to it must be NaN"
-            assert not found[:first].any(), "other sequences must not be NaN"
-            assert not found[last:].any()
-
 
 class TestSampling:
     def arguments(self, logits: Tensor, **given: float) -> list[Tensor]:
@@ -581,23 +486,6 @@ class TestSampling:
     def test_what_is_left_out_never_comes(self, given: dict[str, float], allowed: set[int]) -> None:
         logits = torch.tensor([[0.5, 1.0, 2.0, -3.0]])  # 0.139, 0.229, 0.623, 0.004... by softmax, rounded
         assert set(self.draw_many(logits, 3000, **given).tolist()) == allowed
-
-    def test_ties_are_ranked_by_token(self) -> None:
-        assert set(self.draw_many(torch.zeros(1, 6), 300, top_k=2).tolist()) == {0, 1}
-        assert ops.greedy_sample(torch.zeros(2, 6)).tolist() == [0, 0]
-
-    def test_a_row_does_not_depend_on_its_batch(self) -> None:
-        draw = Draw(seed=5)
-        logits, seeds, steps = draw.normal(7, 100), draw.integers(0, 2**62, 7), draw.integers(0, 99, 7)
-        together = ops.sample(*self.arguments(logits), seeds, steps)
-        alone = [ops.sample(*self.arguments(logits[i : i + 1]), seeds[i : i + 1], steps[i : i + 1]) for i in range(7)]
-        assert together.tolist() == torch.cat(alone).tolist()
-
-    @pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-42, 1e-45])
-    def test_a_temperature_near_0_takes_the_likeliest(self, temperature: float) -> None:
-        logits = Draw(seed=3).normal(16, 50, scale=5.0)
-        found = ops.sample(*self.arguments(logits, temperature=temperature), torch.arange(16), torch.arange(16))
-        assert torch.equal(found, logits.argmax(-1))
 
     def test_seed_and_step_both_matter(self) -> None:
         logits = torch.zeros(64, 1000)

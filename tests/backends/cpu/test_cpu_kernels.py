@@ -11,7 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ import torch
 from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
+from hal.backends.cpu.native import build
 from hal.backends.cpu.native.attention_kernels import FEW, AttentionKernels
 from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Layout, Measured, Packing, linear
 from helpers.reference import prompts
-from helpers.thorough import DRAW, EXHAUSTIVE, MODE, PROCESSES, thorough
+from helpers.thorough import DRAW, DTYPE, EXHAUSTIVE, MODE, PROCESSES, thorough
 from torch import Tensor
 
 import hal
@@ -39,6 +40,7 @@ from hal.ops.tolerance import assert_agree
 from hal.vendor import AddedKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ATTENTION = ops.operation("paged_attention")
 TORCHS = {"embedding", "linear"}
 """Operations whose C++ kernels leave to torch what they do not take."""
 Kernel = Callable[..., Any]
@@ -57,6 +59,20 @@ def native() -> hal.Backend:
     return open_cpu(native=True)
 
 
+def attended(
+    query: Tensor,
+    caches: Sequence[Tensor],
+    table: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return the arguments of paged_attention."""
+    return query, *caches, table, starts, lens, starts, lens, sinks, AttentionOptions(scale, **options)
+
+
 @thorough(DRAW, r"\[seed=[1-9]")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in NATIVE if name in KERNELS])
@@ -71,6 +87,7 @@ def test_kernels_of_torch_meet_the_reference(seed: int, name: str, dtype: torch.
         assert_agree(operation, dtype, found, expected)
 
 
+@thorough(DTYPE, r"\[heads[1-9].*float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
@@ -83,22 +100,13 @@ def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: tor
         caches = [draw.normal(len(lengths) * columns + 3, 16, kv_heads, 32) for _ in range(2)]
         starts, lens = (torch.tensor(each, dtype=torch.int32) for each in (range(len(lengths) + 1), lengths))
         query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
-        arguments = (
-            query,
-            *caches,
-            table.int(),
-            starts,
-            lens,
-            starts,
-            lens,
-            None,
-            AttentionOptions(0.2, window=window),
-        )
-        expected = ops.operation("paged_attention").reference(*arguments)
+        arguments = attended(query, caches, table.int(), starts, lens, 0.2, window=window)
+        expected = ATTENTION.reference(*arguments)
         for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
-            assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
+            assert_agree(ATTENTION, dtype, kernel(*arguments), expected)
 
 
+@thorough(DTYPE, r"\[heads[1-9].*float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [8, 20, 80, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (5, 1), (7, 1), (16, 2), (6, 6)])
@@ -127,11 +135,11 @@ def check_mixed_steps(kernel: Kernel, heads: tuple[int, int], head_dim: int, dty
         query = draw.normal(sum(counts), num_heads + 2, head_dim)[:, 1:-1]
         for options in ({}, {"window": 6}, {"causal": False}, {"softcap": 2.0}):
             sinks = draw.normal(num_heads) if "causal" in options or "softcap" in options else None
-            arguments = (query, *caches, table, starts, lens, starts, lens, sinks, AttentionOptions(0.3, **options))
-            expected = ops.operation("paged_attention").reference(*arguments)
+            arguments = attended(query, caches, table, starts, lens, 0.3, sinks, **options)
+            expected = ATTENTION.reference(*arguments)
             found = torch.full(expected.shape, torch.nan, dtype=dtype)
             kernel(*arguments, out=found)
-            assert_agree(ops.operation("paged_attention"), dtype, found, expected)
+            assert_agree(ATTENTION, dtype, found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -168,11 +176,10 @@ def check_long_prompts(kernel: Kernel, heads: tuple[int, int], head_dim: int, dt
     lens = torch.tensor(lengths, dtype=torch.int32)
     query = draw.normal(sum(counts), num_heads, head_dim)
     for given in ({}, {"window": 600}, {"causal": False}, {"causal": False, "window": 3}, {"softcap": 0.5}):
-        options = AttentionOptions(0.1, **given)
-        sinks = draw.normal(num_heads) if options.window or options.softcap else None
-        arguments = (query, *caches, table, starts, lens, starts, lens, sinks, options)
-        expected = ops.operation("paged_attention").reference(*arguments)
-        assert_agree(ops.operation("paged_attention"), dtype, kernel(*arguments), expected)
+        sinks = draw.normal(num_heads) if {"window", "softcap"} & {*given} else None
+        arguments = attended(query, caches, table, starts, lens, 0.1, sinks, **given)
+        expected = ATTENTION.reference(*arguments)
+        assert_agree(ATTENTION, dtype, kernel(*arguments), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,22 +194,13 @@ def check_what_is_not_finite_in_prompts(kernel: Kernel, dtype: torch.dtype) -> N
     table, starts = torch.arange(10, dtype=torch.int32)[None], torch.tensor([0, length], dtype=torch.int32)
     lens, positions = torch.tensor([length], dtype=torch.int32), torch.arange(length)
     for window, place, broken, part in itertools.product((None, 20), (45, 100), (torch.nan, torch.inf), range(2)):
-        arguments = table, starts, lens, starts, lens, None, AttentionOptions(0.2, window=window)
-        expected = ops.operation("paged_attention").reference(query, *caches, *arguments)
+        expected = ATTENTION.reference(*attended(query, caches, table, starts, lens, 0.2, window=window))
         given = [each.clone() for each in caches]
         given[part].view(-1, 40)[place, 39] = broken
-        found = kernel(query, *given, *arguments)
+        found = kernel(*attended(query, given, table, starts, lens, 0.2, window=window))
         sees = (positions >= place) & (positions < place + (window or length))
-        assert_agree(ops.operation("paged_attention"), dtype, found[~sees], expected[~sees])
+        assert_agree(ATTENTION, dtype, found[~sees], expected[~sees])
         assert not part or not found[sees].isfinite().all(-1).any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_without_native_kernels(dtype: torch.dtype) -> None:
-    operation = ops.operation("paged_attention")
-    for number, sample in enumerate(operation.samples(Draw(dtype, seed=4))):
-        found = by_torch.paged_attention(*sample)
-        assert_agree(operation, dtype, found, operation.reference(*sample), f"sample {number}")
 
 
 def test_scores_of_any_sign_and_size(native: hal.Backend) -> None:
@@ -214,9 +212,9 @@ def test_scores_of_any_sign_and_size(native: hal.Backend) -> None:
     table, starts = torch.arange(44, dtype=torch.int32)[None], torch.tensor([0, 600], dtype=torch.int32)
     lens = torch.tensor([1408], dtype=torch.int32)
     for scale, window in ((0.3, None), (0.3, 40), (-0.2, None), (0.0, None)):
-        arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(scale, window=window))
+        arguments = attended(query, caches, table, starts, lens, scale, window=window)
         found = native.kernels["paged_attention"](*arguments)
-        expected = ops.operation("paged_attention").reference(*arguments)
+        expected = ATTENTION.reference(*arguments)
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
         assert bool(found.isfinite().all()) == (scale > 0 and window is None)
 
@@ -229,10 +227,10 @@ def test_a_broken_key_of_a_prompt_comes_out(broken: float, queries: int, native:
     caches[0][6 + 6, 15] = broken  # the last key of the second sequence
     table, lens = torch.arange(14, dtype=torch.int32)[1:13].view(2, 6), torch.tensor([50, 96], dtype=torch.int32)
     starts = torch.tensor([0, 1, queries + 1], dtype=torch.int32)
-    arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(0.3))
+    arguments = attended(query, caches, table, starts, lens, 0.3)
     found, expected = (
         native.kernels["paged_attention"](*arguments),
-        ops.operation("paged_attention").reference(*arguments),
+        ATTENTION.reference(*arguments),
     )
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert not found[-1].isfinite().all()
@@ -279,7 +277,7 @@ def test_what_is_not_finite_comes_out(broken: float, native: hal.Backend) -> Non
     values[1, 3] = broken
     values[1, 7] = broken  # Beyond the length: must not be read.
     for value in (values, values.nan_to_num(1.0, 1.0, 1.0)):
-        arguments = (torch.randn(1, 1, 16), keys, value, table, starts, lens, starts, lens, None, AttentionOptions(1.0))
+        arguments = attended(torch.randn(1, 1, 16), (keys, value), table, starts, lens, 1.0)
         found = native.kernels["paged_attention"](*arguments)
         assert bool(found.isfinite().all()) == (value is not values)
 
@@ -293,16 +291,12 @@ def test_bad_slots_and_blocks_are_refused(native: hal.Backend) -> None:
     for block, length in ((2, 3), (-1, 3), (1, 5), (1, -1), (1, -4)):
         table, lens = torch.tensor([[block]], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
-            native.kernels["paged_attention"](
-                row, cache, cache, table, starts, lens, starts, lens, None, AttentionOptions(1.0)
-            )
+            native.kernels["paged_attention"](*attended(row, (cache, cache), table, starts, lens, 1.0))
     starts, row = torch.tensor([0, 2], dtype=torch.int32), torch.ones(2, 1, 8)  # A prefill, which torch computes.
     for blocks, length in (([1, 2], 7), ([0, 2], 6), ([-1, 0], 6), ([0], 5), ([1, -1], 7), ([], 2), ([0, 1], -1)):
         table, lens = torch.tensor([blocks], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
         with pytest.raises(OperationError, match=f"sequence 0 has {length} tokens in the blocks"):
-            native.kernels["paged_attention"](
-                row, cache, cache, table, starts, lens, starts, lens, None, AttentionOptions(1.0)
-            )
+            native.kernels["paged_attention"](*attended(row, (cache, cache), table, starts, lens, 1.0))
     with pytest.raises(OperationError, match="rms_norm was given float32"):
         native.kernels["rms_norm"](torch.ones(2, 8), torch.ones(4), 1e-6)
     with pytest.raises(OperationError, match="rms_norm was given float32"):
@@ -397,25 +391,9 @@ def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
     query, caches = torch.randn(2, 32, 4).transpose(1, 2), [torch.randn(3, 8, 2, 32) for _ in range(2)]
     table, starts = torch.tensor([[1], [2]]), torch.arange(3)  # int64 too
     lens = torch.tensor([5, 8])
-    arguments = (query, *caches, table, starts, lens, starts, lens, None, AttentionOptions(0.2))
-    expected = ops.operation("paged_attention").reference(*arguments)
+    arguments = attended(query, caches, table, starts, lens, 0.2)
+    expected = ATTENTION.reference(*arguments)
     torch.testing.assert_close(native.kernels["paged_attention"](*arguments), expected)
-
-
-def test_a_tape_replays_them_on_new_inputs(native: hal.Backend) -> None:
-    native.activate()
-    x, weight = torch.randn(3, 64), torch.randn(64)
-    graph = native.graph()
-
-    def model() -> tuple[Tensor, Tensor]:
-        hidden = ops.rms_norm(x, weight, 1e-6)
-        return ops.add_rms_norm(hidden * 2, x, weight, 1e-5)
-
-    outputs = graph.capture(model)
-    for _ in range(3):
-        x.copy_(torch.randn(3, 64))
-        graph.replay()
-        torch.testing.assert_close(tuple(outputs), tuple(model()))
 
 
 @thorough(PROCESSES)
@@ -444,8 +422,6 @@ print([token.token_id for token in hal.generate(runner, [[5, 6, 7]], hal.Samplin
 
 
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.backends.cpu.native import build
-
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -457,8 +433,6 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.backends.cpu.native import build
-
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(DriverUnavailable, match="cannot be stored in") as caught:
@@ -469,8 +443,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a cache that has the compiled kernels."""
-    from hal.backends.cpu.native import build
-
     monkeypatch.delenv("CXX", raising=False)
     entry = Path(build.load.__wrapped__()._name).parent
     shutil.copytree(entry, tmp_path / "cpu" / entry.name)
@@ -482,8 +454,6 @@ def test_a_damaged_library_is_compiled_again(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The compiler copies what another has compiled, which takes no half minute."""
-    from hal.backends.cpu.native import build
-
     (real,) = compiled.glob("*/kernels.so")
     copying = tmp_path / "copying"
     copying.write_text(f'#!/bin/sh\nfor last; do :; done\nexec cp {real} "$last"\n')
@@ -537,8 +507,6 @@ class TestTrust:
         return found
 
     def test_a_library_is_its_users_own(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        from hal.backends.cpu.native import build
-
         build.load.__wrapped__()
         library = self.library(folder)
         files = (folder, library.parent, library)
@@ -552,8 +520,6 @@ class TestTrust:
     def test_one_that_others_may_write_is_compiled_again(
         self, mode: int, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        from hal.backends.cpu.native import build
-
         build.load.__wrapped__()
         library = self.library(folder)
         made = library.stat().st_ino
@@ -566,8 +532,6 @@ class TestTrust:
         keeping.close()
 
     def test_a_folder_that_others_may_write_in_is_closed(self, folder: Path) -> None:
-        from hal.backends.cpu.native import build
-
         folder.mkdir(parents=True)
         folder.chmod(0o777)
         build.load.__wrapped__()
@@ -576,8 +540,6 @@ class TestTrust:
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of a file")
     @pytest.mark.parametrize("given", ["folder", "library"])
     def test_what_is_anothers_is_not_loaded(self, given: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        from hal.backends.cpu.native import build
-
         build.load.__wrapped__()
         library = self.library(folder)
         library.unlink()
@@ -594,15 +556,11 @@ class TestTrust:
 
 
 def test_what_is_compiled_needs_no_compiler(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.backends.cpu.native import build
-
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build.load.__wrapped__().rms_norm
 
 
 def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hal.backends.cpu.native import build
-
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(DriverUnavailable, match="there is no no-such-compiler"):
@@ -621,7 +579,9 @@ class TestPacking:
     def weight(self, request: pytest.FixtureRequest) -> Tensor:
         return torch.randn(96, 64, dtype=request.param)
 
-    def gains(self, monkeypatch: pytest.MonkeyPatch, *gains: float) -> Packing:
+    @staticmethod
+    def gains(monkeypatch: pytest.MonkeyPatch, *gains: float) -> Packing:
+        """Return a packing that measures these gains."""
         monkeypatch.setattr(packing, "measure", lambda weight, sizes, kernel: Measured(list(gains)))
         return Packing()
 
@@ -650,10 +610,6 @@ class TestPacking:
         backend = open_cpu(native=False)
         assert torch.equal(backend.plain_weight(packed), weight)
         assert backend.plain_weight(weight) is weight
-
-    def test_it_keeps_what_measured_slower(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-        for shared in (False, True):
-            assert self.gains(monkeypatch, 0.9, 0.9, 0.9).prepare(weight, shared=shared) is weight
 
     def test_a_table_keeps_both_forms(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         """The packed weight is used up to 8 rows, where it is faster, and the unpacked one above."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,14 +35,14 @@ class Attention:
 def test_every_operation_replays_what_it_computes(cpu: hal.Backend) -> None:
     """A replay reads inputs that changed in place and keeps the addresses of outputs.
 
-    Plain torch operations around the call are replayed too.
+    Plain torch operations around the call are replayed too. The conformance suite replays every operation once.
     """
     for operation in ops.catalogue().values():
         for index, sample in enumerate(operation.samples(Draw())):
             if operation.name == "sample":
-                continue  # Draws its noise from `steps`; tested below, because its inputs depend on each other.
+                continue  # Draws its noise from `steps`, and its inputs depend on each other.
             if operation.name == "gated_delta_rule":
-                continue  # Its state overflows if decays are any numbers; the next test draws them from its samples.
+                continue  # Its state overflows if decays are any numbers.
             check_replay(cpu, operation, list(sample), f"{operation.name}, sample {index}")
 
 
@@ -74,36 +71,6 @@ def check_replay(cpu: hal.Backend, operation: Operation, arguments: list[Any], w
     torch.testing.assert_close(found, function(), rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
     torch.testing.assert_close(written, floating, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
     assert [output.data_ptr() for output in graph.outputs] == addresses
-
-
-def test_the_delta_rule_replays_what_it_computes(cpu: hal.Backend) -> None:
-    operation = ops.operation("gated_delta_rule")
-    names = list(operation.signature.parameters)
-    for first, second in zip(operation.samples(Draw()), operation.samples(Draw(seed=1)), strict=True):
-        given = [value.clone() if isinstance(value, Tensor) else value for value in first]
-        graph = cpu.graph()
-        output = graph.capture(lambda given=given: operation.function(*given))  # type: ignore[misc]
-        for mine, other in zip(given, second, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(other)
-        graph.replay(query_start_loc_host=second[names.index("query_start_loc_host")])
-        again = [value.clone() if isinstance(value, Tensor) else value for value in second]
-        torch.testing.assert_close(output, operation.function(*again), rtol=0, atol=0)
-        place = names.index("state")
-        torch.testing.assert_close(given[place], again[place], rtol=0, atol=0)
-
-
-def test_sampling_replays_with_new_seeds(cpu: hal.Backend) -> None:
-    arguments = list(next(iter(ops.operation("sample").samples(Draw()))))
-    graph = cpu.graph()
-    output = graph.capture(lambda: ops.sample(*arguments))
-    seen = set()
-    for seed in range(50):
-        arguments[5].fill_(seed)
-        graph.replay()
-        assert torch.equal(output, ops.sample(*arguments))
-        seen.add(int(output[0]))
-    assert len(seen) > 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -151,23 +118,6 @@ def test_results_that_die_share_memory(cpu: hal.Backend) -> None:
     assert (long.outputs == 100).all()
 
 
-def test_graphs_of_one_pool_share_memory(cpu: hal.Backend) -> None:
-    graphs, pool = [], None
-    for size in (64, 32, 16, 8):
-        x = torch.ones(size, 100)
-        graph = cpu.graph()
-        graph.capture(lambda x=x: (x * 2 + 1).sum(-1), pool=pool)
-        pool = graph.pool
-        graphs.append(graph)
-    assert all(graph.pool is graphs[0].pool for graph in graphs)
-    alone = cpu.graph()
-    alone.capture(lambda: (torch.ones(64, 100) * 2 + 1).sum(-1))
-    assert pool.nbytes <= alone.pool.nbytes
-    for graph in graphs:
-        graph.replay()
-        assert (graph.outputs == 300).all()
-
-
 def test_a_pool_that_grows_leaves_earlier_graphs_alone(cpu: hal.Backend) -> None:
     small, large = torch.ones(4), torch.ones(4000)
     first, second = cpu.graph(), cpu.graph()
@@ -186,12 +136,10 @@ class TestHostValues:
         [
             (lambda values: {**values, "kv_lens": values["kv_lens_host"]}, "did you mean 'kv_lens_host'"),
             (lambda values: {"kv_lens_host": values["kv_lens_host"]}, "lacks the host values query_start_loc_host"),
-            (lambda values: {}, "lacks the host values kv_lens_host, query_start_loc_host"),
-            (lambda values: {**values, "kv_lens_host": values["kv_lens_host"][:-1]}, r"int32\[3\]"),
             (lambda values: {**values, "kv_lens_host": values["kv_lens_host"].long()}, r"int64\[4\]"),
             (lambda values: {**values, "kv_lens_host": [1, 2]}, r"int32\[2\]"),
         ],
-        ids=["unknown", "missing", "none", "short", "dtype", "short list"],
+        ids=["unknown", "missing", "dtype", "short list"],
     )
     def test_wrong_ones_raise_before_anything_runs(
         self, cpu: hal.Backend, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
@@ -209,76 +157,48 @@ class TestHostValues:
         with pytest.raises(CaptureError, match="different tensors as query_start_loc_host"):
             cpu.graph().capture(lambda: ops.paged_attention(*first) + ops.paged_attention(*second))
 
-    def test_a_call_through_the_dispatcher_is_recorded_too(self, cpu: hal.Backend) -> None:
+    @pytest.mark.parametrize("way", ["node", "backend"])
+    def test_calls_by_a_node_or_a_backend_are_recorded_too(self, cpu: hal.Backend, way: str) -> None:
         """Traced code calls operations through the dispatcher. The CPU records such calls."""
+        call = ATTENTION.node if way == "node" else cpu.ops.paged_attention
         arguments = list(ATTENTION.samples(Draw()))[3]
         graph = cpu.graph()
-        output = graph.capture(lambda: ATTENTION.node(*arguments))
+        output = graph.capture(lambda: call(*arguments))
         lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
         graph.replay(query_start_loc_host=arguments[6], kv_lens_host=lens)
         expected = ATTENTION.reference(*arguments[:5], lens, arguments[6], lens, *arguments[8:])
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "if": lambda x: x if x.sum() > 0 else -x,
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "numpy": lambda x: x.numpy(),
+    "int": lambda x: x[int(x[0])],
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "index": lambda x: [0, 1][x.long()[0]],
+    "tensor": lambda x: torch.tensor([x[0], x[1]]),
+    "is_nonzero": lambda x: x if torch.is_nonzero(x[0]) else -x,
+    "where": lambda x: torch.where(x > 0),
+    "nonzero tuple": lambda x: x.nonzero(as_tuple=True),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+    "dlpack": lambda x: torch.from_dlpack(x),
+}
+
+
 class TestRefusals:
-    @pytest.mark.parametrize(
-        "function",
-        [
-            lambda x: x.sum().item(),
-            lambda x: x.tolist(),
-            lambda x: x if x.sum() > 0 else -x,
-            lambda x: x[x > 0],
-            lambda x: x.nonzero(),
-            lambda x: x.numpy(),
-            lambda x: x[int(x[0])],
-            lambda x: torch.masked_select(x, x > 0),
-            lambda x: [0, 1][x.long()[0]],
-            lambda x: torch.tensor([x[0], x[1]]),
-            lambda x: x if torch.is_nonzero(x[0]) else -x,
-            lambda x: torch.where(x > 0),
-            lambda x: x.nonzero(as_tuple=True),
-            lambda x: x.repeat_interleave(x.long()),
-            lambda x: torch.from_dlpack(x),
-        ],
-        ids=[
-            "item",
-            "tolist",
-            "if",
-            "mask",
-            "nonzero",
-            "numpy",
-            "int",
-            "masked_select",
-            "index",
-            "tensor",
-            "is_nonzero",
-            "where",
-            "nonzero tuple",
-            "repeat_interleave",
-            "dlpack",
-        ],
-    )
-    def test_what_reads_values_is_refused_by_name_and_place(
-        self, cpu: hal.Backend, function: Callable[[Tensor], Any]
-    ) -> None:
+    @pytest.mark.parametrize("name", READS)
+    def test_what_reads_values_is_refused_by_name_and_place(self, cpu: hal.Backend, name: str) -> None:
         x = torch.zeros(4)
         graph = cpu.graph()
         with pytest.raises(CaptureError, match=r"test_graph\.py:\d+"):
-            graph.capture(lambda: function(x))
+            graph.capture(lambda: READS[name](x))
         output = graph.capture(lambda: x + 1)  # The graph and other captures still work.
         graph.replay()
         assert (output == 1).all()
-
-    def test_out_of_order(self, cpu: hal.Backend, tmp_path: Path) -> None:
-        graph = cpu.graph()
-        for use in (graph.replay, lambda: graph.pool, lambda: graph.outputs, lambda: graph.dump(tmp_path / "dump")):
-            with pytest.raises(GraphError, match="without a capture"):
-                use()
-        graph.capture(lambda: torch.ones(1) + 1)
-        with pytest.raises(GraphError, match="has a capture already"):
-            graph.capture(lambda: torch.ones(1) + 1)
-        graph.reset()
-        graph.capture(lambda: torch.ones(1) + 1)
 
 
 def test_other_threads_are_not_captured(cpu: hal.Backend) -> None:
@@ -318,37 +238,6 @@ def test_a_capture_waits_for_another_threads(cpu: hal.Backend) -> None:
             graph.outputs.zero_()
         graph.replay()
         assert graph.outputs.tolist() == [2, 2]
-
-
-def test_dump_lists_every_launch(cpu: hal.Backend, tmp_path: Path) -> None:
-    attention = Attention(cpu)
-    attention.graph.dump(tmp_path / "dump.txt")
-    (line,) = (tmp_path / "dump.txt").read_text().splitlines()
-    assert line.startswith("hal::paged_attention(float32[4, 4, 128]")
-    assert line.endswith("-> float32[4, 4, 128]")
-
-
-def test_a_replay_runs_no_python_of_the_model(trained: Path) -> None:
-    backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [2]}})
-    model = hal.load_model(trained, backend)
-    runner = hal.Runner(model, backend)
-    batch = runner.batch([[5], [6]], [[1], [2]])
-
-    def python_files(function: Callable[[], Any]) -> set[str]:
-        profile = cProfile.Profile()
-        profile.enable()
-        with torch.inference_mode():
-            function()
-        profile.disable()
-        return {Path(where[0]).as_posix() for where in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
-
-    def of_the_model(files: set[str]) -> list[str]:
-        return sorted(file for file in files if "/models/" in file or "/hal/nn/" in file)
-
-    assert of_the_model(python_files(lambda: model(batch, runner.states.layers))), (
-        "the profile must see the model when it runs"
-    )
-    assert not of_the_model(python_files(lambda: runner.step(batch)))
 
 
 def test_padding_rows_write_to_the_dummy_block_only() -> None:
@@ -451,15 +340,6 @@ class TestContract:
         with pytest.raises(GraphError, match="not the pool of a tape"):
             cpu.graph().capture(lambda: torch.ones(1) + 1, pool="pool")
 
-    def test_the_backends_own_operations_are_captured_too(self, cpu: hal.Backend) -> None:
-        sample = list(ATTENTION.samples(Draw()))[3]
-        graph = cpu.graph()
-        output = graph.capture(lambda: cpu.ops.paged_attention(*sample))
-        lens = torch.tensor([5, 6, 1, 2], dtype=torch.int32)
-        graph.replay(query_start_loc_host=sample[6], kv_lens_host=lens)
-        expected = ATTENTION.reference(*sample[:5], lens, sample[6], lens, *sample[8:])
-        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-
     @pytest.mark.parametrize("values", [["a"] * 4, [1.9] * 4, None, [2**40] * 4, "1234"])
     def test_host_values_that_are_no_numbers(self, cpu: hal.Backend, values: Any) -> None:
         attention = Attention(cpu)
@@ -486,19 +366,6 @@ class TestContract:
 
 class TestBeginAndEnd:
     """Several graphs from one run, with eager operations between them."""
-
-    def test_what_runs_between_is_not_recorded(self, cpu: hal.Backend, tmp_path: Path) -> None:
-        x, first, second = torch.ones(4), cpu.graph(), cpu.graph()
-        with cpu.capturing() as captures:
-            captures.begin(first)
-            captures.end(x + 1)
-            x.mul_(2)
-            assert x.tolist() == [2.0] * 4  # Reads values, which a capture does not allow.
-            captures.begin(second, pool=first.pool)
-            captures.end(x + 3)
-        for graph in (first, second):
-            graph.dump(tmp_path / "dump")
-            assert (tmp_path / "dump").read_text().count("\n") == 1
 
     @pytest.mark.parametrize(
         ("use", "message"),

@@ -13,6 +13,7 @@ from hal.backends.cpu.native.int8_kernels import MOST_ROWS, Int8Kernels
 from helpers.thorough import MODE, thorough
 from torch import Tensor
 
+from hal import ops
 from hal.errors import DriverUnavailable
 from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC
 
@@ -128,6 +129,21 @@ def test_ties_round_to_even(kernels: Int8Kernels) -> None:
     assert kernels.quantize(x, torch.ones(1), None).tolist() == [0, 2, 2, 0, -2, 126, 127, -128]
     numbers, scale = kernels.dynamic_quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
     assert (numbers.tolist(), scale.tolist()) == ([[127, 0, 2, -2]], [1.0])
+
+
+def test_it_divides(kernels: Int8Kernels) -> None:
+    """Multiplication by the reciprocal would differ, because float32 does not represent 1 / 41."""
+    x, scale = torch.arange(-128, 128) * 41.0 / 2, torch.tensor([41.0])
+    for quantize in (ops.operation("quantize").reference, kernels.quantize):
+        found = quantize(x, scale, None)
+        assert found.tolist() == [max(-128, min(127, round(each / 2))) for each in range(-128, 128)]
+        assert not torch.equal(found, (x * (1 / scale)).round().clamp(-128, 127).to(torch.int8))
+
+
+def test_a_repeated_scale_is_the_same(kernels: Int8Kernels) -> None:
+    x, scale, offset = torch.randn(4, 32), torch.tensor([0.03]), torch.tensor([5], dtype=torch.int32)
+    repeated = kernels.quantize(x, scale.expand(32).contiguous(), offset.expand(32).contiguous())
+    assert torch.equal(repeated, kernels.quantize(x, scale, offset))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
