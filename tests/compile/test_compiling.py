@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.checkpoints import random_checkpoint, random_weights, write_json, write_weights
 from helpers.stepping import padding_of, states_of
-from helpers.thorough import FAMILY, thorough
+from helpers.thorough import DRAW, FAMILY, thorough
 from torch import Tensor, nn
 
 import hal
@@ -90,19 +90,14 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("compilation", "message"),
         [
-            ({"compiler": "graf"}, "no compiler 'graf'"),
             ({"prefill": {"compiler": "graph"}}, "no compiler 'graph' for prefill"),
-            (
-                {"compiler": "piecewise", "splitting_ops": ["paged_atention"]},
-                "'paged_atention', which is not the name of an operation",
-            ),
+            ({"compiler": "piecewise", "splitting_ops": ["paged_atention"]}, r"\n.*did you mean 'paged_attention'"),
             ({"compiler": "piecewise", "splitting_ops": []}, "must name at least one operation"),
             ({"compiler": "graph", "splitting_ops": ["linear"]}, "splitting_ops is set, but the compiler 'graph'"),
-            ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, "no pass 'ad_rms_norm'"),
+            ({"compiler": "graph", "passes": {"ad_rms_norm": False}}, r"no pass 'ad_rms_norm'.*\n.*'add_rms_norm'"),
             ({"compiler": "eager", "passes": {"add_rms_norm": False}}, "passes is set, but the compiler 'eager'"),
             ({"compiler": "inductor", "torch_compile_max_bs": 4}, "torch_compile_max_bs is set"),
             ({"compiler": "graph", "cache_dir": "/tmp"}, "cache_dir is set"),
-            ({"decode": {"compilr": "graph"}}, "compilr"),
             (
                 {"compiler": "graph", "prefill": {"compiler": "piecewise"}, "decode": {"splitting_ops": ["linear"]}},
                 "decode.splitting_ops is set, but the compiler 'graph'",
@@ -163,14 +158,6 @@ class TestConfigurations:
     def test_what_some_phase_reads_is_taken(self, compilation: dict[str, Any]) -> None:
         assert opened(**compilation).config.compilation == hal.config.read(hal.CompilationConfig, compilation)
 
-    def test_an_unknown_name_is_answered_with_the_known_ones(self) -> None:
-        with pytest.raises(ConfigError) as caught:
-            opened(compiler="graph", passes={"ad_rms_norm": False})
-        assert "did you mean 'add_rms_norm'?" in str(caught.value)
-        with pytest.raises(ConfigError) as caught:
-            opened(compiler="piecewise", splitting_ops=["paged_atention"])
-        assert "did you mean 'paged_attention'?" in str(caught.value)
-
     def test_phases(self) -> None:
         config = hal.CompilationConfig(
             compiler="graph",
@@ -203,6 +190,7 @@ class TestConfigurations:
 
 
 class TestTraces:
+    @thorough(DRAW, r"\[(0|2|16|100)\]")
     @pytest.mark.parametrize("doubles_above", [None, 0, 1, 2, 4, 16, 100])
     def test_python_that_depends_on_sizes_is_followed(self, doubles_above: int | None) -> None:
         runner = hal.Runner(
@@ -589,26 +577,6 @@ class TestTorchCompile:
             cpu.activate()
             torch.compiler.reset()
             assert (compiled(*arguments) < 3).all()
-
-    def test_a_rewrite_that_only_nearly_matched_is_a_warning(
-        self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        def halved(x: Tensor) -> Tensor:
-            return x.relu() * 0.5
-
-        def never(x: Tensor) -> str | None:
-            return None if x.shape[-1] == 32 else "only for a width of 32"
-
-        rewrite = Rewrite(
-            "halved", halved, lambda x: x.clamp(min=0) / 2, lambda draw: [(draw.normal(3, 32),)], never, **ANY_ROWS
-        )
-        hal.Backend("own", cpu.device, kernels={}, rewrites=(rewrite,)).activate()
-        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
-            torch.compile(lambda x: x.relu() * 0.5, backend="hal", fullgraph=True)(torch.ones(3, 4))
-        (warning,) = caplog.messages
-        assert warning.startswith("a graph of Dynamo: the rewrite halved")
-        assert "only for a width of 32" in warning
-        cpu.activate()
 
     def test_a_pass_that_was_asked_for_is_no_missed_rewrite(
         self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture

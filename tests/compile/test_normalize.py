@@ -134,46 +134,40 @@ def test_a_long_chain_in_place() -> None:
     assert traced.calls() == {"exp": 1, "add.Tensor": 20, "mul.Tensor": 20, "sin": 20, "view": 40}
 
 
-def stays(function: Callable[..., Any], *inputs: Tensor) -> None:
-    assert normalized(function, *inputs).calls()["add_.Tensor"] == 1
+def into_a_view(x: Tensor) -> Any:
+    hidden = x.exp()
+    hidden[:, 2:4].add_(1)
+    return hidden
 
 
-def test_in_place_into_an_input_stays() -> None:
-    stays(lambda x, y: x.add_(y).sin(), table(), table())
-    stays(lambda x, y: (x[:, 2:4].add_(1), y.sin())[1], table(), table())
+def beside_a_view_that_is_returned(x: Tensor) -> Any:
+    hidden = x.exp()
+    view = hidden.view(-1)
+    hidden.add_(1)
+    return view
 
 
-def test_in_place_into_a_view_stays() -> None:
-    def function(x: Tensor) -> Any:
-        hidden = x.exp()
-        hidden[:, 2:4].add_(1)
-        return hidden
-
-    stays(function, table())
+def beside_a_view_of_a_view_that_is_read_later(x: Tensor) -> Any:
+    hidden = x.exp()
+    view = hidden.view(-1, 2, 12)[:, 0]
+    hidden.add_(1)
+    return view.sin(), hidden
 
 
-def test_in_place_beside_a_view_that_is_returned_stays() -> None:
-    def function(x: Tensor) -> Any:
-        hidden = x.exp()
-        view = hidden.view(-1)
-        hidden.add_(1)
-        return view
-
-    stays(function, table())
-
-
-def test_in_place_beside_a_view_of_a_view_that_is_read_later_stays() -> None:
-    def function(x: Tensor) -> Any:
-        hidden = x.exp()
-        view = hidden.view(-1, 2, 12)[:, 0]
-        hidden.add_(1)
-        return view.sin(), hidden
-
-    stays(function, table())
-
-
-def test_in_place_into_another_dtype_stays() -> None:
-    stays(lambda x, y: x.bfloat16().add_(y), table(), table())
+@pytest.mark.parametrize(
+    ("function", "tensors"),
+    [
+        (into_a_view, 1),
+        (beside_a_view_that_is_returned, 1),
+        (beside_a_view_of_a_view_that_is_read_later, 1),
+        (lambda x, y: x.add_(y).sin(), 2),
+        (lambda x, y: (x[:, 2:4].add_(1), y.sin())[1], 2),
+        (lambda x, y: x.bfloat16().add_(y), 2),
+    ],
+)
+def test_in_place_stays(function: Callable[..., Any], tensors: int) -> None:
+    """Into inputs, views, and other dtypes, and beside views."""
+    assert normalized(function, *[table()] * tensors).calls()["add_.Tensor"] == 1
 
 
 def test_in_place_into_what_is_turned_stays() -> None:

@@ -98,104 +98,68 @@ def test_a_when_that_raises() -> None:
         layers(64).apply(Rewrite("odd", scaled, scaled_otherwise, scaled_samples, raises, **DECLARED))
 
 
-def refused(match: str, **changes: Any) -> None:
+def kept(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return x * weight, x
+
+
+def flat(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return x.view(-1, 1), weight.view(1, -1)
+
+
+def halves(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return (x * weight)[:, :32] * factor, (x * weight)[:, 32:] * factor
+
+
+def views(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    whole = x * weight * factor
+    return whole[:, :32], whole[:, 32:]
+
+
+TABLE = torch.ones(1)
+GIVES = "its replacement returns"
+A_VIEW = f"{GIVES} an argument, a view of one"
+"""Later code could write to the pattern's result or to the argument in place."""
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "another dtype": (
+        rf"{GIVES} float64 \[1, 64\], and its pattern float32 \[1, 64\]",
+        {"replacement": lambda x, weight, factor: scaled(x, weight, factor).double()},
+    ),
+    "another shape": (
+        rf"{GIVES} float32 \[64\], and its pattern float32 \[1, 64\]",
+        {"replacement": lambda x, weight, factor: scaled(x, weight, factor).sum(0)},
+    ),
+    "more results": (
+        rf"{GIVES} float32 \[1, 64\], float32 \[1, 64\], and its pattern float32 \[1, 64\]",
+        {"replacement": lambda x, weight, factor: (x, scaled(x, weight, factor))},
+    ),
+    "another dtype for one dtype alone": (
+        rf"{GIVES} float32 \[1, 64\], and its pattern bfloat16 \[1, 64\]",
+        {"replacement": lambda x, weight, factor: scaled(x, weight, factor).float()},
+    ),
+    "other arguments": ("on its samples, TypeError", {"replacement": lambda x: x}),
+    "an unread argument": (
+        "does not read its argument weight",
+        {"pattern": lambda x, weight, factor: x * factor, "replacement": lambda x, weight, factor: factor * x},
+    ),
+    "a returned argument": ("its pattern returns its argument x", {"pattern": kept, "replacement": kept}),
+    "views alone": ("calls no operation that could be matched", {"pattern": flat, "replacement": flat}),
+    "a tensor of its own": ("contains a constant tensor", {"pattern": lambda x, weight, factor: x * weight * TABLE}),
+    "an argument as result": (A_VIEW, {"replacement": lambda x, weight, factor: x}),
+    "a view of an argument": (A_VIEW, {"replacement": lambda x, weight, factor: x.view(-1, 2).view(x.shape)}),
+    "a whole slice": (A_VIEW, {"replacement": lambda x, weight, factor: x[:, :]}),
+    "views of one tensor": ("or two views of one tensor", {"pattern": halves, "replacement": views}),
+    "no samples": ("it has no samples", {"samples": lambda draw: ()}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    match, changes = REFUSED[name]
     given = {"name": "odd", "pattern": scaled, "replacement": scaled_otherwise, "samples": scaled_samples}
-    given |= DECLARED | changes
     manager = PassManager(layers(64).graph, layers(64).mode)
     with pytest.raises(CompileError, match=match) as caught:
-        manager.add(Rewrite(**given))
+        manager.add(Rewrite(**given | DECLARED | changes))
     assert "the rewrite odd cannot be used" in str(caught.value)
-
-
-def test_a_replacement_of_another_dtype() -> None:
-    refused(
-        r"its replacement returns float64 \[1, 64\], and its pattern float32 \[1, 64\]",
-        replacement=lambda x, weight, factor: scaled(x, weight, factor).double(),
-    )
-
-
-def test_a_replacement_of_another_shape() -> None:
-    refused(
-        r"its replacement returns float32 \[64\], and its pattern float32 \[1, 64\]",
-        replacement=lambda x, weight, factor: scaled(x, weight, factor).sum(0),
-    )
-
-
-def test_a_replacement_that_gives_more() -> None:
-    refused(
-        r"its replacement returns float32 \[1, 64\], float32 \[1, 64\], and its pattern float32 \[1, 64\]",
-        replacement=lambda x, weight, factor: (x, scaled(x, weight, factor)),
-    )
-
-
-def test_a_replacement_that_differs_in_one_dtype_alone() -> None:
-    refused(
-        r"its replacement returns float32 \[1, 64\], and its pattern bfloat16 \[1, 64\]",
-        replacement=lambda x, weight, factor: scaled(x, weight, factor).float(),
-    )
-
-
-def test_a_replacement_that_cannot_take_the_arguments() -> None:
-    refused("on its samples, TypeError", replacement=lambda x: x)
-
-
-def test_a_pattern_that_does_not_read_an_argument() -> None:
-    refused(
-        "does not read its argument weight",
-        pattern=lambda x, weight, factor: x * factor,
-        replacement=lambda x, weight, factor: factor * x,
-    )
-
-
-def test_a_pattern_that_returns_an_argument() -> None:
-    def kept(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        return x * weight, x
-
-    refused("its pattern returns its argument x", pattern=kept, replacement=kept)
-
-
-def test_a_pattern_of_views() -> None:
-    def flat(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        return x.view(-1, 1), weight.view(1, -1)
-
-    refused("calls no operation that could be matched", pattern=flat, replacement=flat)
-
-
-def test_a_pattern_with_a_tensor_of_its_own() -> None:
-    table = torch.ones(1)
-    refused(
-        "contains a constant tensor",
-        pattern=lambda x, weight, factor: x * weight * table,
-        replacement=lambda x, weight, factor: x * weight,
-    )
-
-
-@pytest.mark.parametrize(
-    "replacement",
-    [
-        lambda x, weight, factor: x,
-        lambda x, weight, factor: x.view(-1, 2).view(x.shape),
-        lambda x, weight, factor: x[:, :],
-    ],
-)
-def test_a_replacement_that_returns_a_view_of_an_argument(replacement: Any) -> None:
-    """Later code could write to the pattern's result or to the argument in place."""
-    refused("its replacement returns an argument, a view of one", replacement=replacement)
-
-
-def test_a_replacement_of_views_of_one_tensor() -> None:
-    def halves(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        return (x * weight)[:, :32] * factor, (x * weight)[:, 32:] * factor
-
-    def views(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        whole = x * weight * factor
-        return whole[:, :32], whole[:, 32:]
-
-    refused("or two views of one tensor", pattern=halves, replacement=views)
-
-
-def test_no_samples() -> None:
-    refused("it has no samples", samples=lambda draw: ())
 
 
 def test_what_is_no_pass() -> None:

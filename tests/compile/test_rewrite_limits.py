@@ -61,39 +61,35 @@ def rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tenso
     return *ops.rotary_embedding(query, key, cos, sin), value.view(-1, KV_HEADS, DIM)
 
 
-def test_an_input_written_in_between() -> None:
+IN_BETWEEN: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "an input is written": (lambda x, residual, hidden: x.add_(1), "add_"),
+    "an input by a view": (lambda x, residual, hidden: residual.view(-1).mul_(2), "mul_"),
+    "an input by a slice": (lambda x, residual, hidden: residual[:, 3:5].mul_(2), "mul_"),
+    "an input by a selection": (lambda x, residual, hidden: residual[:, 2].mul_(2), "mul_"),
+    "an input by its transpose": (lambda x, residual, hidden: residual.t().mul_(2), "mul_"),
+    "the sum by a view": (lambda x, residual, hidden: hidden.view(-1).mul_(2), "mul_"),
+    "another buffer": (lambda x, residual, hidden: torch.zeros(4, 32).add_(1), None),
+    "the sum is read": (lambda x, residual, hidden: hidden * 2, None),
+}
+"""What happens between a sum and its norm, and the operation that a rewrite must not be moved across.
+
+The replacement is inserted before a reader of the sum.
+"""
+
+
+@pytest.mark.parametrize("case", IN_BETWEEN)
+def test_what_happens_in_between(case: str) -> None:
+    act, writer = IN_BETWEEN[case]
+
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x + residual
-        x.add_(1)
-        return ops.rms_norm(hidden, weight, EPS), hidden
+        early = act(x, residual, hidden)
+        return ops.rms_norm(hidden, weight, EPS), hidden * 2 if writer else early
 
-    keeps_off("add_rms_norm", "add_ writes to memory in between", function, *norm_inputs())
-
-
-@pytest.mark.parametrize("view", ["view", "slice", "select", "transpose"])
-def test_an_input_written_in_between_through_a_view(view: str) -> None:
-    views: dict[str, Callable[[Tensor], Tensor]] = {
-        "view": lambda x: x.view(-1),
-        "slice": lambda x: x[:, 3:5],
-        "select": lambda x: x[:, 2],
-        "transpose": lambda x: x.t(),
-    }
-
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x + residual
-        views[view](residual).mul_(2)
-        return ops.rms_norm(hidden, weight, EPS), hidden
-
-    keeps_off("add_rms_norm", "mul_ writes to memory in between", function, *norm_inputs())
-
-
-def test_an_intermediate_written_in_between() -> None:
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x + residual
-        hidden.view(-1).mul_(2)
-        return ops.rms_norm(hidden, weight, EPS), hidden
-
-    keeps_off("add_rms_norm", "mul_ writes to memory in between", function, *norm_inputs())
+    if writer is None:
+        fires("add_rms_norm", function, *norm_inputs())
+    else:
+        keeps_off("add_rms_norm", f"{writer} writes to memory in between", function, *norm_inputs())
 
 
 def test_a_weight_written_behind_the_norm_is_no_obstacle() -> None:
@@ -117,32 +113,12 @@ def test_fewer_dimensions_than_are_declared() -> None:
     keeps_off("add_rms_norm", reason, function, x[0], residual[0], weight)
 
 
-def test_another_buffer_written_in_between_is_no_obstacle() -> None:
-    def function(x: Tensor, residual: Tensor, weight: Tensor, buffer: Tensor) -> Any:
-        hidden = x + residual
-        buffer.add_(1)
-        return ops.rms_norm(hidden, weight, EPS), hidden
-
-    fires("add_rms_norm", function, *norm_inputs(), torch.zeros(4, 32))
-
-
 def test_a_sum_that_is_read_before_the_norm_weight_is_there() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x + residual
         return ops.rms_norm(hidden, hidden.sum(0) * weight, EPS), hidden
 
     keeps_off("add_rms_norm", "before its argument mul is computed", function, *norm_inputs())
-
-
-def test_a_sum_that_is_read_before_the_norm() -> None:
-    """The replacement is inserted before the reader."""
-
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x + residual
-        early = hidden * 2
-        return ops.rms_norm(hidden, weight, EPS), early
-
-    fires("add_rms_norm", function, *norm_inputs())
 
 
 @pytest.mark.parametrize(
@@ -186,76 +162,67 @@ def test_an_addition_with_a_factor() -> None:
     keeps_off("add_rms_norm", "numbers are not those of the pattern", function, *norm_inputs())
 
 
-def test_in_place_into_an_input() -> None:
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        x += residual
-        return ops.rms_norm(x, weight, EPS)
+IN_PLACE: dict[str, tuple[Callable[..., Any], Callable[..., Any], str | None]] = {
+    "beside a view that is read later": (
+        lambda hidden: hidden[:, :2],
+        lambda before, hidden: before * 2,
+        "add_ writes in place to memory that others read",
+    ),
+    "before a view": (lambda hidden: None, lambda before, hidden: hidden[:, :2] * 2, None),
+    "behind a reader of a view": (lambda hidden: hidden[:, :2] * 2, lambda before, hidden: before, None),
+    "behind a reader": (lambda hidden: hidden * 3, lambda before, hidden: (before, hidden), None),
+}
+"""What is made of a tensor before a sum in place and behind it, and why the sum keeps its rewrite off."""
 
-    keeps_off("add_rms_norm", "add_ writes in place to memory that others read", function, *norm_inputs())
 
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_in_place(case: str) -> None:
+    before, behind, reason = IN_PLACE[case]
 
-@pytest.mark.parametrize("place", ["before", "behind"])
-def test_in_place_beside_a_view_that_is_read_later(place: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
         hidden = x.exp()
-        view = hidden[:, :2] if place == "before" else None
+        early = before(hidden)
         hidden.add_(residual)
-        view = hidden[:, :2] if view is None else view
-        return ops.rms_norm(hidden, weight, EPS), view * 2
+        return ops.rms_norm(hidden, weight, EPS), behind(early, hidden)
 
-    if place == "before":
-        keeps_off("add_rms_norm", "add_ writes in place to memory that others read", function, *norm_inputs())
-    else:
+    if reason is None:
         fires("add_rms_norm", function, *norm_inputs())
+    else:
+        keeps_off("add_rms_norm", reason, function, *norm_inputs())
 
 
-def test_in_place_beside_a_view_that_was_read_before() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "source", "reason"),
+    [
+        (torch.float32, lambda x: x, "add_ writes in place to memory that others read"),
+        (torch.bfloat16, torch.exp, "add_ writes in place"),
+    ],
+    ids=["into an input", "with a wider dtype"],
+)
+def test_in_place_of_what_it_must_not(dtype: torch.dtype, source: Callable[[Tensor], Tensor], reason: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x.exp()
-        half = hidden[:, :2] * 2
-        hidden.add_(residual)
-        return ops.rms_norm(hidden, weight, EPS), half
-
-    fires("add_rms_norm", function, *norm_inputs())
-
-
-def test_in_place_with_a_wider_dtype() -> None:
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x.exp()
+        hidden = source(x)
         hidden += residual.float()
         return ops.rms_norm(hidden, weight, EPS)
 
-    keeps_off("add_rms_norm", "add_ writes in place", function, *norm_inputs(torch.bfloat16))
+    keeps_off("add_rms_norm", reason, function, *norm_inputs(dtype))
 
 
-def test_the_old_value_is_read_before() -> None:
-    def function(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
-        hidden = x.exp()
-        old = hidden * 3
-        hidden += residual
-        return ops.rms_norm(hidden, weight, EPS), old, hidden
-
-    fires("add_rms_norm", function, *norm_inputs())
-
-
-def test_another_reader_inside() -> None:
+@pytest.mark.parametrize(
+    ("reader", "reason"),
+    [
+        (lambda query, key: query.sum(), "rms_norm has another reader, sum_1"),
+        (lambda query, key: key, "rms_norm_1 has another reader, output"),
+    ],
+)
+def test_an_intermediate_that_is_read_or_returned(reader: Callable[..., Any], reason: str) -> None:
     def function(x: Tensor, weight: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor) -> Any:
         query, key, value = ops.linear(x, weight).split(SPLIT, dim=-1)
         query = ops.rms_norm(query.view(-1, HEADS, DIM), q_norm, EPS)
         key = ops.rms_norm(key.view(-1, KV_HEADS, DIM), k_norm, EPS)
-        return *ops.rotary_embedding(query, key, cos, sin), value.reshape(-1, KV_HEADS, DIM) + 1, query.sum()
+        return *ops.rotary_embedding(query, key, cos, sin), value.reshape(-1, KV_HEADS, DIM) + 1, reader(query, key)
 
-    keeps_off("split_qkv_rmsnorm_rope", "rms_norm has another reader, sum_1", function, *qkv_inputs()[:6])
-
-
-def test_an_intermediate_is_returned() -> None:
-    def function(x: Tensor, weight: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        query, key, value = ops.linear(x, weight).split(SPLIT, dim=-1)
-        query = ops.rms_norm(query.view(-1, HEADS, DIM), q_norm, EPS)
-        key = ops.rms_norm(key.view(-1, KV_HEADS, DIM), k_norm, EPS)
-        return *ops.rotary_embedding(query, key, cos, sin), value.view(-1, KV_HEADS, DIM) + 1, key
-
-    keeps_off("split_qkv_rmsnorm_rope", "rms_norm_1 has another reader, output", function, *qkv_inputs()[:6])
+    keeps_off("split_qkv_rmsnorm_rope", reason, function, *qkv_inputs()[:6])
 
 
 @pytest.mark.parametrize(

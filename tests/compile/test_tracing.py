@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,26 +54,3 @@ def test_a_default_and_a_keyword_are_the_calls_own(cpu: hal.Backend, graphs: lis
     with torch.no_grad():
         torch.testing.assert_close(compiled(project, graphs)(x, weight), x @ weight.T)
     assert operations_in(graphs[0]) == ["linear"]
-
-
-def test_a_whole_model_is_one_graph(trained: Path, graphs: list[torch.fx.GraphModule]) -> None:
-    backend = hal.open({"backend": "cpu", "dtype": "float32"})
-    model = hal.load_model(trained, backend)
-    runner = hal.Runner(model, backend)
-    batch = runner.batch([[5, 6, 7], [8]], [[1], [2]])
-    expected = runner.step(batch).hidden_states
-    with torch.inference_mode():
-        for _, state in runner.states.tensors():
-            state.zero_()
-        found = compiled(model, graphs)(batch, runner.states.layers)
-    torch.testing.assert_close(found, expected)
-    layers = len(model.states)
-    assert Counter(operations_in(graphs[0])) == {
-        "embedding": 1,
-        "rms_norm": 4 * layers + 1,
-        "linear": 4 * layers,
-        "rotary_embedding": layers,
-        "store_kv_cache": layers,
-        "paged_attention": layers,
-        "silu_and_mul": layers,
-    }

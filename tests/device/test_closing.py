@@ -142,14 +142,6 @@ def test_operations_after_the_active_backend_was_closed() -> None:
     torch.testing.assert_close(ops.rms_norm(*NORM), expected)
 
 
-def test_a_backend_that_is_not_active_takes_nothing_from_the_one_that_is() -> None:
-    with hal.open("cpu") as active:
-        with hal.open("cpu", activate=False):
-            pass
-        assert active.active
-        ops.rms_norm(*NORM)
-
-
 def test_what_torch_compile_made_says_that_its_backend_is_closed() -> None:
     with hal.open("cpu"):
         compiled = torch.compile(lambda x: ops.rms_norm(x, *NORM[1:]), backend="hal")
@@ -216,22 +208,6 @@ def test_closing_waits_for_steps_and_refuses_new_ones(trained: Path) -> None:
         assert not thread.is_alive()
     assert stepped[0].logits.shape[0] == 1
     assert backend.released == 1
-
-
-def test_a_thread_that_generates_is_told_between_two_steps(trained: Path) -> None:
-    runner, begun = made(trained, "graph"), threading.Event()
-
-    def generate() -> None:
-        for _ in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=1000)):
-            begun.set()
-
-    thread, found = started(generate)
-    assert begun.wait(60)
-    free = runner.spec.num_blocks - 1
-    runner.backend.close()
-    thread.join(60)
-    assert [type(each) for each in found] == [ClosedError]
-    assert runner.blocks.num_free == free
 
 
 def test_closing_inside_a_step_or_a_capture_is_refused(trained: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers.reference import prompts
 from helpers.stepping import states_of
-from helpers.thorough import MODE, thorough
+from helpers.thorough import LONG, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -51,6 +50,14 @@ def runners(trained: Path) -> Callable[[str], hal.Runner]:
     return runner
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the numbers of sequences for which Inductor is asked, and not run."""
+    found: list[int] = []
+    monkeypatch.setattr(InductorForm, "_compile", lambda self, sequences, queries: found.append(sequences))
+    return found
+
+
 def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) -> Tensor:
     """Return the logits of the last ``steps`` tokens, decoded one by one after a prefill of the others."""
     runner.backend.activate()
@@ -68,7 +75,7 @@ def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) 
     return torch.stack(made)
 
 
-@thorough(MODE, "-one")
+@thorough(MODE, "-(one|many)")
 @pytest.mark.parametrize("which", ["both", "many", "one"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 17])
 def test_every_batch_size_gives_eager_logits(
@@ -82,7 +89,7 @@ def test_every_batch_size_gives_eager_logits(
 
 
 def test_it_says_once_what_it_does_not_compile(
-    runners: Callable[[str], hal.Runner], trained: Path, caplog: pytest.LogCaptureFixture
+    runners: Callable[[str], hal.Runner], trained: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = open_runner(trained, compiler="inductor", capture_sizes=[1])
     for size in (2, 3, 2):
@@ -94,7 +101,7 @@ def test_it_says_once_what_it_does_not_compile(
     assert runners("eager").spec == runner.spec
 
 
-@pytest.mark.parametrize("which", ["eager", "both", "many"])
+@pytest.mark.parametrize("which", ["eager", "both"])
 @pytest.mark.parametrize("form", ["int32", "strided", "expanded"])
 def test_an_engines_own_tensors(form: str, which: str, runners: Callable[[str], hal.Runner]) -> None:
     """Tensors of another integer dtype or with strides give the same result."""
@@ -118,6 +125,7 @@ def test_an_engines_own_tensors(form: str, which: str, runners: Callable[[str], 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@thorough(MODE, r"\[inductor")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "inductor"])
 def test_tensors_that_do_not_fit_together(compiler: str, trained: Path) -> None:
     runner = open_runner(trained, compiler=compiler, capture_sizes=[2])
@@ -162,7 +170,7 @@ def test_kept_operations_stay_and_the_others_go(runners: Callable[[str], hal.Run
 
 def test_caches_are_written_where_they_are(runners: Callable[[str], hal.Runner]) -> None:
     """No node creates a tensor of a cache's size, and the caches themselves are mutated."""
-    runner = runners("many")
+    runner = runners("both")
     nbytes = runner.states.layers[0]["key"].nbytes
     made = [
         node
@@ -182,13 +190,6 @@ def test_caches_are_written_where_they_are(runners: Callable[[str], hal.Runner])
     for old, new in zip(before, (tensor for _, tensor in runner.states.tensors()), strict=True):
         changed = (old != new).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[block, 0], [block, 1]]
-
-
-def test_it_compiles_once_for_one_and_once_for_more(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hal.execution"):
-        open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 3, 4, 8])
-    compiled = [record.getMessage() for record in caplog.records if "compiling steps of" in record.getMessage()]
-    assert [message.partition(" of ")[2] for message in compiled] == ["one sequence", "two or more sequences"]
 
 
 class Stateless(CausalLM):
@@ -231,9 +232,13 @@ def test_a_step_for_one_size_alone_runs_no_others(trained: Path, monkeypatch: py
         open_runner(trained, compiler="inductor", capture_sizes=[1])
 
 
-def test_sizes_of_decode_alone(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[int] = []
-    monkeypatch.setattr(InductorForm, "_compile", lambda self, sequences, queries: compiled.append(sequences))
+def test_it_compiles_once_for_one_and_once_for_more(trained: Path, compiled: list[int]) -> None:
+    open_runner(trained, compiler="inductor", capture_sizes=[1, 2, 3, 4, 8])
+    assert len(compiled) == 2
+    assert compiled[0] == 1 < compiled[1]
+
+
+def test_sizes_of_decode_alone(trained: Path, compiled: list[int]) -> None:
     open_runner(trained, compiler="inductor", capture_sizes=[1, 8], decode={"capture_sizes": [1]})
     assert compiled == [1]
     with pytest.raises(ConfigError, match=r"capture_sizes \[4\] and max_capture_size 2 leave nothing"):
@@ -263,6 +268,7 @@ def test_a_failing_compiler_says_so_or_leaves_it_to_eager(
     torch.testing.assert_close(logits, decode_some(open_runner(trained), [[1, 2, 3, 4, 5]]), rtol=1e-4, atol=1e-3)
 
 
+@thorough(LONG)
 def test_a_step_by_itself(runners: Callable[[str], hal.Runner]) -> None:
     """Trace, compile and call a step without a runner."""
     runner = runners("eager")

@@ -106,16 +106,6 @@ def test_outputs_of_a_bucket_keep_their_address() -> None:
     assert len({runner.step(decode_batch(runner, size)).logits.data_ptr() for size in (1, 4, 2, 3)}) == 1
 
 
-def test_above_the_largest_bucket_is_uncaptured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    runner = hal.Runner(ToyOfTokens(), opened(capture_sizes=[2]))
-    for _ in range(3):
-        runner.step(decode_batch(runner, 3))
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == [
-        "a step of 3 sequences runs uncaptured: it is larger than the largest captured size (2 sequences)"
-    ]
-
-
 def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
     with pytest.raises(CompileError, match=r"Toy cannot be traced, in forward at .*test_runner\.py:\d+: "):
         hal.Runner(Toy(reads_above=2), opened(capture_sizes=[2, 4]))
@@ -133,9 +123,7 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
     ("tokens", "blocks", "cached", "message"),
     [
         ([[11]], [[1]], None, "token id 11, out of the range 0 to 10"),
-        ([[-1]], [[1]], None, "token id -1"),
         ([[1]], [[0]], None, "block 0, out of the range 1 to"),
-        ([[1]], [[99999]], None, "block 99999"),
         ([[1] * 65], [[1, 2]], None, "65 tokens long; the model takes 64"),
         ([[1]], [[1]], [64], "65 tokens long"),
         ([[1], []], [[1], [2]], None, "sequence 1 has no new token"),
@@ -145,17 +133,13 @@ def test_or_runs_those_sizes_eagerly_if_asked_to(caplog: pytest.LogCaptureFixtur
         ([[1]], [[1]], [-1], "-1 tokens cached"),
         ([[1], [2]], [[1], [2]], [0], "1 cached lengths"),
         ([[1.5]], [[1]], None, r"token id \[1.5\], not integers"),
-        ([[True]], [[1]], None, r"token id \[True\], not integers"),
         (["ab"], [[1]], None, "token id 'ab', not integers"),
-        ([[2**64]], [[1]], None, "token id 18446744073709551616, out of the range 0 to 10"),
-        ([[[1, 2]]], [[1]], None, r"token id \[\[1, 2\]\], not integers"),
         ([5, 6], [[1], [2]], None, "token id 5, not integers"),
         ([[5]], [1], None, "block 1, not integers"),
         (None, [[1]], None, "token_ids is None"),
         ([[1]], 1, None, "block_ids is 1"),
         ([[1]], [[1]], 3, "cached is 3"),
         ([torch.tensor([1, 2])], [[1]], None, "sequence 0 is a tensor"),
-        ([[1]], [torch.tensor([1])], None, "sequence 0 is a tensor"),
         ([[1]], [[1.0]], None, r"block \[1.0\], not integers"),
         ([[1]], [[1]], [1.0], r"\[1.0\] tokens cached, not integers"),
         ([[1], [2]], [[1], [2, 3, 2]], None, "sequence 1 has block 2 twice"),
@@ -180,12 +164,8 @@ def test_lengths_of_any_kind_are_checked(cpu: hal.Backend, kind: str) -> None:
 @pytest.mark.parametrize(
     ("blocks", "cached", "message"),
     [
-        ([1.5], 0, r"block \[1.5\], not integers"),
         ([-3], 0, "block -3"),
         ([2**31], 0, "block 2147483648"),
-        ([1], 1.0, r"\[1.0\] tokens cached, not integers"),
-        ([1], "1", r"\['1'\] tokens cached, not integers"),
-        ([1], -1, "-1 tokens cached"),
         ([1], 2**31 - 2, "2147483648 tokens long"),
     ],
 )
@@ -418,15 +398,6 @@ def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
         torch.testing.assert_close(runner.step(batch).logits, eagerly(runner, batch))
         with pytest.raises(BatchError, match=f"a row takes {longest}"):
             inputs.add([1] * (longest + 1), [1], cached=longest)
-
-
-def test_slots_and_positions_of_a_batch() -> None:
-    batch = Batch.build([[5, 6, 7], [8]], [[3, 9], [4]], block_size=4, cached=[2, 0])
-    assert batch.positions.tolist() == [2, 3, 4, 0]
-    assert batch.slot_mapping.tolist() == [14, 15, 36, 16]
-    assert batch.block_table.tolist() == [[3, 9], [4, 0]]
-    assert batch.query_start_loc.tolist() == batch.query_start_loc_host.tolist() == [0, 3, 4]
-    assert batch.kv_lens.tolist() == batch.kv_lens_host.tolist() == [5, 1]
 
 
 class TestCacheLayout:

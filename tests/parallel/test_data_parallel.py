@@ -107,6 +107,7 @@ def _idle_alone(rank: int, checkpoint: str) -> bool | None:
             return runner.idle() if rank == 0 else None
 
 
+@thorough(PROCESSES)
 def test_copies_that_do_not_exchange_tokens_are_not_idle_together(trained: Path) -> None:
     assert succeeded(run(_idle_alone, 2, str(trained))) == [False, None]
 

@@ -226,21 +226,16 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
 
 
 @thorough(EXHAUSTIVE, r"\[(trained-bfloat16-2-1|w8a8-float32-2-2)")
-@thorough(EXHAUSTIVE, r"\[.*-4-1-modes[25]")
+@thorough(EXHAUSTIVE, r"\[.*-4-1-modes[14]")
+@thorough(MODE)
 @pytest.mark.parametrize(
     ("name", "dtype", "tensor", "data", "modes", "compilers"),
     [
-        ("trained", "float32", 2, 1, ["all_to_all"], ["graph"]),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough(MODE))
-            for case in (
-                ("trained", "float32", 2, 1, MODES, COMPILERS),
-                ("trained", "float32", 4, 1, MODES, ["graph"]),
-                ("trained", "bfloat16", 2, 1, MODES, ["graph"]),
-                ("w8a8", "float32", 2, 2, ["all_to_all"], ["graph"]),
-                ("w8a8_dynamic", "float32", 4, 1, ["all_gather"], ["piecewise"]),
-            )
-        ),
+        ("trained", "float32", 2, 1, MODES, COMPILERS),
+        ("trained", "float32", 4, 1, MODES, ["graph"]),
+        ("trained", "bfloat16", 2, 1, MODES, ["graph"]),
+        ("w8a8", "float32", 2, 2, ["all_to_all"], ["graph"]),
+        ("w8a8_dynamic", "float32", 4, 1, ["all_gather"], ["piecewise"]),
     ],
 )
 def test_the_same_tokens(

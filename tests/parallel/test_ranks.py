@@ -120,7 +120,8 @@ def test_the_process_groups_of_a_backend_end_with_it_and_with_python() -> None:
 
 
 @thorough(EXHAUSTIVE, r"\[1")
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.thorough(PROCESSES))])
+@thorough(PROCESSES)
+@pytest.mark.parametrize("data", [1, 2])
 def test_a_closed_backend_leaves_nothing(tmp_path: Path, data: int) -> None:
     """No shared memory, no threads, and no process groups, if the backend has started torch.distributed itself."""
     mesh = {"tensor": 2, "data": data}

@@ -239,6 +239,7 @@ ENDED = f"ended before it joined {WHAT} in the group 'tensor1' on rank"
 DIFFERENT = "the ranks called different collectives in the group 'tensor1'"
 
 
+@thorough(DRAW, r"\[(ended|shape|empty|dtype|large)")
 @pytest.mark.parametrize(
     ("fault", "parts"),
     [

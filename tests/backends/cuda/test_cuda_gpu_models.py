@@ -129,17 +129,6 @@ def test_a_quantised_model(gpu: Opened, trained: Path, tmp_path: Path, scheme: s
     assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= len(prompts) - 1
 
 
-def test_lengths_up_to_what_the_cache_holds(gpu: Opened, trained: Path) -> None:
-    """Prompts that cross blocks run in one batch with short ones, and end at different steps."""
-    prompts = [
-        (each * 40)[:length] for each, length in zip(reference.prompts(trained), (1, 63, 64, 65, 200), strict=False)
-    ]
-    wanted = tokens(reference.open_runner(trained, num_tokens=4096), prompts)
-    for mode in ("eager", "graph"):
-        backend = gpu(dtype="float32", compilation=MODES[mode], cache={"num_tokens": 4096})
-        assert tokens(new_runner(backend, trained), prompts) == wanted, mode
-
-
 def test_a_step_in_a_graph_takes_the_host_little_time(gpu: Opened, trained: Path) -> None:
     """A step takes the host less than 0.2 ms, whatever the model's size: one replay, and copies into its inputs."""
     backend = gpu(dtype="float16", compilation={"compiler": "graph", "capture_sizes": [8]}, cache={"num_tokens": 2048})

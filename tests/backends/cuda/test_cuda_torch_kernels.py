@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.attention import TorchAttention, gathered
+from hal.backends.cuda.attention import TorchAttention
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.libraries import KERNELS, int8_product
 from helpers.attending import with_blind_queries
@@ -47,17 +47,6 @@ def test_queries_that_attend_to_no_key(seed: int, dtype: torch.dtype) -> None:
         found, expected = TABLE[operation.name](*sample), operation.reference(*sample)
         assert not expected.any(-1).all()
         assert_agree(operation, dtype, found, expected, f"seed {seed}")
-
-
-@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
-def test_sequences_are_gathered_one_after_the_other(seed: int) -> None:
-    draw = Draw(seed=seed)
-    lengths = torch.tensor([5, 0, 16, 17, 1], dtype=torch.int32)
-    caches = draw.normal(20, 8, 2, 4), draw.normal(20, 8, 2, 4)
-    table = draw.permutation(20)[:15].view(5, 3)
-    for cache, found in zip(caches, gathered(*caches, table, lengths, lengths), strict=True):
-        rows = [cache[table[row].long()].flatten(0, 1)[:length] for row, length in enumerate(lengths.tolist())]
-        assert torch.equal(found, torch.cat(rows))
 
 
 def attention_case(draw: Draw, lengths: list[int], *, with_sinks: bool = False, **options: Any) -> tuple[Any, ...]:
