@@ -238,45 +238,6 @@ class TestTraces:
         for size in SIZES:
             torch.testing.assert_close(*decoded(runner, size))
 
-    def test_a_models_own_structure_holds_in_a_trace(self) -> None:
-        """Tied weights, modules in lists and dicts, methods stored in attributes, hooks: none becomes a constant."""
-
-        class Bound(Toy):
-            def __init__(self) -> None:
-                super().__init__()
-                self.again, self.unset = self.out, None
-                self.out2 = Linear(16, 32)
-                self.out2.weight = self.out.weight
-                self.all_norms = [{"norm": (norm,)} for norm in self.norms]
-                self.project = self.projected
-                self.register_buffer("shift", torch.ones(16))
-                self.register_forward_hook(lambda module, given, hidden: hidden + self_of(module).shift)
-
-            def projected(self, hidden: Tensor) -> Tensor:
-                assert self.out is self.again
-                assert self.out.weight is self.out2.weight
-                return self.out(hidden) + self.out2(hidden)
-
-            def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-                hidden = self.embedding(batch.token_ids)
-                for each in self.all_norms:
-                    hidden = hidden + each["norm"][0](hidden)
-                return hidden
-
-            def logits(self, hidden: Tensor) -> Tensor:
-                return self.project(hidden)
-
-        def self_of(module: nn.Module) -> Any:
-            return module
-
-        model = Bound()
-        tensors = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
-        runner = hal.Runner(model, opened(compiler="graph", capture_sizes=[2]))
-        torch.testing.assert_close(*decoded(runner, 2))
-        graph = optimized(runner)[2].traced.graph
-        assert not [node for node in graph.graph.nodes if node.op == "get_attr" and "const" in str(node.target)]
-        assert tensors == {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
-
     @pytest.mark.parametrize("compiler", ["graph", "piecewise"])
     def test_a_model_that_asks_for_sizes_is_refused(self, compiler: str, caplog: pytest.LogCaptureFixture) -> None:
         """One trace serves the steps that no graph holds. Otherwise they run the model's Python, if that is allowed."""

@@ -32,9 +32,13 @@ class Model(nn.Module):
         self.beside = [Layer()]
         self.partial = partial(self.own)
         self.register_buffer("shift", torch.zeros(1), persistent=False)
+        self.register_forward_hook(lambda module, given, result: (module, result))
 
     def own(self) -> nn.Module:
         return self
+
+    def forward(self) -> torch.Tensor:
+        return self.layers[0].weight
 
 
 def copied() -> tuple[Model, Model, dict[int, torch.Tensor]]:
@@ -59,6 +63,7 @@ def test_each_module_is_copied_once() -> None:
     assert copy.again["layers"][0] is copy.layers[0] is not model.layers[0]
     assert copy.again["layers"][1][0] is copy.layers[1]
     assert copy.bound() is copy
+    assert copy()[0] is copy, "the hook runs, on the copy"
     assert model.bound() is model
     assert model.again["layers"][0] is model.layers[0]
 

@@ -401,21 +401,6 @@ class TestChoices:
             hal.Backend("named", cpu.device, kernels={}, graphs=True, aliases=aliases)
 
     @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"compilers": "graph"}, r"compilers = 'graph'\n  remedy: make it a collection of hal\.vendor\.Compiler"),
-            ({"graphs": "yes"}, r"graphs = 'yes'\n  remedy: make it True or False"),
-            ({"compilers": (1,)}, "1 among its compilers"),
-            ({"capabilities": "abc"}, "capabilities = 'abc'"),
-            ({"inductor": "linear"}, "inductor = 'linear'"),
-            ({"rewrites": ["foo"]}, r"'foo' among its rewrites\n  remedy: use hal\.compile\.rewrite\.rewrite\.Rewrite"),
-        ],
-    )
-    def test_what_is_no_name_and_no_rewrite(self, cpu: hal.Backend, given: dict[str, Any], message: str) -> None:
-        with pytest.raises(DriverIncompatible, match=f"the driver named has {message}"):
-            hal.Backend("named", cpu.device, kernels={}, **given)
-
-    @pytest.mark.parametrize(
         ("compiler", "message"),
         [
             ("graph", "no compiler 'graph': it cannot capture graphs"),
@@ -498,17 +483,12 @@ class TestLimits:
         [
             ({"dtypes": ()}, "one or more of torch.float32"),
             ({"dtypes": torch.float32}, "a tuple of"),
-            ({"dtypes": ("float32",)}, "a tuple of"),
             ({"dtypes": (torch.float32, torch.float8_e4m3fn)}, "a tuple of"),
             ({"block_sizes": 16}, "positive integers"),
             ({"block_sizes": (64, 0)}, "positive integers"),
             ({"head_dims": [64]}, "positive integers"),
-            ({"capture_sizes": (1, 2.5)}, "positive integers"),
-            ({"max_streams": "many"}, "at least 0, or None"),
             ({"max_streams": -1}, "at least 0, or None"),
             ({"streams_per_graph": 0}, "at least 1"),
-            ({"streams_per_graph": True}, "at least 1"),
-            ({"streams_per_graph": None}, "at least 1"),
         ],
     )
     def test_what_no_backend_can_take_is_refused(self, given: dict[str, Any], remedy: str) -> None:

@@ -137,16 +137,6 @@ def test_arguments_of_other_types(argument: str, value: str, opens: Opens) -> No
         refused(opens, lambda name: hal.Backend(**given))
 
 
-def test_a_device_that_is_none(opens: Opens) -> None:
-    device: Any = torch.device("cpu")
-    refused(
-        opens,
-        lambda name: hal.Backend(name, device, kernels={}),
-        "the driver acme has device = ",
-        "make it a hal.vendor.Device",
-    )
-
-
 def test_limits_of_wrong_values(opens: Opens) -> None:
     """The error that Limits raises does not know the driver."""
     sizes: Any = 64
@@ -155,10 +145,6 @@ def test_limits_of_wrong_values(opens: Opens) -> None:
         lambda name: hal.vendor.Limits(head_dims=sizes),
         "the driver acme: the limits of a backend have head_dims=64",
     )
-
-
-def test_a_kernel_for_no_operation(opens: Opens) -> None:
-    refused(opens, lambda name: hal.Backend(name, hal.vendor.HostDevice(), kernels={"rms_nrom": print}), "did you mean")
 
 
 @pytest.mark.parametrize(
@@ -368,11 +354,3 @@ def test_a_method_that_is_called_by_keywords() -> None:
     backend = type("Acme", (Returning,), {"graph": lambda self: None, "prepare_weights": prepare_weights})(None)
     weights = {"weight": torch.ones(4, 4)}
     assert backend.prepare_weights(use=USE, weights=weights) is weights
-
-
-@pytest.mark.parametrize("value", [None, "x"])
-@pytest.mark.parametrize("hook", ["allocate", "prepare_weights"])
-def test_a_model_on_a_driver_with_such_a_method(trained: Path, hook: str, value: Any) -> None:
-    backend = returning(hook, value)
-    with pytest.raises(DriverIncompatible, match=f"^{hook} of the driver acme returned {value!r}\n"):
-        hal.Runner(hal.load_model(trained, backend), backend)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -90,20 +88,6 @@ def test_capture_sizes_follow_the_config() -> None:
     with pytest.raises(ConfigError, match="leave nothing to capture"):
         sizes(capture_sizes=(8,), max_capture_size=4)
     assert [bucket_for(n, [2, 4]) for n in range(1, 6)] == [2, 2, 4, 4, None]
-
-
-@pytest.mark.parametrize("size", range(1, 7))
-def test_every_batch_size_gives_what_eager_gives(size: int) -> None:
-    """Sizes below, at and above the buckets."""
-    runner = hal.Runner(Toy(), opened(capture_sizes=[2, 4]))
-    batch = decode_batch(runner, size)
-    found = runner.step(batch).logits.clone()
-    torch.testing.assert_close(found, eagerly(runner, batch))
-
-
-def test_outputs_of_a_bucket_keep_their_address() -> None:
-    runner = hal.Runner(Toy(), opened(capture_sizes=[4]))
-    assert len({runner.step(decode_batch(runner, size)).logits.data_ptr() for size in (1, 4, 2, 3)}) == 1
 
 
 def test_a_model_that_cannot_be_traced_raises_with_the_place() -> None:
@@ -188,29 +172,6 @@ def test_any_integers_will_do() -> None:
         assert batch.token_ids.tolist() == [1, 2]
 
 
-def test_another_threads_calls_go_on_while_a_runner_is_made() -> None:
-    backend = hal.open({"backend": "cpu", "compilation": {"compiler": "graph", "capture_sizes": [1, 2]}})
-    x, weight = torch.randn(4, 8), torch.ones(8)
-    expected = ops.rms_norm(x, weight, 1e-6)
-    done, made = [], threading.Event()
-
-    def serve() -> None:
-        with torch.inference_mode():
-            while not made.is_set():
-                done.append(torch.equal(ops.rms_norm(x, weight, 1e-6), expected))
-
-    with ThreadPoolExecutor(1) as threads:
-        serving = threads.submit(serve)
-        try:
-            for _ in range(3):
-                hal.Runner(Toy(), backend)
-        finally:
-            made.set()
-        serving.result()  # with the exception that it raised
-    assert len(done) > 10
-    assert all(done)
-
-
 class Meeting(Toy):
     """A model that calls a function during each of its traces."""
 
@@ -240,20 +201,6 @@ def test_another_thread_runs_the_model_while_it_is_traced() -> None:
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=0, atol=0)
     torch.testing.assert_close(made.step(batch).logits, expected)
-
-
-@pytest.mark.parametrize("compiler", ["eager", "graph"])
-def test_any_rows_of_logits_in_any_order(compiler: str) -> None:
-    runner = hal.Runner(Toy(), hal.open({"backend": "cpu", "compilation": {"compiler": compiler}}))
-    batch = decode_batch(runner, 3)
-    expected = runner.step(batch).logits.clone()
-    order = torch.tensor([2, 0, 1])
-    torch.testing.assert_close(runner.step(batch, order).logits, expected[order])
-    torch.testing.assert_close(runner.step(batch, order[:2]).logits, expected[order[:2]])
-    more = torch.tensor([0, 0, 1, 2, 1], dtype=torch.int32)
-    torch.testing.assert_close(runner.step(batch, more).logits, expected[[0, 0, 1, 2, 1]])
-    with pytest.raises(BatchError, match=r"kv_lens_host has the shape \[2\], not \[3\], for 3 sequences of 3 tokens"):
-        runner.step(attrs.evolve(batch, kv_lens_host=batch.kv_lens_host[:2]))
 
 
 @pytest.mark.parametrize(

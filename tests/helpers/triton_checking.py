@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from hal.backends.cuda.triton.interpreter import INTERPRETED
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from hal import ops
 from hal.ops import Sample
 from hal.ops.tolerance import assert_agree
+from helpers.thorough import DRAW
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
@@ -39,6 +41,9 @@ EXPERTS = frozenset(
 """The operations of mixtures of experts, whose tests have files of their own."""
 RECURRENT = frozenset({"causal_conv1d", "delta_rule_gates", "gated_delta_rule", "gated_rms_norm", "l2_norm"})
 """The operations of recurrent layers, likewise."""
+further = pytest.mark.thorough(DRAW)
+"""Marks what is left to `make test-all`: the interpreter is slow."""
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SIDES = ("before", "after")
 """The side of a tensor on which the protected memory is."""
 
@@ -76,6 +81,11 @@ def check(
         runs.append([value.clone() for value in tree_leaves((found, mutated)) if isinstance(value, Tensor)])
     assert all(same_bits(one, other) for one, other in zip(runs[0], runs[-1], strict=True)), f"{name}: two runs differ"
     return found
+
+
+def moved(values: Iterable[Any]) -> list[Any]:
+    """Return the values, tensors on the device."""
+    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
 
 def clones(values: Sequence[Any]) -> list[Any]:

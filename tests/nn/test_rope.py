@@ -275,12 +275,6 @@ def test_adjacent_elements_are_the_halves_in_another_order() -> None:
         torch.testing.assert_close(one[..., order], other)
 
 
-def test_two_tables_that_mean_the_same() -> None:
-    older = {"type": "linear", "factor": 2, "finetuned": True}
-    both = {"rope_scaling": older, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}
-    assert RopeParameters.from_config(both) == RopeParameters.from_config({"rope_scaling": older})
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scaled_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     rotary = RotaryEmbedding(64, RopeParameters.from_config({"rope_scaling": YARN}))

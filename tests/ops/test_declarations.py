@@ -295,22 +295,9 @@ class TestOperations:
             matrix[slot.long()] += x[:, :, None] * x[:, None]
             return x + window[slot.long()].sum(1)
 
-        @fused_op(
-            samples=no_samples,
-            namespace="haltest",
-            rowwise=None,
-            state=("matrix", "window"),
-            mutates=("matrix",),
-            axes=ops.operation("recurrent").axes,
-            dtypes=ops.operation("recurrent").dtypes,
-        )
-        def recurrent_twice(x: Tensor, matrix: Tensor, window: Tensor, slot: Tensor) -> Tensor:
-            return recurrent(recurrent(x, matrix, window, slot), matrix, window, slot)
-
         operation = ops.operation("recurrent")
         assert (operation.state, operation.buffers) == (("matrix", "window"), ())
         assert operation.touches_state
-        assert not ops.operation("recurrent_twice").touches_state
         kernels = {each: ops.operation(each).body for each in ("paged_attention", "store_kv_cache")}
         hal.Backend("tiled", cpu.device, kernels=kernels, state_layout="tiles")
 

@@ -71,14 +71,6 @@ def test_the_sign_decides_what_a_repetition_penalty_does(source: str) -> None:
 
 
 @each_kernel()
-def test_only_generated_tokens_have_frequency_and_presence(source: str) -> None:
-    counts, prompted = torch.tensor([[0, 0, 1, 3]], dtype=torch.int32), torch.tensor([[False, True, False, True]])
-    one = torch.ones(1)
-    found = kernel("penalize", source)(torch.zeros(1, 4), counts, prompted, one, one * 0.5, one * 2)
-    assert found.tolist() == [[0.0, 0.0, -2.5, -3.5]]
-
-
-@each_kernel()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_independent_and_neutral_penalties_keep_them(source: str, dtype: torch.dtype) -> None:
     """Bit for bit: a prompt without penalties has the same tokens in a step with others."""

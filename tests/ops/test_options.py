@@ -126,31 +126,6 @@ class TestNodes:
         x = torch.randn(2, 4)
         torch.testing.assert_close(run(x), twice(x))
 
-    def test_dynamo_records_the_fields(self, declared: ops.Operation) -> None:
-        class Layer(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.options = Scaling(2.0, limit=3)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return declared.function(x, None, self.options)
-
-        graphs: list[torch.fx.GraphModule] = []
-
-        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph
-
-        layer, x = Layer(), torch.randn(2, 4)
-        compiled: Any = torch.compile(layer, backend=keep, fullgraph=True)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(x), layer(x))
-            layer.options = Scaling(5.0)
-            torch.testing.assert_close(compiled(x), layer(x))
-        (node,) = (each for each in graphs[0].graph.nodes if each.target is declared.overload)
-        assert node.args[2:] == (2.0, 0.0, 3)
-        assert len(graphs) == 2
-
     @pytest.mark.parametrize("compiler", [{}, {"compiler": "inductor"}], ids=["hal", "inductor"])
     def test_options_that_differ_between_calls(
         self, declared: ops.Operation, cpu: hal.Backend, compiler: dict[str, str]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from hal.backends.cuda.triton.attention import MAX_SPLITS, Tiles, attend, blocks, splits, tiles
-from helpers.triton_checking import DEVICE, DTYPES, check
+from helpers.triton_checking import DEVICE, DTYPES, check, every_dtype
 from torch import Tensor
 
 from hal import ops
@@ -18,11 +18,6 @@ from hal.errors import OperationError
 from hal.ops import AttentionOptions, Draw, Sample
 
 BLOCK = 8
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 def drawn(
@@ -84,6 +79,7 @@ agree = partial(check, "paged_attention", sides=("after",))
 """One run, with protected memory at the tensors' ends, because the interpreter is slow."""
 
 
+@every_dtype
 def test_declared_samples(dtype: torch.dtype) -> None:
     samples = list(ops.operation("paged_attention").samples(Draw(dtype, seed=0)))
     for sample in samples:
@@ -91,6 +87,7 @@ def test_declared_samples(dtype: torch.dtype) -> None:
     assert len(samples) > 5
 
 
+@every_dtype
 def test_runs_agree_bit_by_bit(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=1)
     for parts in (1, 3):
@@ -98,6 +95,7 @@ def test_runs_agree_bit_by_bit(dtype: torch.dtype) -> None:
     check("paged_attention", dtype, drawn(draw, [5, 9], [37, 9]))
 
 
+@every_dtype
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_softcaps_and_sinks(parts: int, softcap: float | None, dtype: torch.dtype) -> None:
@@ -142,6 +140,7 @@ def test_any_group(heads: tuple[int, int]) -> None:
     agree(torch.float32, drawn(draw, [3, 17], [3, 30], heads=heads))
 
 
+@every_dtype
 @pytest.mark.parametrize("head_dim", [8, 80, 256])
 def test_any_head_size(head_dim: int, dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=head_dim)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from hal.backends.cuda.triton.experts.grouped import most_tiles, tiles
-from helpers.thorough import DRAW
-from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, check
+from helpers.triton_checking import DTYPES, EXPERTS, check, every_dtype, further, moved
 from torch import Tensor
 
 from hal import ops
@@ -25,19 +23,9 @@ from hal.ops.experts.routing import routing
 from hal.ops.form_samples import INT8, INT8_DYNAMIC, INT8_STATIC, drawn_bias, drawn_input, drawn_weight
 from hal.ops.forms import Form
 
-further = pytest.mark.thorough(DRAW)
 agree = partial(check, sides=("after",))
 """In one run, between fences at the tensors' ends."""
 PLAIN = (None, None, GatedActivation())
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-def moved(values: Any) -> list[Any]:
-    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
 
 @pytest.mark.parametrize("name", sorted(EXPERTS))
@@ -50,6 +38,7 @@ def test_some_declared_samples(name: str) -> None:
     assert cases
 
 
+@every_dtype
 @further
 @pytest.mark.parametrize("name", sorted(EXPERTS))
 def test_declared_samples(name: str, dtype: torch.dtype) -> None:
@@ -79,6 +68,7 @@ class TestRouting:
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         assert experts.tolist() == self.chosen(scores, 5)
 
+    @every_dtype
     @further
     def test_a_bias_decides_and_does_not_weigh(self, dtype: torch.dtype) -> None:
         draw = Draw(dtype, seed=4)
@@ -133,6 +123,7 @@ class TestRouting:
         if broken != broken:
             assert weights[[1, 2]].isnan().all()
 
+    @every_dtype
     @further
     def test_rows_of_a_wider_tensor(self, dtype: torch.dtype) -> None:
         wide = Draw(dtype, seed=6).normal(5, 40)
@@ -160,6 +151,7 @@ class TestOrder:
         for experts in (draw.integers(0, 3, count, 1), draw.integers(60, 61, count, 1), draw.integers(0, 70, count, 1)):
             agree("expert_permute", torch.float32, (draw.normal(count, 2), experts.int(), 70))
 
+    @every_dtype
     @further
     def test_views(self, dtype: torch.dtype) -> None:
         draw = Draw(dtype, seed=2)

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.thorough import DRAW
-from helpers.triton_checking import DEVICE, DTYPES, check
-from torch import Tensor
+from helpers.triton_checking import DTYPES, check, further, moved
 
 from hal import ops
 from hal.errors import OperationError
@@ -19,15 +17,10 @@ from hal.ops import Draw, Sample
 from hal.ops.form_samples import drawn_input, drawn_weight
 from hal.ops.forms import Form
 
-further = pytest.mark.thorough(DRAW)
 LINEAR: Any = KERNELS["linear"]
 agree = partial(check, "linear", sides=("after",))
 """In one run, between fences at the tensors' ends."""
 INT4 = Form("int4", columns=32)
-
-
-def moved(values: Any) -> list[Any]:
-    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
 
 def drawn(form: Form, rows: int, width: int, out: int, dtype: torch.dtype, *, biased: bool = False) -> Sample:

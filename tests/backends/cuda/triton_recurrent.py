@@ -13,8 +13,7 @@ import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from hal.backends.cuda.triton.recurrent.delta_rule import advance
-from helpers.thorough import DRAW
-from helpers.triton_checking import DEVICE, DTYPES, RECURRENT, check
+from helpers.triton_checking import DEVICE, DTYPES, RECURRENT, check, every_dtype, further, moved
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,18 +21,8 @@ from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw, Sample
 
-further = pytest.mark.thorough(DRAW)
 agree = partial(check, sides=("after",))
 """In one run, between fences at the tensors' ends."""
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-def moved(values: Any) -> list[Any]:
-    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]
 
 
 @pytest.mark.parametrize("name", sorted(RECURRENT))
@@ -45,6 +34,7 @@ def test_some_declared_samples(name: str) -> None:
     assert len(cases) > 4
 
 
+@every_dtype
 @further
 @pytest.mark.parametrize("name", sorted(RECURRENT))
 def test_declared_samples(name: str, dtype: torch.dtype) -> None:
@@ -111,6 +101,7 @@ class TestDeltaRule:
         half = rule(Draw(torch.float16, seed=length), [3, length], saves=saves)
         agree("gated_delta_rule", torch.float16, half)
 
+    @every_dtype
     @further
     @pytest.mark.parametrize(
         ("heads", "dims"), [((1, 1), (7, 5)), ((3, 6), (24, 40)), ((2, 2), (64, 16)), ((1, 4), (128, 128))], ids=str
@@ -179,6 +170,7 @@ class TestConvolution:
         dtype = DTYPES[len(lengths) % 3]
         agree("causal_conv1d", dtype, self.sample(Draw(dtype, seed=1), lengths, 200, 4, saves))
 
+    @every_dtype
     @further
     @pytest.mark.parametrize("width", [2, 3, 4, 6, 9])
     @pytest.mark.parametrize("saves", [0, 1, 3, 6])

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, RECURRENT, check, clones
-from torch import Tensor
+from helpers.triton_checking import DEVICE, DTYPES, EXPERTS, RECURRENT, check, clones, every_dtype, moved
 
 from hal import ops
 from hal.errors import OperationError
@@ -17,11 +16,7 @@ from hal.ops.tolerance import assert_agree
 WIDTHS = (1, 3, 80, 1025, 2100)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
+@every_dtype
 @pytest.mark.parametrize("seed", [0], ids="seed={}".format)
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - EXPERTS - RECURRENT - {"linear", "paged_attention"}))
 def test_declared_samples(name: str, dtype: torch.dtype, seed: int) -> None:
@@ -68,6 +63,7 @@ def test_rows_that_are_not_contiguous() -> None:
     check("rms_norm", dtype, (draw.normal(2, 3, 2, 5, 64)[:, 1:], draw.normal(192)[::3], 1e-6))
 
 
+@every_dtype
 def test_large_and_small_values(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=2)
     largest = torch.finfo(dtype).max
@@ -81,6 +77,7 @@ def test_large_and_small_values(dtype: torch.dtype) -> None:
     check("silu_and_mul", dtype, (steep,))
 
 
+@every_dtype
 def test_the_norm_reads_the_rounded_sum(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=6)
     x, residual, weight = moved((draw.normal(9, 256), draw.normal(9, 256), draw.normal(256)))
@@ -90,6 +87,7 @@ def test_the_norm_reads_the_rounded_sum(dtype: torch.dtype) -> None:
     assert (normed == KERNELS["rms_norm"](hidden, weight, 1e-6)).float().mean() > 0.95
 
 
+@every_dtype
 def test_the_rotation_reads_the_rounded_norm(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=7)
     angles = draw.normal(9, 32).float().repeat(1, 2)
@@ -105,6 +103,7 @@ def test_the_rotation_reads_the_rounded_norm(dtype: torch.dtype) -> None:
     assert all((one == other).float().mean() > least for one, other in zip(found, turned, strict=True))
 
 
+@every_dtype
 def test_half_rounds_to_even(dtype: torch.dtype) -> None:
     halves = torch.arange(-131, 131).to(dtype)[:, None] + 0.5
     for offset in (None, torch.tensor([2], dtype=torch.int32)):
@@ -113,6 +112,7 @@ def test_half_rounds_to_even(dtype: torch.dtype) -> None:
         assert torch.equal(found.cpu(), wanted)
 
 
+@every_dtype
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_shows_in_its_row_alone(broken: float, dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=3)
@@ -167,6 +167,7 @@ def test_heads_of_any_shape(num_heads: int, kv_heads: int, head_dim: int) -> Non
         check("store_kv_cache", dtype, (key, value, *caches, slots.long()))
 
 
+@every_dtype
 def test_angles_may_be_views(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=5)
     query, key = draw.normal(3, 4, 64), draw.normal(3, 2, 64)
@@ -175,6 +176,7 @@ def test_angles_may_be_views(dtype: torch.dtype) -> None:
     check("rotary_embedding", dtype, (query, key, table[:, :64], table[:, 64:]))
 
 
+@every_dtype
 def test_padding_tokens_share_a_slot(dtype: torch.dtype) -> None:
     draw = Draw(dtype, seed=4)
     key, value = draw.normal(6, 2, 64), draw.normal(6, 2, 64)
@@ -215,7 +217,3 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(OperationError, match=f"{name} was given"):
             KERNELS[name](*moved(sample))
-
-
-def moved(values: object) -> list[object]:
-    return [value.to(DEVICE) if isinstance(value, Tensor) else value for value in values]  # type: ignore[attr-defined]
