@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,13 +45,3 @@ def check_fails(rows: Iterable[Row], capfd: pytest.CaptureFixture[str]) -> None:
             torch.npu.synchronize()
         assert reason in str(error.value) + capfd.readouterr().err
         assert half(2).add(1).tolist() == [2, 2]
-
-
-def on_soc(soc: str, script: str, environ: dict[str, str], *arguments: str, **options: Any) -> str:
-    """Run a script on emulated NPUs of another product; return what it prints. Options are those of the command."""
-    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", "emulate", "--soc", soc]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command += ["--", sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

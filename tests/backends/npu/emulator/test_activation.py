@@ -19,6 +19,7 @@ import torch
 import torch_npu
 from hal.backends.npu import emulator
 from hal.backends.npu.emulator import activation, build, symbols
+from helpers.emulator.children import hal, python
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.errors import ConfigError, DriverError, DriverUnavailable
@@ -52,14 +53,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "src"
 
 
-def python(program: str, environ: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-
-
-def hal(*arguments: str, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from hal.cli import main; main(prog_name='hal')", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+def run(program: str, environ: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", program, *arguments, environ=environ)
 
 
 # The cache.
@@ -116,7 +111,7 @@ def test_a_header_of_all_operations_compiles_them_again(sources: Path, tmp_path:
     home = build.build(sources, cache)
     assert dict(compiled(cache).items() - before.items()).keys() == {"ops/tiny.o"}
     load = "import ctypes, sys, torch\nprint(ctypes.CDLL(sys.argv[1] + '/lib64/libopapi.so').aclnnAdd())"
-    result = python(load, {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, str(home))
+    result = run(load, {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, str(home))
     assert result.stdout == "9\n", result.stderr
 
 
@@ -142,7 +137,7 @@ ninja_build.build_libraries = lambda *arguments: (ran.append(1), run(*arguments)
 print(len(ran), build.build(Path({str(sources)!r}), Path({str(tmp_path / "cache")!r})), len(ran))
 """
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: python(program, os.environ), range(2)))
+        results = list(pool.map(lambda _: run(program, os.environ), range(2)))
     lines = [result.stdout.split() for result in results]
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
     assert sorted(line[2] for line in lines) == ["0", "1"], "one process builds, the other waits and uses the result"
@@ -220,7 +215,7 @@ def test_each_environment_has_libraries_of_its_own(
     ours = build.build(sources, cache)
     assert compiled(cache) == before, "must only be linked again"
     load = "import ctypes, sys\nctypes.CDLL(sys.argv[1] + '/lib64/libopapi.so')\nprint('torch' in sys.modules)"
-    results = {home: python(load, os.environ, str(home)) for home in (other, ours)}
+    results = {home: run(load, os.environ, str(home)) for home in (other, ours)}
     assert "libtorch_cpu.so: cannot open" in results[other].stderr
     assert results[ours].stdout == "False\n", results[ours].stderr
 
@@ -290,7 +285,7 @@ def test_a_file_without_symbols(tmp_path: Path) -> None:
 
 @thorough(PROCESSES)
 def test_without_torch_npu(clean: dict[str, str]) -> None:
-    result = python(f"import sys; sys.modules['torch_npu'] = None\n{ACTIVATED}", clean)
+    result = run(f"import sys; sys.modules['torch_npu'] = None\n{ACTIVATED}", clean)
     assert result.returncode == 1
     assert "DriverUnavailable: the emulated CANN requires torch_npu, which is not installed" in result.stderr
     assert "pip install torch-npu==2.13.0" in result.stderr
@@ -343,7 +338,7 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize("attempt", ["import torch", "import hal, torch_npu"], ids=["by torch", "by itself"])
 def test_after_torch_npu_failed_to_import(clean: dict[str, str], attempt: str) -> None:
     program = f"try:\n    {attempt}\nexcept Exception: print('failed')\n{ACTIVATED}"
-    result = python(program, clean)
+    result = run(program, clean)
     assert result.stdout == "failed\n"
     assert "DriverError: torch_npu's import has already been attempted" in result.stderr
     assert "hal emulate -- python" in result.stderr
@@ -352,7 +347,7 @@ def test_after_torch_npu_failed_to_import(clean: dict[str, str], attempt: str) -
 @thorough(PROCESSES)
 def test_a_child_process_has_the_same_machine(clean: dict[str, str]) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SCRIPT!r}], check=True)"
-    result = python(f"from hal.backends.npu import emulator\nemulator.activate(devices=3)\n{child}", clean)
+    result = run(f"from hal.backends.npu import emulator\nemulator.activate(devices=3)\n{child}", clean)
     assert result.stdout == "[2.0, 2.0, 2.0] 3\n", result.stderr
 
 
@@ -397,7 +392,7 @@ def test_a_real_cann_before_ours_is_taken_for_what_it_is(clean: dict[str, str], 
     (tmp_path / activation.RUNTIME).touch()
     paths = [str(tmp_path), ours] if first else [ours, str(tmp_path)]
     program = "from hal.backends.npu import emulator\nprint(emulator.is_active())"
-    result = python(program, {**clean, "LD_LIBRARY_PATH": ":".join(paths)})
+    result = run(program, {**clean, "LD_LIBRARY_PATH": ":".join(paths)})
     assert result.stdout == f"{not first}\n", result.stderr
 
 
@@ -437,9 +432,9 @@ def test_by_the_environment_alone(clean: dict[str, str]) -> None:
     listing = (
         "from importlib.metadata import entry_points as e; print(*(each.name for each in e(group='torch.backends')))"
     )
-    order = python(listing, clean).stdout.split()
+    order = run(listing, clean).stdout.split()
     environ = {**clean, activation.SWITCH: "1", activation.OPTIONS: '{"devices": 4}'}
-    result = python(SCRIPT.replace(", torch_npu", ""), environ)
+    result = run(SCRIPT.replace(", torch_npu", ""), environ)
     if order.index("hal_npu_emulator") < order.index("torch_npu"):
         assert result.stdout == "[2.0, 2.0, 2.0] 4\n", result.stderr
     else:
@@ -450,7 +445,7 @@ def test_without_the_variable_torch_is_left_alone(clean: dict[str, str]) -> None
     look = "import sys; print([name for name in sys.modules if name.startswith('hal.backends.npu.em')])"
     program = f"from hal.backends.npu.autoload import autoload; autoload(); {look}"
     environ = {**clean, activation.SWITCH: "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert python(program, environ).stdout == "[]\n"
+    assert run(program, environ).stdout == "[]\n"
 
 
 # Operations that are not emulated.

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.emulator.children import ends_well
+from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 from torch.nn import functional
 
@@ -87,19 +89,44 @@ def test_index_out_of_range() -> None:
     assert result.shape == (1, 4)
 
 
-def test_data_dependent_shapes() -> None:
-    """Data-dependent shapes are read after the operation has run, also if many are in flight."""
-    masks = [torch.arange(8, device="npu") < n for n in range(9)]
-    assert [len(each.nonzero()) for each in masks] == list(range(9))
+BEGIN = """
+import torch, torch_npu
+from hal.backends.npu.emulator import control
+torch.npu.config.allow_internal_format = True
+x = torch.ones(4, 8).npu()
+def failure(body):
+    try:
+        body()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return str(error)
+"""
 
 
-def test_captured_operation_reads_its_inputs_anew() -> None:
-    x = torch.zeros(4, device="npu")
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        y = (x + 1).cumsum(0).where(x >= 0, x)
-    for value in (1.0, -3.0, 2.0):
-        x.fill_(value)
-        graph.replay()
-        expected = torch.full((4,), value)
-        assert torch.equal(y.cpu(), (expected + 1).cumsum(0).where(expected >= 0, expected))
+@thorough(PROCESSES)
+def test_the_single_operator_interface_is_refused_by_name_and_the_process_goes_on() -> None:
+    script = """
+before = control.live_handles()
+error = failure(lambda: torch_npu.npu_silu(x))
+assert "100024" in error and "torch_npu runs Swish through the single-operator interface" in error, error
+assert "torch's function instead of an npu_* one" in error, error
+assert (x + 1).cpu().eq(2).all()
+weight = torch_npu.npu_format_cast(torch.ones(64, 64).npu(), 29)
+error = failure(lambda: torch.ones(16, 64).npu() @ weight)
+assert "MatMul" in error and "input 1 is in format 29; cast it to ND" in error, error
+assert (torch.ones(16, 64).npu() @ torch_npu.npu_format_cast(weight, 2)).cpu().eq(64).all()
+"""
+    ends_well("-c", f"{BEGIN}{script}print('well')", TASK_QUEUE_ENABLE="0")
+
+
+@thorough(PROCESSES)
+def test_in_torch_npus_queue_the_single_operator_interface_stops_the_queue() -> None:
+    """The exception is the same, but torch_npu's launch thread stops, as on hardware."""
+    script = """
+error = failure(lambda: torch_npu.npu_silu(x))
+assert "100024" in error and "torch_npu runs Swish" in error, error
+x + 1
+error = failure(torch.npu.synchronize)
+assert "task queue stopped" in error and "torch_npu runs Swish" in error, error
+"""
+    ends_well("-c", f"{BEGIN}{script}print('well')", TASK_QUEUE_ENABLE="1")

@@ -12,6 +12,7 @@ import pytest
 from hal.backends.npu.emulator import activation, catalogue, read_refusals, symbols
 from hal.backends.npu.emulator.build import SOURCES, Toolchain
 from helpers import ROOT
+from helpers.emulator.children import python
 from helpers.thorough import AGAIN, thorough
 
 PHASE = "GetWorkspaceSize"
@@ -22,9 +23,7 @@ PAGE = DOCS / "how-to" / "use-the-emulated-cann.md"
 def test_the_python_of_the_page_runs(clean: dict[str, str]) -> None:
     """Run the blocks in order in a fresh process."""
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    result = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)], env=clean, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = python("-c", "\n".join(blocks), environ=clean)
     assert result.returncode == 0, result.stderr
     assert "out of memory" in result.stdout
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.emulator.children import on_soc
 from helpers.emulator.device_ranks import two_ranks
-from helpers.emulator.refusals import check_refused, on_soc
+from helpers.emulator.refusals import check_refused
 from helpers.thorough import DRAW, PROCESSES, thorough
 from torch import Tensor
 

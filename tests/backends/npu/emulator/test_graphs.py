@@ -6,8 +6,6 @@ import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 from unittest.mock import ANY
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.emulator.children import ends_well
 from helpers.thorough import PROCESSES, thorough
 
 ACL = ctypes.CDLL("libascendcl.so")
@@ -69,19 +68,6 @@ class Raw:
 
 def reason() -> str:
     return (ACL.aclGetRecentErrMsg() or b"").decode()
-
-
-def ends_well(script: str) -> None:
-    """Run a script without torch_npu's queue, in a process that a failure may leave unusable. It prints "well" last."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "TASK_QUEUE_ENABLE": "0"},
-    )
-    assert done.stdout == "well\n", done.stderr
 
 
 REFUSED = {
@@ -142,7 +128,7 @@ capture(lambda: x.add_(1)).replay()
 assert x.cpu().tolist() == [2] * 4
 print("well")
 """
-        ends_well(script)
+        ends_well("-c", script, TASK_QUEUE_ENABLE="0")
 
     def test_the_end_of_a_capture_in_which_waits_were_refused(self):
         raw, event = Raw(), ctypes.c_void_p()
@@ -364,7 +350,7 @@ for _ in range(2):
     else: raise AssertionError("two updates at once were taken")
 print("well")
 """
-        ends_well(script)
+        ends_well("-c", script, TASK_QUEUE_ENABLE="0")
 
     def test_out_of_streams_and_tasks(self):
         x = torch.ones(4).npu()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.emulator.children import ends_well, python
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -19,10 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 @thorough(EXHAUSTIVE, r"\[1\]")
 @pytest.mark.parametrize("task_queue", ["0", "1"])
 def test_two_processes_wait_for_each_others_events(task_queue: str) -> None:
-    environ = {**os.environ, "TASK_QUEUE_ENABLE": task_queue}
-    command = [sys.executable, str(SCRIPTS / "interprocess_events.py")]
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
-    assert result.stdout == "well\n", result.stderr
+    ends_well(str(SCRIPTS / "interprocess_events.py"), TASK_QUEUE_ENABLE=task_queue)
 
 
 class TestInterprocessEvents:
@@ -51,6 +46,6 @@ class TestInterprocessEvents:
         program = "import torch, torch_npu, sys; e = torch.npu.Event(interprocess=True); e.record(); " + (
             "torch.npu.synchronize(); print(e.ipc_handle().hex())"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+        done = python("-c", program)
         with pytest.raises(RuntimeError, match="has no event for this handle"):
             torch.npu.Event.from_ipc_handle(torch.device("npu:0"), bytes.fromhex(done.stdout))

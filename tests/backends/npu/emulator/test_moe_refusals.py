@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from helpers.emulator.children import on_soc
 from helpers.emulator.ones import bf16, f32, half, i8, i32, i64
-from helpers.emulator.refusals import Row, check_fails, check_refused, check_works, on_soc
+from helpers.emulator.refusals import Row, check_fails, check_refused, check_works
 from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.emulator.refusals import on_soc
+from helpers.emulator.children import on_soc
 from helpers.thorough import MODE, thorough
 
 ON_A_950 = """

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, faults, tracing
+from helpers.emulator.children import on_soc
 from helpers.emulator.device_ranks import two_ranks
-from helpers.emulator.refusals import check_refused, on_soc
+from helpers.emulator.refusals import check_refused
 from helpers.thorough import DRAW, PROCESSES, thorough
 from torch import Tensor
 
@@ -90,6 +91,31 @@ def ranks_of(make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
     return [make(rank) for rank in range(2)]
 
 
+def turned(made: dict[str, Any], options: str) -> dict[str, Any]:
+    """Make x2 the transpose of a contiguous matrix, if the options ask for it."""
+    return made | ({"x2": made["x2"].t().contiguous().t()} if options == "transposed" else {})
+
+
+def plus(part: Tensor, made: dict[str, Any]) -> Tensor:
+    return (part.float() + made["x3"].float()).to(part.dtype) if "x3" in made else part
+
+
+def check_sum(
+    pair: list[hccl.Communicator],
+    make: Callable[[int], dict[str, Any]],
+    part: Call,
+    call: Call | None = None,
+    **more: Any,
+) -> None:
+    """Check that an all-reduce gives all ranks the sum of the part that each makes of its inputs."""
+    all_inputs, function = ranks_of(make), call or torch_npu.npu_mm_all_reduce_base
+    found = on_all(lambda **a: function(hcom=pair[0].name, **a, **more), all_inputs)
+    due = total([plus(part(made), made) for made in all_inputs])
+    for each in found:
+        same(each, due)
+    assert torch.equal(found[0], found[1])
+
+
 class TestAllReduce:
     @pytest.mark.parametrize("dtype", [HALF, BF16])
     @pytest.mark.parametrize("options", ["plain", "bias", "x3", "transposed", "three dimensions", "comm_mode", "k=0"])
@@ -101,24 +127,14 @@ class TestAllReduce:
         def inputs(rank: int) -> dict[str, Any]:
             shape = (2, 3, k) if options == "three dimensions" else (6, k)
             made = {"x1": draw(rank, *shape, dtype=dtype), "x2": draw(rank, k, 20, dtype=dtype, seed=1)}
-            if options == "transposed":
-                made["x2"] = draw(rank, 20, k, dtype=dtype, seed=1).t()
             if options in ("bias", "x3", "k=0"):
                 made["bias"] = draw(rank, 20, dtype=dtype, seed=2)
             if options == "x3":
                 made["x3"] = draw(rank, 6, 20, dtype=dtype, seed=3)
-            return made
+            return turned(made, options)
 
-        all_inputs = ranks_of(inputs)
         extra = {"comm_mode": "ai_cpu"} if options == "comm_mode" else {}
-        found = on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **a, **extra), all_inputs)
-        parts = []
-        for made in all_inputs:
-            part = product(made["x1"], made["x2"], made.get("bias"))
-            parts.append((part.float() + made["x3"].float()).to(dtype) if "x3" in made else part)
-        for each in found:
-            same(each, total(parts))
-        assert torch.equal(found[0], found[1])
+        check_sum(pair, inputs, lambda made: product(made["x1"], made["x2"], made.get("bias")), **extra)
 
     def test_gives_the_bits_of_matmul_and_all_reduce(self, pair: list[hccl.Communicator]) -> None:
         """A large product, whose all-reduce HCCL shares among the ranks."""
@@ -157,51 +173,34 @@ class TestAllReduce:
         assert "MatmulAllReduce" not in trace.counts()
 
     @pytest.mark.parametrize("options", ["packed", "token", "bfloat16", "transposed", "x3", "fractal_nz"])
+    @pytest.mark.usefixtures("internal_formats")
     def test_of_int8(self, pair: list[hccl.Communicator], options: str) -> None:
         m, k, n = 5, 64, 32
         dtype = BF16 if options == "bfloat16" else HALF
         scales = draw(7, n, dtype=FLOAT).abs() / 50
 
         def inputs(rank: int) -> dict[str, Any]:
-            made: dict[str, Any] = {
-                "x1": draw(rank, m, k, dtype=INT8),
-                "x2": draw(rank, k, n, dtype=INT8, seed=1),
-                "bias": draw(rank, n, dtype=INT8).to(INT32),
-                "dequant_scale": scales,
-            }
-            if options == "transposed":
-                made["x2"] = draw(rank, n, k, dtype=INT8, seed=1).t()
-            if options == "bfloat16":
-                made["dequant_scale"] = scales.bfloat16()
+            made: dict[str, Any] = {"x1": draw(rank, m, k, dtype=INT8), "x2": draw(rank, k, n, dtype=INT8, seed=1)}
+            made["bias"] = draw(rank, n, dtype=INT8).to(INT32)
+            made["dequant_scale"] = scales.bfloat16() if options == "bfloat16" else scales
             if options == "token":
                 made["pertoken_scale"] = draw(rank, m, dtype=FLOAT, seed=3).abs()
             if options == "x3":
                 made["x3"] = draw(rank, m, n, seed=4)
-            return made
+            return turned(made, options)
 
         def call(**arguments: Any) -> Tensor:
             if options not in ("token", "bfloat16"):
                 arguments["dequant_scale"] = torch_npu.npu_trans_quant_param(arguments["dequant_scale"])
             if options == "fractal_nz":
                 arguments["x2"] = torch_npu.npu_format_cast(arguments["x2"].contiguous(), NZ)
-            return torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **arguments)
+            return torch_npu.npu_mm_all_reduce_base(**arguments)
 
-        all_inputs = ranks_of(inputs)
-        torch.npu.config.allow_internal_format = options == "fractal_nz"
-        try:
-            found = on_all(call, all_inputs)
-        finally:
-            torch.npu.config.allow_internal_format = False
-        parts = []
-        for made in all_inputs:
+        def part(made: dict[str, Any]) -> Tensor:
             sums = (made["x1"].int() @ made["x2"].int() + made["bias"]).float() * made["dequant_scale"].float()
-            if "pertoken_scale" in made:
-                sums = sums * made["pertoken_scale"].unsqueeze(1)
-            parts.append(sums.to(dtype))
-            if "x3" in made:
-                parts[-1] = (parts[-1].float() + made["x3"].float()).to(dtype)
-        for each in found:
-            same(each, total(parts))
+            return (sums * made.get("pertoken_scale", torch.ones(m)).unsqueeze(1)).to(dtype)
+
+        check_sum(pair, inputs, part, call)
 
     @pytest.mark.parametrize(
         ("options", "group_size"), [("tensor", 0), ("channel", 0), ("offset", 0), ("group", 32), ("transposed", 0)]
@@ -215,21 +214,29 @@ class TestAllReduce:
             made["antiquant_scale"] = draw(rank, *shape, seed=2).abs() / 8
             if options in ("offset", "group"):
                 made["antiquant_offset"] = draw(rank, *shape, seed=3)
-            if options == "transposed":
-                made["x2"] = draw(rank, n, k, dtype=INT8, seed=1).t()
-            return made
+            return turned(made, options)
 
-        all_inputs = ranks_of(inputs)
-        options_of = {"antiquant_group_size": group_size, "hcom": pair[0].name}
-        found = on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(**a, **options_of), all_inputs)
-        parts = []
-        for made in all_inputs:
+        def part(made: dict[str, Any]) -> Tensor:
             factors = [made["antiquant_scale"].float(), made.get("antiquant_offset", torch.zeros(1)).float()]
             if group_size:
                 factors = [each.repeat_interleave(group_size, 0)[:k] for each in factors]
-            parts.append((made["x1"].float() @ ((made["x2"].float() + factors[1]) * factors[0])).half())
-        for each in found:
-            same(each, total(parts))
+            return (made["x1"].float() @ ((made["x2"].float() + factors[1]) * factors[0])).half()
+
+        check_sum(pair, inputs, part, antiquant_group_size=group_size)
+
+
+def int8_inputs(rows: int) -> Callable[[int], dict[str, Any]]:
+    """Return what draws a rank's int8 inputs with that number of rows, and their scales."""
+    return lambda rank: {
+        "input": draw(rank, rows, 256, dtype=INT8),
+        "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
+        "x1_scale": draw(rank, rows, 1, dtype=FLOAT).abs(),
+        "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
+    }
+
+
+def dequantized(x: Tensor, x_scale: Tensor, made: dict[str, Any]) -> Tensor:
+    return (x.int() @ made["x2"].int()).float() * x_scale * made["x2_scale"]
 
 
 class TestAllGather:
@@ -239,17 +246,12 @@ class TestAllGather:
 
         def inputs(rank: int) -> dict[str, Any]:
             made = {"input": draw(rank, 3, 256), "x2": draw(rank, 256, n, seed=1)}
-            if options == "transposed":
-                made["x2"] = draw(rank, n, 256, seed=1).t()
-            if options == "zero bias":
-                made["bias"] = torch.zeros(n, dtype=HALF)
-            return made
+            return turned(made | ({"bias": torch.zeros(n, dtype=HALF)} if options == "zero bias" else {}), options)
 
         all_inputs = ranks_of(inputs)
         extra = {"aiv": {"comm_mode": "aiv"}, "no output": {"gather_output": False}}.get(options, {})
-        found = on_all(
-            lambda **a: torch_npu.npu_all_gather_base_mm(hcom=pair[0].name, world_size=2, **a, **extra), all_inputs
-        )
+        extra |= {"hcom": pair[0].name, "world_size": 2}
+        found = on_all(lambda **a: torch_npu.npu_all_gather_base_mm(**a, **extra), all_inputs)
         whole = torch.cat([made["input"] for made in all_inputs])
         for (output, gathered), made in zip(found, all_inputs, strict=True):
             same(output, product(whole, made["x2"]))
@@ -257,69 +259,43 @@ class TestAllGather:
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_of_int8(self, pair: list[hccl.Communicator], packed: bool) -> None:
-        def inputs(rank: int) -> dict[str, Any]:
-            return {
-                "input": draw(rank, 3, 256, dtype=INT8),
-                "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
-                "x1_scale": draw(rank, 3, 1, dtype=FLOAT).abs(),
-                "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
-            }
-
         def call(x2_scale: Tensor, **arguments: Any) -> Any:
             scale = torch_npu.npu_trans_quant_param(x2_scale) if packed else x2_scale
-            return torch_npu.npu_all_gather_base_mm(
-                hcom=pair[0].name, world_size=2, comm_mode="aiv", x2_scale=scale, **arguments
-            )
+            group = {"hcom": pair[0].name, "world_size": 2, "comm_mode": "aiv"}
+            return torch_npu.npu_all_gather_base_mm(x2_scale=scale, **group, **arguments)
 
-        all_inputs = ranks_of(inputs)
+        all_inputs = ranks_of(int8_inputs(3))
         whole, scales = (torch.cat([made[name] for made in all_inputs]) for name in ("input", "x1_scale"))
         for (output, gathered), made in zip(on_all(call, all_inputs), all_inputs, strict=True):
-            due = (whole.int() @ made["x2"].int()).float() * scales * made["x2_scale"]
-            same(output, due.to(HALF if packed else BF16))
+            same(output, dequantized(whole, scales, made).to(HALF if packed else BF16))
             assert torch.equal(gathered, whole)
 
 
 class TestReduceScatter:
+    def check(
+        self, pair: list[hccl.Communicator], inputs: Callable[[int], dict[str, Any]], part: Call, **more: Any
+    ) -> None:
+        all_inputs, group = ranks_of(inputs), {"hcom": pair[0].name, "world_size": 2}
+        found = on_all(lambda **a: torch_npu.npu_mm_reduce_scatter_base(**group, **a, **more), all_inputs)
+        for each, due in zip(found, total([part(made) for made in all_inputs]).chunk(2), strict=True):
+            same(each, due)
+
     @pytest.mark.parametrize("options", ["plain", "transposed", "aiv", "aiv bias", "zero bias"])
     def test_equals_the_operations_that_it_fuses(self, pair: list[hccl.Communicator], options: str) -> None:
         def inputs(rank: int) -> dict[str, Any]:
             made = {"input": draw(rank, 6, 256), "x2": draw(rank, 256, 24, seed=1)}
-            if options == "transposed":
-                made["x2"] = draw(rank, 24, 256, seed=1).t()
             if "bias" in options:
                 made["bias"] = draw(rank, 24, seed=2) * (options != "zero bias")
-            return made
+            return turned(made, options)
 
-        all_inputs = ranks_of(inputs)
         extra = {"comm_mode": "aiv"} if "aiv" in options else {}
-        found = on_all(
-            lambda **a: torch_npu.npu_mm_reduce_scatter_base(hcom=pair[0].name, world_size=2, **a, **extra), all_inputs
-        )
-        due = total([product(made["input"], made["x2"], made.get("bias")) for made in all_inputs])
-        for each, part in zip(found, due.chunk(2), strict=True):
-            same(each, part)
+        self.check(pair, inputs, lambda made: product(made["input"], made["x2"], made.get("bias")), **extra)
 
     def test_of_int8(self, pair: list[hccl.Communicator]) -> None:
-        def inputs(rank: int) -> dict[str, Any]:
-            return {
-                "input": draw(rank, 4, 256, dtype=INT8),
-                "x2": draw(rank, 256, 16, dtype=INT8, seed=1),
-                "x1_scale": draw(rank, 4, 1, dtype=FLOAT).abs(),
-                "x2_scale": draw(rank, 1, 16, dtype=FLOAT).abs() / 99,
-            }
+        def part(made: dict[str, Any]) -> Tensor:
+            return dequantized(made["input"], made["x1_scale"], made).half()
 
-        all_inputs = ranks_of(inputs)
-        found = on_all(
-            lambda **a: torch_npu.npu_mm_reduce_scatter_base(
-                hcom=pair[0].name, world_size=2, comm_mode="aiv", output_dtype=HALF, **a
-            ),
-            all_inputs,
-        )
-        parts = [
-            ((m["input"].int() @ m["x2"].int()).float() * m["x1_scale"] * m["x2_scale"]).half() for m in all_inputs
-        ]
-        for each, part in zip(found, total(parts).chunk(2), strict=True):
-            same(each, part)
+        self.check(pair, int8_inputs(4), part, comm_mode="aiv", output_dtype=HALF)
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
@@ -442,12 +418,12 @@ def test_communication_quantized_to_int8_names_itself(pair: list[hccl.Communicat
 DIFFERENT: dict[str, tuple[list[tuple[int, int]], Callable[[int, Tensor, Tensor, str], Any], str]] = {
     "counts": (
         [(4, 8), (6, 8)],
-        lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        lambda rank, *given: CALLS["MatmulAllReduce"](*given),
         "rank 0 calls MatmulAllReduce of 32 float16, sum, and rank 1 MatmulAllReduce of 48 float16, sum",
     ),
     "shapes": (
         [(4, 8), (8, 4)],
-        lambda rank, x, w, name: CALLS["MatmulAllReduce"](x, w, name),
+        lambda rank, *given: CALLS["MatmulAllReduce"](*given),
         "the number of columns of x2 must be the same on all ranks, but is 8 on rank 0 and 4 on rank 1",
     ),
     "operations": (

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 import torch_npu
 from hal.backends.npu.emulator import control, tracing
+from helpers.emulator.children import python
 from helpers.thorough import PROCESSES, thorough
 
 
@@ -32,12 +30,6 @@ class TestDevices:
         assert before[0] == after[0]
         assert before[1][0] - after[1][0] >= held_here.nbytes
         assert control.memory_in_use(1) == after[1][1] - after[1][0]
-
-    def test_copies_between_devices(self):
-        here = torch.arange(5.0).to("npu:0")
-        there = here.to("npu:1")
-        assert there.device.index == 1
-        assert (there + 1).cpu().tolist() == [1, 2, 3, 4, 5]
 
     def test_a_device_that_is_not_there(self):
         with pytest.raises(RuntimeError, match=r"107001|[Ii]nvalid device"):
@@ -73,7 +65,7 @@ class TestMemory:
             "x = torch.ones(4).npu(); torch.npu.synchronize()\n"
             "print('ready', flush=True); ctypes.string_at(x.data_ptr(), 4)\n"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        done = python("-c", script)
         assert "ready" in done.stdout, done.stderr
         assert done.returncode == -11
 
@@ -114,20 +106,10 @@ class TestMemory:
             "except torch.OutOfMemoryError: print('no memory')\n"
             "print((torch.ones(3).npu() + 1).cpu().tolist(), torch.npu.memory_reserved() < 64 << 20)\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={
-                **os.environ,
-                "HAL_NPU_EMULATOR_OPTIONS": '{"devices": 1, "memory": 1073741824}',
-                "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split("\n")[:2] == ["no memory", "[2.0, 2.0, 2.0] True"]
+        options = '{"devices": 1, "memory": 1073741824}'
+        segments = "expandable_segments:True"
+        done = python("-c", script, HAL_NPU_EMULATOR_OPTIONS=options, PYTORCH_NPU_ALLOC_CONF=segments)
+        assert done.stdout.split("\n")[:2] == ["no memory", "[2.0, 2.0, 2.0] True"], done.stderr
 
 
 class TestStreams:
@@ -165,12 +147,6 @@ class TestStreams:
         assert start.query()
         assert end.query()
         assert 0 < start.elapsed_time(end) < 10_000
-
-    def test_an_event_that_was_not_recorded(self):
-        event = torch.npu.Event()
-        assert event.query()
-        event.synchronize()
-        torch.npu.current_stream().wait_event(event)
 
     def test_an_external_event_may_be_waited_for_first(self, stream):
         event, x = torch.npu.ExternalEvent(), torch.zeros(2).npu()
@@ -278,13 +254,6 @@ class TestCopies:
         stream.synchronize()
         assert x.cpu().tolist() == [1] * 4
 
-    def test_round_trips(self):
-        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.int64):
-            for size in (0, 1, 1000, 1 << 20):
-                value = torch.arange(size).to(dtype)
-                assert torch.equal(value.npu().cpu(), value)
-                assert torch.equal(value.pin_memory().npu(non_blocking=True).cpu(), value) if size else True
-
 
 class TestTrace:
     def test_launches_copies_and_operands(self):
@@ -306,12 +275,6 @@ class TestTrace:
         with tracing.trace() as trace:
             torch_npu.npu_prefetch(weight, None, 4096)
         assert trace.counts("prefetch") == {"CmoPrefetch": 1}
-
-    def test_nothing_is_recorded_outside(self):
-        with tracing.trace() as trace:
-            pass
-        torch.ones(2).npu().add(1)
-        assert trace.records == []
 
 
 def test_no_handle_is_left_behind():
