@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from hal.execution.runner import Runner
     from hal.execution.state_spec import state_spec
     from hal.execution.step_output import StepOutput
-    from hal.generation.generate import generate
+    from hal.generation.generate import Piece, generate
     from hal.generation.llm.completion import Completion, Score, TokenLogprob
     from hal.generation.llm.language_model import LLM
     from hal.generation.request import Token
     from hal.generation.sampling_params import SamplingParams
-    from hal.generation.streaming_text import Piece
 
 _HOME = {
     "Backend": "hal.drivers.backend",
@@ -61,7 +60,7 @@ _HOME = {
     "MemoryPlan": "hal.execution.memory_plan",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
-    "Piece": "hal.generation.streaming_text",
+    "Piece": "hal.generation.generate",
     "RandomCheckpoint": "hal.checkpoint.random_weights",
     "Runner": "hal.execution.runner",
     "SamplingParams": "hal.generation.sampling_params",

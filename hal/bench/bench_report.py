@@ -7,12 +7,11 @@ from typing import Any
 
 import attrs
 
-from hal.bench.launches import PEERS
+from hal.bench.hal_side import PEERS
 from hal.bench.llama_side import QUANTIZED
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
-from hal.bench.timing import noisy
-from hal.bench.token_agreement import Agreement
+from hal.bench.timing import Agreement, noisy
 from hal.device.host_cores import crowded
 
 FORMAT = 1

@@ -47,9 +47,7 @@ class Probe:
     """A contender that only reads, or only multiplies.
 
     Attributes:
-        contender: the contender to time.
         amount: bytes or operations per step.
-        description: description for the report.
     """
 
     contender: Contender
@@ -85,7 +83,6 @@ def work(setting: Setting, batch_size: int, routings: Sequence[Routing] = (), lo
 
     Args:
         setting: the plan and its model.
-        batch_size: number of sequences.
         routings: the choice of experts in each sparse layer.
         loaded: hal's model with its values, if there is one.
     """
@@ -114,8 +111,6 @@ def decode_bytes(
 
     Args:
         model: without values.
-        dtype: the dtype of computation.
-        batch_size: number of sequences.
         context: tokens of each sequence in the cache.
         routings: the choice of experts in each sparse layer.
         loaded: the model with its values, whose quantized weights are counted as they are held; None for the model.
@@ -149,7 +144,6 @@ def decode_products(model: CausalLM, batch_size: int, routings: Sequence[Routing
 
     Args:
         model: without values.
-        batch_size: number of sequences.
         routings: the choice of experts in each sparse layer.
 
     Raises:

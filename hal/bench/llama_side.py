@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.llama_process import Prepare, serve
-from hal.bench.plan import Setting
+from hal.bench.plan import BenchmarkError, Setting, need
 from hal.bench.workload import Contender, Inputs, prompts
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.gguf.families import FAMILIES, OUTER, Family
@@ -126,7 +125,6 @@ def write_gguf(checkpoint: Checkpoint, file: Path, kind: str) -> None:
 
     Args:
         checkpoint: of a family in :data:`hal.checkpoint.gguf.families.FAMILIES` whose norms have no offset.
-        file: the file to write.
         kind: a type of ``gguf.GGMLQuantizationType``, for matrices; vectors are float32.
 
     Raises:

@@ -16,12 +16,11 @@ import attrs
 import torch
 
 import hal
-from hal.bench import floor, launches, peak_memory, token_agreement
-from hal.bench.bench_errors import distribution_of
-from hal.bench.hal_side import HalSide, routings
+from hal.bench import floor, peak_memory
+from hal.bench.hal_side import HalSide, Launches, count_launches, routings
 from hal.bench.llama_side import LlamaSide
-from hal.bench.plan import RIVALS, Plan, Setting, prepare
-from hal.bench.timing import Summary, interleave
+from hal.bench.plan import RIVALS, Plan, Setting, distribution_of, prepare
+from hal.bench.timing import Agreement, Summary, check, interleave
 from hal.bench.transformers_side import TransformersSide
 from hal.bench.workload import Contender, Inputs, Side
 from hal.config import environment_options
@@ -42,8 +41,6 @@ class Measurement:
 
     Attributes:
         contender: implementation and mode.
-        batch_size: number of sequences.
-        seconds: duration of each timed step.
         setup_seconds: duration of preparation, with capture, compilation and the first step, without loading weights.
         peak_bytes: peak growth of its process's memory, with weights; None if not requested or not reported by the
             device.
@@ -66,7 +63,6 @@ class Floor:
     """The floor at a batch size.
 
     Attributes:
-        batch_size: number of sequences.
         work: unavoidable work of a step.
         probe: description of the probe that measured the rate.
         probe_amount: bytes or operations per turn of the probe.
@@ -112,17 +108,16 @@ class Result:
     dtype: str
     weight_bytes: int
     environment: dict[str, Any]
-    agreements: dict[int, list[token_agreement.Agreement]]
+    agreements: dict[int, list[Agreement]]
     measurements: list[Measurement]
     floors: list[Floor]
-    launches: list[launches.Launches] = attrs.field(factory=list)
+    launches: list[Launches] = attrs.field(factory=list)
 
 
 def run(plan: Plan, say: Say = silent) -> Result:
     """Measure the plan.
 
     Args:
-        plan: plan to measure.
         say: called with progress messages, also from another thread.
 
     Raises:
@@ -133,7 +128,7 @@ def run(plan: Plan, say: Say = silent) -> Result:
     with _threads(plan.threads):
         setting = prepare(plan)
         where = environment(setting)
-        counted = launches.count(setting, say) if plan.trace else []
+        counted = count_launches(setting, say) if plan.trace else []
         sides = {}
         for name in ("hal", *plan.against):
             with going_on(say, f"loading {plan.name} into {name}"):
@@ -193,7 +188,7 @@ def _compare(
 ) -> None:
     plan = setting.plan
     with going_on(say, f"batch {size}: checking that all compute the same"):
-        result.agreements[size] = token_agreement.check(contenders, setting.dtype)
+        result.agreements[size] = check(contenders, setting.dtype)
     peaks = {}
     if plan.memory:
         for each in contenders:

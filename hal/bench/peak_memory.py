@@ -7,19 +7,13 @@ import tempfile
 
 import attrs
 
-from hal.bench.bench_errors import BenchmarkError
-from hal.bench.plan import Plan
+from hal.bench.plan import BenchmarkError, Plan
 from hal.config.child_process import ChildProcess
 from hal.config.process_keeper import ProcessKeeper
 
 
 def peak(plan: Plan, batch_size: int, contender: str) -> int | None:
     """Return the peak growth of memory in bytes, from before loading weights until after a few steps.
-
-    Args:
-        plan: the plan.
-        batch_size: batch size to run.
-        contender: name of the contender.
 
     Returns:
         None if the device does not report its peak.

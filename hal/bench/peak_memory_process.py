@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from hal.bench.bench_errors import need
 from hal.bench.measurement import SIDES
-from hal.bench.plan import Plan, prepare
+from hal.bench.plan import Plan, need, prepare
 from hal.bench.transformers_side import model_of, only_imported_extensions
 from hal.bench.workload import Inputs
 from hal.config import read

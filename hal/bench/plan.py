@@ -1,7 +1,8 @@
-"""The plan of a benchmark, validated before any weight is read."""
+"""The plan of a benchmark, validated before any weight is read, and the error of benchmarks."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,18 +10,51 @@ import attrs
 import torch
 
 import hal
-from hal.bench.bench_errors import BenchmarkError, need
 from hal.bench.shapes import SHAPES
 from hal.checkpoint.loading import build_model
 from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import bounds, read
+from hal.config.optional_libraries import check_version
 from hal.device.host_capacity import check_threads
 from hal.drivers.compiler_registry import EAGER
 from hal.drivers.registry import read_config
-from hal.errors import ConfigError, nearest
+from hal.errors import ConfigError, HalError, nearest
 from hal.nn import CausalLM
 from hal.parallel import Mesh
 from hal.step import StateSpec
+
+DISTRIBUTIONS = {"llama_cpp": "llama-cpp-python"}
+"""Distributions whose names are not those of their modules. pip builds them from source, so no extra names them."""
+
+
+class BenchmarkError(HalError):
+    """The benchmark cannot run here, or its results would be meaningless."""
+
+
+def distribution_of(module: str) -> str:
+    """Return the name under which pip installs a module."""
+    package = module.partition(".")[0]
+    return DISTRIBUTIONS.get(package, package)
+
+
+def need(module: str, option: str) -> Any:
+    """Import a library of the extra ``bench``, which ``option`` needs.
+
+    Raises:
+        BenchmarkError: the library is not installed or cannot be imported.
+        ConfigError: its version is none that hal works with.
+    """
+    library = distribution_of(module)
+    check_version(library, option)
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = "" if library in DISTRIBUTIONS.values() else " (or 'torch-hal[bench]')"
+        raise BenchmarkError(
+            f"{option} needs {library}, which cannot be imported: {error}",
+            f"pip install {library}{extra}, or omit {option}",
+        ) from error
+
 
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
@@ -113,7 +147,6 @@ class Setting:
     """A validated plan with its opened backend and checkpoint; no weights are loaded.
 
     Attributes:
-        plan: the plan.
         backend: opened and active; cache and compilation are not configured yet.
         checkpoint: source of all contenders' weights.
         meta: hal's model on the meta device; this rank's part, if ranks split it.
@@ -139,7 +172,6 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     """Open the plan's backend and checkpoint, and validate the plan against them.
 
     Args:
-        plan: the plan.
         mesh: the ranks to work with, such as planned ones, which split each expert; None joins those that the plan asks
             for.
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from hal.bench.bench_errors import BenchmarkError
 from hal.bench.bench_report import FORMAT
+from hal.bench.plan import BenchmarkError
 
 WIDTH, ROW, LABELS, VALUES = 720, 20, 240, 60
 OURS, OTHERS = "#3b6fb6", "#9aa0a6"
@@ -23,8 +23,6 @@ class Bar:
     """A bar of a plot.
 
     Attributes:
-        name: its label.
-        value: its length.
         quartiles: the ends of the line over it, or None for no line.
     """
 
@@ -38,8 +36,6 @@ class Bars:
     """Bars under a common title.
 
     Attributes:
-        title: the title.
-        bars: the bars.
         floor: the value that a dashed line marks, or None for no line.
     """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.bench.bench_errors import BenchmarkError
+from hal.bench.plan import BenchmarkError
 from hal.nn.weights.weight import Weight
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
@@ -61,9 +61,7 @@ class ExpertTensor:
     """A tensor of a projection of experts.
 
     Attributes:
-        name: its name in the layer.
         tensor: the tensor, without values.
-        declared: its declaration.
     """
 
     name: str
@@ -120,7 +118,6 @@ def active_bytes(
 
     Args:
         model: without values.
-        dtype: the dtype of computation.
         routings: the choice of experts in each sparse layer.
         loaded: the model with its values, whose quantized weights are counted as they are held; None for the model.
 

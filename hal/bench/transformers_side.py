@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.bench.bench_errors import BenchmarkError, need
-from hal.bench.plan import Setting
+from hal.bench.plan import BenchmarkError, Setting, need
 from hal.bench.workload import Contender, Inputs
 from hal.checkpoint.tensor_names import named_by_model, renamed
 from hal.checkpoint.weight_bindings import bindings_of, sources_of

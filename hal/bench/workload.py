@@ -15,8 +15,7 @@ from torch import Tensor
 
 import hal
 from hal import ops
-from hal.bench.bench_errors import BenchmarkError
-from hal.bench.plan import Setting, Workload
+from hal.bench.plan import BenchmarkError, Setting, Workload
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step import SEQUENCE
@@ -34,7 +33,6 @@ class Contender:
     """One implementation in one mode, ready to run its step repeatedly.
 
     Attributes:
-        name: name in tables.
         step: the timed function; computes the logits ``[batch, vocab_size]`` of each sequence's last token.
         reset: restores the cache before each step; not timed.
         setup_seconds: duration of preparation, with the first step, without loading weights.
@@ -68,8 +66,6 @@ class Inputs:
     """The inputs of one batch size.
 
     Attributes:
-        setting: the benchmark.
-        batch_size: the number of sequences.
         prefilled: what each layer keeps of some sequences, as :meth:`cached` returns it, which a prefill has
             computed. If there is none, it is random. Trained weights turn rounding into other logits on a random
             cache, while a step's duration and memory do not depend on the values.
@@ -123,7 +119,6 @@ def prefill(runner: hal.Runner, batch_size: int, length: int) -> Sequence[Mappin
 
     Args:
         runner: runs steps eagerly, with a cache for a sequence of ``length`` tokens.
-        batch_size: the most sequences.
         length: tokens of each.
 
     Raises:

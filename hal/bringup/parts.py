@@ -25,8 +25,6 @@ class Request:
     """What is brought up.
 
     Attributes:
-        checkpoint: the model.
-        backend: the driver.
         against: the driver that it is compared with.
         emulate: whether the driver runs on its emulated device.
         dtype: the dtype of both.
@@ -68,11 +66,8 @@ class Outcome:
 
     Attributes:
         name, title: as of the part.
-        command: what ran.
         status: whether it passed, failed, or was ended because its time was over.
-        seconds: how long it took.
         lines: what it says.
-        data: its JSON.
         log: the last lines of its stderr.
     """
 

@@ -1,23 +1,32 @@
-"""Runs the parts of a bring-up, each in a process with a time limit, and goes on after a failure."""
+"""Runs the parts of a bring-up, each in a process with a time limit, and reports their outcome in JSON and HTML."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from hal.bringup.conformance_program import STOPPED
+from hal.bench.plot import launches, times
 from hal.bringup.parts import Outcome, Part, Request, compare_texts, parts, read_output
 from hal.config.child_process import LOG_LINES, ChildProcess, line_writer, read_lines
 from hal.config.process_keeper import ProcessKeeper
 from hal.progress import Say
+from hal.testing.case import Case, NotApplicable
+from hal.testing.conformance import Conformance
 
+SHORT = ("devices", "graphs", "operations")
+STOPPED = 3
+"""The exit status after a failure, if cases are left."""
+DTYPES = ("float32", "bfloat16", "float16")
 CASE_SECONDS = 180.0
 """The most time of a case of the conformance suite."""
 RESTARTS = 25
@@ -27,17 +36,15 @@ TRACE = "--trace"
 PAUSE = 0.2
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 PROGRAM = ("-m", "hal_command")
-CONFORMANCE = ("-m", "hal.bringup.conformance_program")
+CONFORMANCE = ("-m", "hal.bringup.run_parts")
 
 
 def run_parts(request: Request, options: Mapping[str, Any], folder: Path, say: Say) -> list[Outcome]:
     """Run all parts; write the output of each to the folder.
 
     Args:
-        request: what is brought up.
         options: the driver's options, such as those of ``--emulate``.
         folder: an existing folder.
-        say: called with progress messages.
     """
     found = []
     for part in parts(request):
@@ -175,3 +182,93 @@ def _results(file: Path) -> tuple[list[dict[str, Any]], str | None]:
 def as_json(request: Request, outcomes: list[Outcome]) -> dict[str, Any]:
     """Return the document to send."""
     return {"format": 1, "request": attrs.asdict(request), "parts": [attrs.asdict(each) for each in outcomes]}
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-top: 1px solid #ddd; padding-top: 1rem }
+table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top }
+.passed { color: #17743a } .failed, .late { color: #b3261e; font-weight: 600 }
+pre { background: #f5f5f5; padding: .6rem; overflow-x: auto; font-size: 12px } svg { display: block; margin: 1rem 0 }
+"""
+
+
+def page(request: Request, outcomes: Sequence[Outcome]) -> str:
+    """Return the page."""
+    rows = "".join(
+        f'<tr><td class="{each.status}">{each.status}</td><td><a href="#{each.name}">{escape(each.title)}</a></td>'
+        f"<td>{each.seconds:.0f} s</td></tr>"
+        for each in outcomes
+    )
+    title = f"Bring-up of {request.backend}{' (emulated)' if request.emulate else ''}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+        f"<h1>{escape(title)}</h1>"
+        f"<p>{escape(request.checkpoint)}, {escape(request.dtype)}, beside {escape(request.against)}</p>"
+        f"<table>{rows}</table>{''.join(map(_section, outcomes))}</html>\n"
+    )
+
+
+def _section(outcome: Outcome) -> str:
+    lines = "".join(f"<li>{escape(each)}</li>" for each in outcome.lines)
+    log = "\n".join(outcome.log)
+    shown = "" if outcome.status == "passed" else " open"
+    details = f"<details{shown}><summary>end of its log</summary><pre>{escape(log)}</pre></details>" if log else ""
+    return (
+        f'<h2 id="{outcome.name}">{escape(outcome.title)}: <span class="{outcome.status}">{outcome.status}</span></h2>'
+        f"<ul>{lines}</ul>{''.join(_plots(outcome))}<p><code>{escape(outcome.command)}</code></p>{details}"
+    )
+
+
+def _plots(outcome: Outcome) -> Iterator[str]:
+    """Yield the plots of figures of ``hal bench``."""
+    document = outcome.data[0] if outcome.name in ("decode", "prefill") and outcome.data else None
+    if isinstance(document, dict) and document.get("measurements"):
+        yield times(document)
+        yield launches(document)
+
+
+def run_cases(wanted: dict[str, Any], file: str) -> int:
+    """Run cases in this process, with a line of JSON in a file before and after each; return the exit status.
+
+    It ends after the first case that fails, if it is told to: another process runs those that are left.
+
+    Args:
+        wanted: the backend, its options, the number of the first case, and which cases run.
+        file: the file to which lines are added.
+    """
+    conformance = Conformance(backend=wanted["backend"], config={"options": wanted["options"]})
+    cases = list(_wanted(conformance, wanted))
+    with line_writer(Path(file)) as tell:
+        for number, case in enumerate(cases[wanted["first"] :], wanted["first"]):
+            tell({"begins": case.name})
+            begin = time.perf_counter()
+            status, message = _run_case(case)
+            tell({"name": case.name, "status": status, "message": message, "seconds": time.perf_counter() - begin})
+            if status == "failed" and wanted["stop_at_failure"] and number + 1 < len(cases):
+                return STOPPED
+    return 0
+
+
+def _run_case(case: Case) -> tuple[str, str]:
+    try:
+        case.run()
+    except NotApplicable as error:
+        return "skipped", str(error)
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {error}"
+    return "passed", ""
+
+
+def _wanted(conformance: Conformance, wanted: dict[str, Any]) -> Iterator[Case]:
+    """Yield the cases: all, or the short form, in one dtype and without whole models."""
+    others = {f"/{each}/" for each in DTYPES if each != wanted["dtype"]}
+    for case in conformance.cases:
+        if wanted["whole"] or (case.area in SHORT and not any(each in case.name for each in others)):
+            yield case
+
+
+if __name__ == "__main__":
+    code = run_cases(json.loads(sys.argv[1]), sys.argv[2])
+    sys.stderr.flush()
+    os._exit(code)  # A device that does not work may keep the process from ending.

@@ -86,7 +86,6 @@ class QuantizedLayer:
 
         Args:
             path: the layer's path in the model.
-            tensors: the checkpoint's tensors.
             ranks: those that divide each layer. The layer takes the form of this rank's weight.
         """
         stored = self._stored(ranks)
@@ -108,10 +107,6 @@ class QuantizedLayer:
 
     def finish(self, tensors: Tensors, mesh: Mesh) -> Tensors:
         """Return the layer's own tensors from those that were read.
-
-        Args:
-            tensors: this rank's tensors.
-            mesh: the ranks.
 
         Raises:
             CheckpointError: a number is out of range, or the parts of the layer are inconsistent.
@@ -202,7 +197,6 @@ def _of_part(name: str, quantization: Quantization, held: Mapping[str, TensorInf
     """Return how a checkpoint layer is stored. Its tensors say whether it is quantized, and the description how.
 
     Args:
-        name: the layer.
         quantization: the description, which has the checkpoint's own names.
         held: the tensors of the layer, by the last part of their names.
 
@@ -242,7 +236,6 @@ def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:
     """Return the tensors of a layer in another form: floating-point numbers, or int8 with a scale for each row.
 
     Args:
-        stored: the layer.
         decoded: its tensors in the stored form. Those of experts are converted one after the other.
         target: the form to convert to.
 

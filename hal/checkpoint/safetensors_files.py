@@ -184,7 +184,6 @@ def read_slices(wanted: Sequence[TensorSlice], tensors: Mapping[str, TensorInfo]
     """Yield slices file by file, large ones in several ranges of rows. Reads nothing else of a file.
 
     Args:
-        wanted: the slices.
         tensors: the infos of their tensors.
 
     Yields:

@@ -19,7 +19,6 @@ def named_by_model(checkpoint: Checkpoint, model: CausalLM) -> Checkpoint:
     """Return the checkpoint with the model's names of its tensors, and let the model read merged ones as they are.
 
     Args:
-        checkpoint: the checkpoint.
         model: on the meta device, without quantized layers; changed in place where the checkpoint has the projections
             of all experts as one tensor, or the parts of a merged layer as one layer.
     """

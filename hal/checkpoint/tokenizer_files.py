@@ -106,7 +106,6 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], n
 
     Args:
         tokenizer: changed in place.
-        folder: the checkpoint's folder.
         config: tokenizer_config.json.
         named: the named special tokens of it; those of special_tokens_map.json replace them.
     """

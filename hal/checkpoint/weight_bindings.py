@@ -53,9 +53,7 @@ class Piece:
         """Copy rows of the slice into the layer's tensor.
 
         Args:
-            tensor: the layer's tensor.
             start: the first row, relative to the slice.
-            values: the rows.
         """
         where: list[int | slice] = []
         for (first, stop), dim in zip(self.target, self.order, strict=True):
@@ -79,11 +77,8 @@ class Binding:
 
     Attributes:
         path: the layer's path in the model.
-        module: the layer.
         name: the tensor's name in the layer.
-        weight: the declaration.
         tensor: a tensor of its shape and dtype on the meta device, such as the parameter as built.
-        sizes: the size of each axis.
         pieces_of_whole: the pieces that a single rank reads.
 
     Raises:
@@ -136,7 +131,6 @@ class Binding:
         """Return the pieces that one of several ranks reads.
 
         Args:
-            rank: the rank.
             ranks: the number of ranks that share the tensor along the axis ``shard``, as ``share`` says. Without
                 ``shard``, each rank reads the whole tensor. A rank gets its share of each concatenated part, so that
                 the parts keep their order.
@@ -270,7 +264,6 @@ def weight_bytes(bindings: Iterable[Binding], computing: torch.dtype, mesh: Mesh
     Args:
         bindings: of the whole model.
         computing: the dtype that the model computes in.
-        mesh: the ranks.
     """
     return sum(each.rank_shape(mesh).numel() * each.dtype(computing).itemsize for each in bindings)
 

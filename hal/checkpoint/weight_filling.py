@@ -81,8 +81,6 @@ class Filling:
     """A tensor that is assembled piece by piece.
 
     Args:
-        binding: the tensor.
-        computing: the dtype of computation.
         mesh: the ranks. The tensor is this rank's part.
         present: the names of the checkpoint's tensors.
         on_device: whether it is assembled on the backend's device.
@@ -138,18 +136,12 @@ class LayerFilling:
     """What a layer gets at once: one tensor, or all those of a quantized layer.
 
     Args:
-        bindings: the tensors to read.
-        computing: the dtype of computation.
-        mesh: the ranks.
         present: the names of the checkpoint's tensors.
         tied: the sources of tied tensors.
-        quantized: the quantized layer, or None.
 
     Attributes:
         fillings: the tensors to read, the largest last, so that the layer is complete soon after it is allocated.
         pieces: what each checkpoint tensor that this rank reads fills, by the tensor's name.
-        bindings: the declarations.
-        quantized: the quantized layer, or None.
     """
 
     def __init__(

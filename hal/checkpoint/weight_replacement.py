@@ -27,7 +27,6 @@ class LoadedWeights:
 
     Attributes:
         layers: what was filled at once.
-        dtype: the dtype of computation.
     """
 
     layers: tuple[LayerFilling, ...]
@@ -148,7 +147,6 @@ def replace_tensors(
 
     Args:
         model: loaded on the backend; no step may be running.
-        backend: the backend.
         tensors: whole tensors, by their names in the checkpoint.
 
     Raises:

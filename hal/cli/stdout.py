@@ -1,4 +1,4 @@
-"""Stdout, reserved for a command's result.
+"""Where commands write: stdout, reserved for a command's result, and files, checked before the work begins.
 
 Vendors' packages print to stdout, from Python and C, and so do their child processes. While a hal command runs, that
 output is redirected to stderr, and only :func:`echo` writes to the original stdout.
@@ -11,13 +11,15 @@ import ctypes
 import os
 import select
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TextIO
 
 import click
 
-from hal.errors import HalError
+from hal.errors import ConfigError, HalError
 
 STDOUT, STDERR = 1, 2
 """File descriptors."""
@@ -185,3 +187,41 @@ def _point_at_nothing(descriptor: int) -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, descriptor)
     os.close(nothing)
+
+
+def check_file(file: Path) -> None:
+    """Raise ConfigError unless ``file`` can be written or created; leave it unchanged."""
+    made = not os.path.lexists(file)
+    try:
+        with file.open("ab"):
+            pass
+        if made:
+            file.unlink()
+    except OSError as error:
+        raise _unwritable(file, error) from None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless files can be created in ``folder``, or in its nearest existing parent; leave nothing."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OutputError if writing ``path``, or files in it, fails inside the block."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"{error.filename or path} cannot be written: {error.strerror or error}"
+        raise OutputError(problem, "free disk space, or choose another path") from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}", "choose a path in an existing folder with write permission"
+    )

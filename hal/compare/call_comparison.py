@@ -78,7 +78,6 @@ class CallComparer:
         recorded: the second backend's run of the same step.
         outcomes: outcomes of the calls so far.
         broken: the first outcome that is out of tolerance.
-        evidence: that call in full.
         not_compared: operation to reason, for results that cannot be compared.
     """
 

@@ -23,7 +23,6 @@ class Call:
     Attributes:
         step: 0 for the prefill, then the number of the decode step.
         number: index of the call in its step.
-        operation: name of the operation.
         path: path of the module that makes the call, or the model's class name.
         layer: path of the numbered layer that contains the module, such as ``model.layers.3``; or :data:`OUTSIDE`.
     """
@@ -87,7 +86,6 @@ class Choice:
     """A token that differs between the runs.
 
     Attributes:
-        prompt: index of the prompt.
         step: as in :class:`Call`.
         first: the first run's most likely token.
         second: the second run's.
@@ -116,11 +114,9 @@ class Comparison:
         first: name of the reference.
         second: name of the other.
         steps: number of steps, including the prefill.
-        tokens: number of chosen tokens.
         rows: results by layer in the model's order; the logits are last.
         broken: first call out of tolerance.
         departure: first place where the drift exceeds rounding.
-        choices: tokens that differ.
         not_compared: operations with results that cannot be compared, and why.
     """
 
@@ -160,15 +156,10 @@ class RankComparison:
     """The result of comparing a rank with a single device.
 
     Attributes:
-        backend: name of the backend.
-        rank: the rank.
         ranks: number of ranks that split the model.
         steps: number of steps, including the prefill.
-        tokens: number of chosen tokens.
         compared: number of compared results; after a collective, its result.
         partial: number of results that are parts of a sum, which is compared when a later collective adds them.
-        first: first call that differs.
-        choices: tokens that differ.
     """
 
     backend: str

@@ -87,7 +87,6 @@ class SavedCall:
     """A saved call.
 
     Attributes:
-        operation: the operation.
         about: content of call.json.
     """
 

@@ -26,7 +26,6 @@ class Prompts:
     """The prompts to run.
 
     Attributes:
-        token_ids: tokens of each prompt.
         max_new_tokens: maximum number of new tokens per prompt.
         stop_token_ids: tokens that end a sequence.
     """

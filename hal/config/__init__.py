@@ -6,9 +6,15 @@ nearest known one. Drivers and models read their options with :func:`read` too.
 
 from __future__ import annotations
 
-from hal.config.compile_cache import CACHE_DIR, CompileCache, cache_folder, compiler_key, content_key, home_of
-from hal.config.environment import environment_mapping, environment_options, environment_variables
-from hal.config.file_ownership import private_folder
+from hal.config.compile_cache import (
+    CACHE_DIR,
+    CompileCache,
+    cache_folder,
+    compiler_key,
+    content_key,
+    home_of,
+    private_folder,
+)
 from hal.config.reading import read, read_model_config
 from hal.config.settings import (
     CacheConfig,
@@ -19,7 +25,15 @@ from hal.config.settings import (
     ParallelConfig,
     PhaseConfig,
 )
-from hal.config.sources import Source, load, require, to_mapping
+from hal.config.sources import (
+    Source,
+    environment_mapping,
+    environment_options,
+    environment_variables,
+    load,
+    require,
+    to_mapping,
+)
 from hal.config.text import parse_json, read_file
 
 __all__ = [

@@ -32,7 +32,6 @@ def at_most(limit: int, *, entries: int | None = None) -> Callable[[Any, Any, An
     A field holds an integer, a tuple of them, or None. :func:`hal.config.read` checks the types.
 
     Args:
-        limit: the largest integer.
         entries: the most entries of the tuple; None for no limit.
     """
 
@@ -54,8 +53,6 @@ def check_count(number: Any, limit: int, what: str) -> None:
     """Raise ConfigError unless ``number`` is an integer from 1 to ``limit``.
 
     Args:
-        number: the number.
-        limit: the largest integer.
         what: the start of the error, such as ``max_sequences must be``.
     """
     if type(number) is not int:

@@ -71,7 +71,6 @@ class Plugins(Generic[T]):
     """The plugins of one entry-point group.
 
     Args:
-        group: the entry-point group.
         kind: the noun for a plugin in errors.
         check: receives a plugin and the object that its entry point names, and returns the result of :meth:`load`.
             It raises HalError for an object of another type; other exceptions are reported as the constructor's.
@@ -157,10 +156,8 @@ class Plugins(Generic[T]):
         return plugin
 
     def _import(self, plugin: Plugin) -> Any:
-        from hal.config.plugin_manager import import_plugin  # stevedore takes 15 ms to import; names() needs it not
-
         try:
-            return import_plugin(self.group, plugin.entry)
+            return _imported(self.group, plugin.entry)
         except HalError as error:
             raise _naming_source(error, plugin) from error.__cause__
         except (Exception, SystemExit) as error:  # The import runs foreign code, which may raise anything.
@@ -169,6 +166,24 @@ class Plugins(Generic[T]):
                 f"reinstall or update {plugin.source}; for its authors: correct the entry point "
                 f"{plugin.name} = {plugin.target} in {self.group}, or what it imports",
             ) from error
+
+
+def _imported(group: str, entry: importlib.metadata.EntryPoint) -> Any:
+    """Return the object that an entry point names. Exceptions of the import propagate.
+
+    stevedore would cache its list of entry points for the life of the process, and on disk under a 32-bit hash of the
+    folders' times, and miss a package that was just installed or added to ``sys.path``. So it gets the entry point.
+    """
+    from stevedore.driver import DriverManager  # It takes 15 ms to import, and names() does without.
+
+    class Manager(DriverManager):  # type: ignore[type-arg]  # older releases of stevedore are not generic
+        def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
+            return [entry]
+
+    def fail(manager: Any, entry: importlib.metadata.EntryPoint, error: BaseException) -> None:
+        raise error
+
+    return Manager(group, entry.name, on_load_failure_callback=fail).driver
 
 
 def instance_of(base: type[Any], group: str) -> Callable[[Plugin, Any], Any]:

@@ -39,7 +39,6 @@ class Told:
 
     Attributes:
         lines: keys and values, in order.
-        ending: how it ended.
         waited: whether it was killed while it waited to measure, without any failure.
     """
 
@@ -58,7 +57,6 @@ def examine_in_parallel(
     """Examine drivers, and yield each one's output as soon as its process has ended.
 
     Args:
-        names: names of the drivers.
         options: options of each, in addition to its environment's.
         seconds: time limit per driver, excluding waiting.
         deadline: time by ``time.monotonic`` at which all are killed; drivers not started by then are omitted.
@@ -143,7 +141,6 @@ def examine_ranks(driver: Driver, number: int, options: Mapping[str, Any], secon
 
     Args:
         driver: a driver that works on one device.
-        number: the number of ranks.
         options: options in addition to its environment's.
         seconds: time limit for all ranks together.
     """

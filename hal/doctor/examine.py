@@ -42,7 +42,6 @@ def examine(
         options: options of that driver, in addition to its environment's.
         seconds: time limit per driver.
         total: time limit for everything.
-        say: called with progress messages.
         ranks: number of ranks to examine together, for each driver that works; 1 for none.
 
     Raises:

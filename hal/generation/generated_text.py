@@ -17,7 +17,6 @@ class TextStream:
     until its last character is complete, and decoded together with the preceding tokens.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt: the token ids before the new ones.
     """
 
@@ -92,7 +91,6 @@ class GeneratedText:
     """The text of one prompt's new tokens, up to a stop text.
 
     Args:
-        tokenizer: the model's tokenizer.
         prompt: the token ids before the new ones.
         params: its ``stop`` ends the text, after ``min_new_tokens`` tokens.
     """
@@ -112,7 +110,6 @@ class GeneratedText:
         """Add a token, and return the text that it completes, which may be empty. Stop tokens add none.
 
         Args:
-            token_id: the token.
             last: whether no further token follows.
         """
         self._free -= 1

@@ -27,7 +27,6 @@ class GrammarMask:
     """A mask that allows what a grammar allows after the tokens so far: once per new token of one request.
 
     Args:
-        tokenizer: the model's tokenizer.
         params: their ``json_schema`` or ``regex`` is the grammar.
         vocab_size: the number of tokens of the model.
         stops: the tokens that end the text. They are allowed where the grammar may end, and nowhere else.

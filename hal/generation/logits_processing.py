@@ -1,4 +1,8 @@
-"""Changes of logits before a token is chosen: penalties, biases, bad words, and masks of allowed tokens."""
+"""Logits before and after a token is chosen.
+
+Before: penalties, biases, bad words, and masks of allowed tokens. After: the log-probabilities of the chosen token, and
+of the most likely ones.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,6 @@ class PenaltyTable:
     """A table of the sequences with penalties: one row each, which the sequence keeps until it ends.
 
     The counts of generated tokens stay on the device. A step adds its tokens to them in one call.
-
-    Args:
-        vocab_size: the number of tokens.
-        device: the device of the logits.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -124,8 +124,6 @@ def allowed_tokens(prompt: int, mask: Mask, generated: Sequence[int], vocab_size
 
     Args:
         prompt: the index of the prompt, for errors.
-        mask: the mask.
-        generated: the tokens generated so far.
         vocab_size: the number of tokens of the model.
 
     Returns:
@@ -161,3 +159,42 @@ def _checked(found: Any, words: int, prompt: int) -> Tensor:
         f"the mask of prompt {prompt} returned {shown}",
         f"return int32[{words}] on cpu: one bit for each token of the model's vocab_size, as in hal.ops.mask_logits",
     )
+
+
+Logprob = tuple[float | None, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and those of the most likely tokens, in descending order."""
+
+
+def logprobs_of(logits: Tensor, chosen: Tensor, counts: Sequence[int | None]) -> tuple[Tensor, ...]:
+    """Return what :func:`read_logprobs` reads on the host: nothing, if no row asks for log-probabilities.
+
+    Args:
+        logits: ``[batch, vocab_size]``.
+        chosen: ``[batch]``: the token of each row.
+        counts: how many of the most likely tokens each row asks for; None for no log-probability either.
+    """
+    rows = [row for row, count in enumerate(counts) if count is not None]
+    if not rows:
+        return ()
+    if len(rows) < len(counts):
+        index = to_device(rows, logits.device)
+        logits, chosen = logits.index_select(0, index), chosen.index_select(0, index)
+    values = torch.log_softmax(logits.float(), dim=-1)
+    of_chosen = values.gather(1, chosen.to(torch.int64)[:, None])
+    top, tokens = values.topk(min(max(filter(None, counts), default=0), values.shape[-1]), dim=-1)
+    return torch.cat((of_chosen, top), dim=1), tokens
+
+
+def read_logprobs(likely: Sequence[Any], counts: Sequence[int | None]) -> list[Logprob]:
+    """Return the log-probabilities of each row, from the lists of :func:`logprobs_of`."""
+    if not likely:
+        return [(None, ())] * len(counts)
+    values, tokens = map(iter, likely)
+    found: list[Logprob] = []
+    for count in counts:
+        if count is None:
+            found.append((None, ()))
+        else:
+            of_chosen, *top = next(values)
+            found.append((of_chosen, tuple(zip(next(tokens)[:count], top[:count], strict=True))))
+    return found

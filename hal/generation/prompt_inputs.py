@@ -143,13 +143,10 @@ def joined_fields(
     """Return fields along the tokens of a batch, from those of its sequences.
 
     Args:
-        batch_type: the class of the batch.
         parts: for each sequence, the fields of its new tokens by name, on the host or the device. A field that a
             sequence lacks has its default there.
         counts: the number of new tokens of each sequence.
         cached: the number of tokens before them.
-        block_size: tokens per block.
-        device: the device of the batch.
     """
     names = dict.fromkeys(name for part in parts for name in part)
     bases: dict[torch.device, Batch] = {}

@@ -26,8 +26,6 @@ class Token:
     """A new token of one prompt.
 
     Attributes:
-        prompt_index: the index of the prompt.
-        token_id: the token.
         finished: for the prompt's last token, ``stop`` (a stop token or text) or ``length`` (no room for more); else
             None.
         stop: for the prompt's last token, the text of ``SamplingParams.stop`` that it completes; else None.
@@ -49,12 +47,9 @@ class Request:
 
     Attributes:
         tokens: the prompt, and the new tokens that the host knows.
-        length: the length of the prompt.
-        limit: the most new tokens.
         number: its number in a serving loop.
         sample_index: the index of the text among those of its prompt.
         cached: the tokens of the prompt that the cache already holds.
-        drawn: the number of tokens drawn.
         unread: how many of those the host does not know.
         row: its row in the input batch.
         penalties: its row in the table of penalties, from the first step on.
@@ -147,10 +142,6 @@ def checked(
     """Return the request of a prompt.
 
     Args:
-        runner: the runner.
-        index: the index of the prompt.
-        tokens: the prompt.
-        params: its parameters.
         tokenizer: the model's; for stop texts, bad words and grammars.
         max_length: the most tokens of a request; None for the model's maximum.
         items: the images and other inputs of the prompt, in the order of their placeholders.

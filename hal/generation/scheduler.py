@@ -15,8 +15,15 @@ from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
 from hal.execution.host_copy import HostCopy
 from hal.execution.runner import Runner
-from hal.generation.logits_processing import PenaltyTable, add_biases, all_tokens, allowed_tokens, has_penalties
-from hal.generation.logprobs import logprobs_of, read_logprobs
+from hal.generation.logits_processing import (
+    PenaltyTable,
+    add_biases,
+    all_tokens,
+    allowed_tokens,
+    has_penalties,
+    logprobs_of,
+    read_logprobs,
+)
 from hal.generation.prompt_inputs import step_fields
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import SamplingParams
@@ -40,7 +47,6 @@ class Scheduler:
     Threading: one thread at a time.
 
     Args:
-        runner: runs the steps.
         max_requests: the most requests that run together. Others wait.
         max_length: the most tokens of a request; None for the runner's limit.
     """

@@ -1,16 +1,20 @@
-"""The JSON of answers: texts, pieces of streams, log-probabilities, embeddings."""
+"""The JSON of answers: texts, pieces of streams, single tokens with their log-probabilities."""
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
+from string import ascii_letters
 from typing import Any
 
-from hal.generation.streaming_text import Piece
-from hal.serve.token_text import TokenText
+from tokenizers import Tokenizer
+
+from hal.generation.generate import Piece
 
 JSON = dict[str, Any]
 json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -30,7 +34,6 @@ class Answer(ABC):
     """The answer to one request for texts.
 
     Args:
-        model: the model's name.
         n: the number of texts of each prompt.
         tokens: the texts of tokens, if log-probabilities are asked for; else None.
     """
@@ -169,3 +172,50 @@ class ChatAnswer(Answer):
 def _finite(logprob: float | None) -> float | None:
     """Return a log-probability. JSON has no infinity, in whose place OpenAI's API has -9999."""
     return None if logprob is None else max(logprob, -9999.0)
+
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of SentencePiece that is one byte."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenText:
+    """The text of single tokens, as in the middle of a text. Decoders drop the space of a token that begins one.
+
+    Threading: any thread.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.get_added_tokens_decoder()
+        letters = (found for each in ascii_letters if (found := tokenizer.token_to_id(each)) is not None)
+        self._before = [*letters][:1]
+        self._begins = tokenizer.decode(self._before)
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text. A part of a character reads as U+FFFD."""
+        if token_id in self._added:
+            return str(self._added[token_id].content)
+        found: str = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
+        return found.removeprefix(self._begins)
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """Return a token's bytes; None if they are not known."""
+        text, written = self.text(token_id), self._tokenizer.id_to_token(token_id)
+        if INCOMPLETE not in text or (written is not None and INCOMPLETE in written):
+            return list(text.encode())
+        if written is None:
+            return None
+        if found := BYTE.fullmatch(written):
+            return [int(found[1], 16)]
+        letters = _byte_letters()
+        return [letters[each] for each in written] if all(each in letters for each in written) else None
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """Return the letters with which byte-level BPE writes bytes, as GPT-2 does: a printable byte as itself, the others,
+    in order, as the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [each for each in range(0x100) if each not in printable]
+    return {chr(each): each for each in printable} | {chr(0x100 + place): each for place, each in enumerate(others)}

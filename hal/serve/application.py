@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hal.errors import ConfigError
 from hal.generation.llm.language_model import LLM
-from hal.serve.api_error import ApiError
 from hal.serve.endpoints import ChatCompletions, Completions, Embeddings, error_response
+from hal.serve.request_fields import ApiError
 from hal.serve.server_state import ServerOptions, ServerState
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -130,9 +130,6 @@ def run(
     """Answer requests until SIGTERM or SIGINT. Both let running requests end, for so many seconds.
 
     Args:
-        app: answers requests.
-        listener: the socket.
-        shutdown_seconds: the seconds.
         ready: called when the server answers.
         ended: asked often; once it returns True, the server ends.
 

@@ -15,12 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hal.errors import HalError
+from hal.generation.generate import Piece
 from hal.generation.llm.messages import media_of
-from hal.generation.streaming_text import Piece
 from hal.serve.answers import json_text, usage
-from hal.serve.api_error import ApiError, failed, refused
 from hal.serve.jobs import Job, chat_job, completion_job, encoded
-from hal.serve.request_fields import ChatRequest, CompletionRequest, EmbeddingRequest, T
+from hal.serve.request_fields import ApiError, ChatRequest, CompletionRequest, EmbeddingRequest, T, failed, refused
 from hal.serve.server_state import CANCELLED, RETRY_AFTER, Admitted, ServerState
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -119,9 +118,6 @@ class Exchange:
 
     Attributes:
         scope: ASGI's description of the request.
-        receive: receives what the client sends.
-        send: sends the answer.
-        admitted: counts its texts.
         began: the time of its arrival, by :func:`time.perf_counter`.
     """
 
@@ -137,11 +133,7 @@ class Exchange:
 
 
 class Endpoint(ABC):
-    """A path: an ASGI application.
-
-    Args:
-        state: the server.
-    """
+    """A path: an ASGI application."""
 
     path: str
 
@@ -176,11 +168,7 @@ class Endpoint(ABC):
 
 
 class TextEndpoint(Endpoint, Generic[T]):
-    """A path that answers with texts.
-
-    Attributes:
-        request: the class of its requests.
-    """
+    """A path that answers with texts."""
 
     request: type[T]
 

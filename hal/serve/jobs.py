@@ -10,19 +10,17 @@ import attrs
 from tokenizers import Tokenizer
 
 from hal.errors import BatchError, HalError, UnknownKey
+from hal.generation.generate import Piece
 from hal.generation.generated_text import TextStream
 from hal.generation.llm.chat_template import ARGUMENTS
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.messages import media_of
 from hal.generation.llm.piece_stream import PieceStream
 from hal.generation.llm.prompts import MultimodalPrompt, encoded_prompts, listed_prompts
-from hal.generation.logprobs import Logprob
+from hal.generation.logits_processing import Logprob
 from hal.generation.sampling_params import FIELDS, GRAMMARS
-from hal.generation.streaming_text import Piece
-from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from hal.serve.api_error import ApiError, refused
-from hal.serve.request_fields import ChatRequest, CompletionRequest, TextRequest
-from hal.serve.token_text import TokenText
+from hal.serve.answers import Answer, ChatAnswer, CompletionAnswer, TokenText
+from hal.serve.request_fields import ApiError, ChatRequest, CompletionRequest, TextRequest, refused
 
 EFFORT, USUAL_EFFORT = "reasoning_effort", "medium"
 """A variable of some chat templates, and its value that asks for nothing of the others."""
@@ -34,10 +32,6 @@ class Job:
     """A request for texts that is ready to run.
 
     Attributes:
-        pieces: its texts.
-        answer: the form of the answer.
-        count: the number of texts.
-        prompt_tokens: the tokens of all prompts.
         stream: whether pieces are sent as they come.
         include_usage: whether a stream ends with the numbers of tokens.
         echo: the prompts, if the answer repeats them.
@@ -56,8 +50,6 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     """Return the job of a request that continues prompts. It may take seconds, for long prompts.
 
     Args:
-        llm: the model.
-        asked: the request.
         most: the most texts of a request.
 
     Raises:
@@ -80,8 +72,6 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
     """Return the job of a request that answers a conversation, as :func:`completion_job` does.
 
     Args:
-        llm: the model.
-        asked: the request.
         most: the most texts of a request.
         switches: variables of the chat template that the request does not set.
     """
@@ -221,7 +211,6 @@ class PromptEcho:
     """Prompts as pieces.
 
     Attributes:
-        llm: the model.
         given: the prompts as the request has them: texts or token ids.
         prompts: their token ids.
         n: the number of texts of each prompt.

@@ -1,18 +1,72 @@
-"""The fields of requests. One that hal does not have is an error, unless it has the value that asks for nothing."""
+"""The fields of requests, and the errors of requests in the form of OpenAI's API.
+
+A field that hal does not have is an error, unless it has the value that asks for nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
 
 from hal.config import parse_json, read
-from hal.errors import ConfigError
-from hal.generation.sampling_params import FIELDS, SamplingParams
-from hal.serve.api_error import ApiError, refused
+from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError, HalError, ModelError
+from hal.generation.sampling_params import FIELDS, GRAMMARS, SamplingParams
+
+INVALID, FAILED = "invalid_request_error", "server_error"
+
+
+class ApiError(HalError):
+    """A request that is not answered.
+
+    Args:
+        problem: what was asked, and what is wrong with it.
+        param: the name of the request's field.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, problem: str, remedy: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(problem, remedy)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        kind = INVALID if self.status < 500 else FAILED
+        message = f"{self.problem}: {self.remedy}"
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(error: HalError, fields: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+    """Return the error for what a check of the request raised.
+
+    Args:
+        fields: the request's fields for parameters of another name.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BatchError | CheckpointError | ConfigError | ModelError):
+        field = error.key if error.key is None else fields.get(error.key, error.key)
+        problem = error.problem if field == error.key else f"{field}: {error.problem}"
+        return ApiError(400, problem, error.remedy, param=field)
+    return failed(error)
+
+
+def failed(error: HalError) -> ApiError:
+    """Return the error for what running the request raised. Only a grammar may turn out to be wrong then."""
+    if isinstance(error, ApiError):
+        return error
+    status = 503 if isinstance(error, ClosedError) else 400 if error.key in GRAMMARS else 500
+    return ApiError(status, error.problem, error.remedy)
+
 
 Neutral = Mapping[str, tuple[Any, ...]]
 
@@ -80,12 +134,7 @@ class StreamOptions:
 
 @attrs.frozen
 class StructuredOutputs:
-    """The grammar of the text.
-
-    Attributes:
-        json: a JSON schema.
-        regex: a regular expression.
-    """
+    """The grammar of the text."""
 
     json: Any = None
     regex: str | None = None
@@ -93,11 +142,7 @@ class StructuredOutputs:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """The fields of every request.
-
-    Attributes:
-        model: the name of the model.
-    """
+    """The fields of every request."""
 
     unsupported: ClassVar[Neutral] = {}
     """Fields that hal does not have, and their values that ask for nothing."""

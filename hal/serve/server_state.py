@@ -14,19 +14,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.messages import KINDS
 from hal.generation.llm.serving_loop import Occupancy
-from hal.serve.api_error import ApiError
-from hal.serve.request_fields import T, parse
+from hal.serve.request_fields import ApiError, T, parse
 
 RETRY_AFTER = 1
 """Seconds after which a refused client may ask again."""
 
 
 class Admission:
-    """Counts the texts that run and wait. Threading: the event loop's thread only.
-
-    Args:
-        limit: the most texts.
-    """
+    """Counts the texts that run and wait. Threading: the event loop's thread only."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -147,7 +142,6 @@ class ServerOptions:
     """What a server allows.
 
     Attributes:
-        name: the model's name.
         max_texts: the most texts that run and wait.
         max_body: the most bytes of a request.
         api_key: the key that requests need; None for none.
@@ -166,10 +160,7 @@ class ServerState:
     """A model, and the requests that it answers.
 
     Attributes:
-        llm: the model.
-        options: what the server allows.
         admission: the texts that run and wait.
-        metrics: the server's figures.
         pools: threads that prepare requests with an image or a video, by its kind.
     """
 

@@ -18,8 +18,6 @@ class Failure(AssertionError):
 
     Args:
         problems: one sentence per violation.
-        operation: name of the operation.
-        shapes: readable description of its arguments.
         size: number of elements of all arguments; the report selects the smallest failing call by it.
     """
 

@@ -25,11 +25,8 @@ class Outcome:
 
     Attributes:
         backend: title of the hook that the case belongs to.
-        area: area of the case.
-        name: name of the case.
         column: column of the table that counts the case.
         operation: name of the operation that failed, or an empty string.
-        shapes: arguments with which it failed.
         size: number of elements of these arguments.
     """
 

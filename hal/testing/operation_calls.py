@@ -26,9 +26,7 @@ class Call:
     """One call: a sample of an operation, optionally transformed.
 
     Attributes:
-        operation: operation to call.
         dtype: dtype in which the sample is drawn.
-        number: index of the sample.
         variant: name of the call, unique per operation and dtype.
         transform: changes the sample's arguments.
     """

@@ -75,10 +75,7 @@ def check_call(backend: Backend, call: Call, run: Kernel, *, seed: int = 0) -> N
     """Make a call twice, on different values, and compare results, arguments and memory with the reference.
 
     Args:
-        backend: active backend.
-        call: call to make.
         run: function of the operation on the backend.
-        seed: seed of the values.
 
     Raises:
         Failure: the message lists every violation.

@@ -228,7 +228,6 @@ def _skipping(backend: Any, waited: Path) -> dict[str, Any]:
     """Return the error with which a collective ends that the last rank skips, and after how many seconds.
 
     Args:
-        backend: the backend.
         waited: the file of a rank that waits, which the rank that skips the collective expects.
     """
     group = backend.mesh.tensor

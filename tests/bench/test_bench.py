@@ -38,7 +38,7 @@ from hal import ops
 from hal.bench import (
     bench_report,
     floor,
-    launches,
+    hal_side,
     llama_side,
     measurement,
     peak_memory,
@@ -46,11 +46,10 @@ from hal.bench import (
     plot,
     routing,
     timing,
-    token_agreement,
     transformers_side,
 )
-from hal.bench.bench_errors import BenchmarkError
 from hal.bench.hal_side import HalSide
+from hal.bench.plan import BenchmarkError
 from hal.bench.shapes import SHAPES
 from hal.bench.transformers_side import only_imported_extensions
 from hal.bench.workload import Contender, Inputs, prompts
@@ -294,7 +293,7 @@ class TestRecurrentLayers:
         contenders = [ours.contender(each, inputs) for each in ours.modes]
         contenders.append(transformers_side.TransformersSide(setting).contender(mode, inputs))
         for _ in range(2):  # the first run leaves other states
-            found = token_agreement.check(contenders, setting.dtype)
+            found = timing.check(contenders, setting.dtype)
             assert [each.contender for each in found] == ["hal graph", f"transformers {mode}"]
             assert all(each.difference < 1e-4 for each in found)
 
@@ -626,14 +625,14 @@ class TestAgreement:
     def test_another_result_is_refused(self, other: Tensor, message: str) -> None:
         contenders = [self.gives("a", torch.tensor([[3.0, 4.0]])), self.gives("b", other)]
         with pytest.raises(BenchmarkError, match=message):
-            token_agreement.check(contenders, torch.bfloat16)
+            timing.check(contenders, torch.bfloat16)
 
     def test_rounding_is_not(self) -> None:
         contenders = [
             self.gives("a", torch.tensor([[1.0, 2.0], [2.0, 1.999]])),
             self.gives("b", torch.tensor([[1.0, 2.0], [1.999, 2.0]])),
         ]
-        (found,) = token_agreement.check(contenders, torch.float32)
+        (found,) = timing.check(contenders, torch.float32)
         assert found.difference == pytest.approx(0.0005, rel=1e-2)
         assert (found.same_tokens, found.sequences) == (1, 2)
 
@@ -998,7 +997,7 @@ class TestLaunches:
         hal.open("cpu")
 
     def test_a_layers_are_what_a_second_layer_adds(self, setting: plan.Setting) -> None:
-        found = launches.count(setting, lambda text: None)
+        found = hal_side.count_launches(setting, lambda text: None)
         assert [(each.contender, each.batch_size) for each in found] == [("hal eager", 1), ("hal eager", 3)]
         for each in found:
             assert each.layer == {"linear": 4, "rms_norm": 4, "paged_attention": 1}
@@ -1010,19 +1009,19 @@ class TestLaunches:
         kinds = ["full_attention", "full_attention"]
         config = {**TINY, "layer_types": kinds, "num_hidden_layers": 2}
         checkpoint = random_weights.RandomCheckpoint.of("kinds", config)
-        found = launches.count(attrs.evolve(setting, checkpoint=checkpoint), lambda text: None)
+        found = hal_side.count_launches(attrs.evolve(setting, checkpoint=checkpoint), lambda text: None)
         assert found[0].per_layer == 9
 
     def test_a_config_that_says_its_layers_elsewhere_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         setting = plan.prepare(tiny(backend="cpu"))
         meta = random_weights.meta_model(TINY)
-        monkeypatch.setattr(launches, "meta_model", lambda config, source: meta)
+        monkeypatch.setattr(hal_side, "meta_model", lambda config, source: meta)
         with pytest.raises(BenchmarkError, match="needs a model of 1 layers, but num_hidden_layers=1 gives 2"):
-            launches.count(setting, lambda text: None)
+            hal_side.count_launches(setting, lambda text: None)
 
     def test_the_table_and_what_stands_beneath(self) -> None:
         counted = [
-            launches.Launches(name, size, Counter({"linear": 4, "copy": size - 1}), Counter({"copy": copies}))
+            hal_side.Launches(name, size, Counter({"linear": 4, "copy": size - 1}), Counter({"copy": copies}))
             for size in (1, 2)
             for name, copies in (("hal eager", 0), ("hal graph", 6))
         ]
@@ -1054,9 +1053,9 @@ class TestLaunches:
 
     def test_a_kernel_of_the_first_layer_alone_is_outside(self) -> None:
         one, two = Counter(rms_norm=1, add_rms_norm=1), Counter(rms_norm=1, add_rms_norm=3, cast=0)
-        layer = launches._difference(two, one)
+        layer = hal_side._difference(two, one)
         assert layer == {"add_rms_norm": 2}
-        assert launches._difference(one, layer) == {"rms_norm": 1, "add_rms_norm": -1}
+        assert hal_side._difference(one, layer) == {"rms_norm": 1, "add_rms_norm": -1}
 
 
 class TestExtensions:
@@ -1109,7 +1108,7 @@ class TestExtensions:
 
 
 def test_the_layers_of_a_text_model_in_a_table() -> None:
-    from hal.bench.launches import config_of_layers
+    from hal.bench.hal_side import config_of_layers
 
     text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
     cut = config_of_layers({"vision_config": {"depth": 3}, "text_config": text}, 2)

@@ -16,8 +16,7 @@ from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 from hal.bringup import run_parts as running
 from hal.bringup.parts import PROMPTS, Outcome, Request, compare_texts, parts, read_output
-from hal.bringup.report_page import page
-from hal.bringup.run_parts import run_parts
+from hal.bringup.run_parts import page, run_parts
 from hal.cli import main
 
 REQUEST = Request(checkpoint="model", backend="faulty")

@@ -14,7 +14,7 @@ from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm, run
 
 import hal
-from hal.config.environment import environment_mapping
+from hal.config.sources import environment_mapping
 from hal.engines.vllm import register
 from hal.engines.vllm.request import Requests
 from hal.step import Bounds, InputBatch

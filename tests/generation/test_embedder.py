@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import hal
 from hal.checkpoint.checkpoint_files import FolderFiles
 from hal.errors import CheckpointError, ConfigError
-from hal.generation.llm.embedder import Embedder, TextRules
-from hal.generation.llm.pooling import Pooling
+from hal.generation.llm.embedder import Embedder, Pooling, TextRules
 
 
 def opened(folder: Path) -> hal.LLM:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from hal.generation.generate import Piece, texts_in_order
 from hal.generation.generated_text import TextStream
 from hal.generation.request import Token
 from hal.generation.sampling_params import SamplingParams
-from hal.generation.streaming_text import Piece, texts_in_order
 
 BYTE_LEVEL = trained_tokenizer()
 TOKENS = st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=20)  # models may have more rows

@@ -19,10 +19,9 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tokenizers import Tokenizer, decoders, models
 
 import hal
-from hal.generation.streaming_text import Piece
+from hal.generation.generate import Piece
 from hal.serve import request_fields
-from hal.serve.answers import ChatAnswer, CompletionAnswer
-from hal.serve.token_text import TokenText
+from hal.serve.answers import ChatAnswer, CompletionAnswer, TokenText
 
 CONFIG = {"cache": {"block_size": 16, "num_tokens": 4096}}
 MESSAGES: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from hal import ops
 from hal.bench.floor import Work, decode_bytes, prefill_operations
-from hal.bench.launches import config_of_layers
+from hal.bench.hal_side import config_of_layers
 from hal.bench.routing import Routing, expert_projections
 from hal.checkpoint.loading import distribute_experts, shrink
 from hal.checkpoint.random_weights import meta_model

@@ -149,7 +149,6 @@ class Source:
     """A tensor of a checkpoint: a tensor of a file, or one expert's part of it.
 
     Attributes:
-        tensor: the tensor of the file.
         shape: its shape in the checkpoint.
         first: its first row, if the file's tensor is a matrix of all rows.
         heads: the number of heads whose rows are in the order of adjacent pairs; 0 if the order is the checkpoint's.

@@ -14,12 +14,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hal.checkpoint.checkpoint_files import CheckpointFiles
-from hal.checkpoint.gguf.blocks import Part
 from hal.checkpoint.gguf.families import Source, read_family
 from hal.checkpoint.gguf.gguf_header import GgufHeader
 from hal.checkpoint.gguf.gguf_tokenizer import GgufTokenizer
 from hal.checkpoint.gguf.metadata import Metadata
-from hal.checkpoint.gguf.tensor_types import Rows
+from hal.checkpoint.gguf.tensor_types import Part, Rows
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.errors import CheckpointError
 
@@ -136,8 +135,6 @@ def _slices(source: Source, wanted: TensorSlice, read: Callable[..., Tensor]) ->
     """Yield ranges of rows of a slice: the first row, relative to the slice, and the values.
 
     Args:
-        source: the tensor.
-        wanted: the slice.
         read: reads rows, as :meth:`Rows.read <hal.checkpoint.gguf.tensor_types.Rows.read>` does.
     """
     (first, last), *others = wanted.taken

@@ -40,7 +40,6 @@ class GgufTensor:
     """The place of a tensor.
 
     Attributes:
-        file: the file.
         type: how its values are stored.
         shape: the outermost dimension first, in torch's order.
         start: the first byte in the file.

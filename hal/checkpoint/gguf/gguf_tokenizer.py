@@ -75,8 +75,6 @@ class GgufTokenizer:
     """The vocabulary of a GGUF file.
 
     Args:
-        metadata: the metadata.
-        path: the file, for errors.
         size: the number of the model's tokens.
 
     Raises:

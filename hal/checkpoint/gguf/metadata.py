@@ -22,7 +22,6 @@ class Metadata:
     """Typed access to metadata.
 
     Args:
-        path: the file, for errors.
         values: the metadata by key.
 
     Attributes:
@@ -113,7 +112,6 @@ def rope_scaling(metadata: Metadata, divisors: GgufTensor | None, width: int, th
     """Return the ``rope_scaling`` of config.json; None without scaling.
 
     Args:
-        metadata: the metadata.
         divisors: the tensor with a divisor of each frequency, which files of Llama 3.1 have.
         width: the number of rotated elements of a head.
         theta: the base of the frequencies.

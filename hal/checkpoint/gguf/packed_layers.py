@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.gguf.blocks import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.gguf.gguf_files import GgufFiles
+from hal.checkpoint.gguf.tensor_types import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.quantized_layers import KEPT, TARGETS, QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
@@ -81,7 +81,6 @@ def pack_layers(
     Args:
         model: without values.
         checkpoint: of a GGUF file, with the model's names.
-        files: its files.
         weights: ``quantized_weights`` of a configuration. With ``kept``, layers whose parts have the same type, one of
             ``BITS``, stay packed, and so does a table of embeddings that is the output projection; others are
             dequantized.

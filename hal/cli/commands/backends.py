@@ -6,8 +6,8 @@ import json
 
 import click
 
+from hal.cli.config_options import EMULATE_EACH, probed
 from hal.cli.console import print_table
-from hal.cli.emulation import EMULATE_EACH, probed
 from hal.cli.stdout import ResultCommand, echo
 
 

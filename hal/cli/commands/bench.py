@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from hal.cli.config_options import Settings, configured
+from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
 from hal.cli.console import SuggestingGroup, print_table, progress_on_stderr
-from hal.cli.ranks import start_ranks, tensor_parallel
-from hal.cli.stdout import ResultCommand, echo
-from hal.cli.targets import check_file, writing
+from hal.cli.stdout import ResultCommand, check_file, echo, writing
 
 if TYPE_CHECKING:
     from hal.bench.plan import Workload

@@ -8,11 +8,9 @@ from typing import Literal
 
 import click
 
-from hal.cli.config_options import Seconds
+from hal.cli.config_options import EMULATE, Seconds, emulated
 from hal.cli.console import progress_on_stderr
-from hal.cli.emulation import EMULATE, emulated
-from hal.cli.stdout import ResultCommand, echo
-from hal.cli.targets import check_folder, writing
+from hal.cli.stdout import ResultCommand, check_folder, echo, writing
 from hal.errors import ConfigError
 
 AGAINST = "The driver that computes the reference."
@@ -53,8 +51,7 @@ def command(
     Exits with 1 if a part failed or was late.
     """
     from hal.bringup.parts import Request
-    from hal.bringup.report_page import page
-    from hal.bringup.run_parts import as_json, run_parts
+    from hal.bringup.run_parts import as_json, page, run_parts
     from hal.checkpoint.checkpoint import Checkpoint
     from hal.drivers.registry import driver_names, load_driver
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from hal.cli.config_options import Settings, configured
-from hal.cli.ranks import start_ranks, tensor_parallel
-from hal.cli.sampling_options import REVISION, SWITCH, sampling_options, switches_of
+from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
+from hal.cli.generation_options import REVISION, SWITCH, sampling_options, switches_of
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import BatchError, ConfigError, ModelError
 
@@ -76,12 +75,9 @@ class Conversation:
     """A conversation of a person, at the terminal, with a model.
 
     Attributes:
-        llm: the model.
         sampling: the sampling parameters by name.
         max_new_tokens: the most tokens of an answer; None for what the context holds.
-        system: instructions to the model.
         switches: variables of the chat template.
-        messages: the messages so far.
         images: the files of the images to show with the next message.
     """
 

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from hal.cli.config_options import Settings, configured
+from hal.cli.config_options import (
+    EMULATE_EACH,
+    Settings,
+    configured,
+    emulated,
+    has_no_emulator,
+    start_ranks,
+    tensor_parallel,
+)
 from hal.cli.console import print_table, progress_on_stderr
-from hal.cli.emulation import EMULATE_EACH, emulated, has_no_emulator
-from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
-from hal.cli.ranks import start_ranks, tensor_parallel
+from hal.cli.generation_options import PROMPT, PROMPTS_FILE, Prompts
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 

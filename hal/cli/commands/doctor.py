@@ -7,10 +7,8 @@ import os
 
 import click
 
-from hal.cli.config_options import Seconds
+from hal.cli.config_options import EMULATE, Seconds, emulated, tensor_parallel
 from hal.cli.console import print_table
-from hal.cli.emulation import EMULATE, emulated
-from hal.cli.ranks import tensor_parallel
 from hal.cli.stdout import ResultCommand, echo
 
 TIMEOUT = "Seconds that the examination of each driver may take."

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hal.cli.config_options import Settings, configured
+from hal.cli.config_options import Settings, configured, parallel
 from hal.cli.console import print_table
 from hal.cli.explanation import captures_python, context_of, explain_step, print_rewrites, print_stages
 from hal.cli.rank_explanation import explain_ranks, without_ranks
-from hal.cli.ranks import parallel
-from hal.cli.stdout import ResultCommand, echo
-from hal.cli.targets import check_folder, writing
+from hal.cli.stdout import ResultCommand, check_folder, echo, writing
 from hal.config import bounds
 from hal.errors import ConfigError
 
@@ -138,7 +136,7 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
 
 def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
     """Print a layer's launches, eager and compiled, on a backend that counts launches."""
-    from hal.bench.launches import count
+    from hal.bench.hal_side import count_launches
     from hal.bench.plan import Plan, prepare
 
     config = on.config.compilation.of("decode")
@@ -166,7 +164,7 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
         options=dict(on.config.options),
         compilation=kept,
     )
-    found = count(prepare(plan, mesh=on.mesh), say=lambda text: None)
+    found = count_launches(prepare(plan, mesh=on.mesh), say=lambda text: None)
     echo()
     print_table(
         ("launches", "per layer", "kernels of a layer"),

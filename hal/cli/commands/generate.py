@@ -15,11 +15,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import attrs
 import click
 
-from hal.cli import ranks
-from hal.cli.config_options import Settings, configured
+from hal.cli.config_options import Settings, configured, parallel, start_ranks
 from hal.cli.console import progress_bar
-from hal.cli.prompts import PROMPT, PROMPTS_FILE, Prompts
-from hal.cli.sampling_options import REVISION, SWITCH, TOOLS, params_of, sampling_options, switches_of, tools_of
+from hal.cli.generation_options import (
+    PROMPT,
+    PROMPTS_FILE,
+    REVISION,
+    SWITCH,
+    TOOLS,
+    Prompts,
+    params_of,
+    sampling_options,
+    switches_of,
+    tools_of,
+)
 from hal.cli.stdout import ResultCommand, echo
 from hal.generation.sampling_params import WITHOUT_EFFECT
 
@@ -27,9 +36,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from hal.execution.runner import Runner
+    from hal.generation.generate import Piece
     from hal.generation.llm.prompts import MultimodalPrompt
     from hal.generation.sampling_params import SamplingParams
-    from hal.generation.streaming_text import Piece
 
 SEED = "Prompt i uses SEED + i. By default, or with -1, a random seed, which is printed."
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
@@ -72,7 +81,7 @@ class _Generate(ResultCommand):
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
-@configured(ranks=ranks.parallel(DATA_PARALLEL))
+@configured(ranks=parallel(DATA_PARALLEL))
 @click.option("--json", "as_json", is_flag=True, help=JSON)
 @click.option("--logprobs", type=int, metavar="N", help=LOGPROBS)
 @click.option("--stream", is_flag=True, help=STREAM)
@@ -142,7 +151,7 @@ def command(
         return found if isinstance(found, MultimodalPrompt) else MultimodalPrompt(found)
 
     encoded = given.encode(encode)
-    if ranks.start_ranks(config.parallel, opened, given.stdin, config.model_source):
+    if start_ranks(config.parallel, opened, given.stdin, config.model_source):
         return
 
     with yielding_to_the_cause(), settings.emulated() as settings, ExitStack() as stack:
@@ -175,8 +184,7 @@ def _print_texts(
     stream: bool,
 ) -> None:
     """Generate, and print the texts if this is the rank that prints. Prompt ``i`` uses the seed plus ``i``."""
-    from hal.generation.generate import generate
-    from hal.generation.streaming_text import texts_in_order
+    from hal.generation.generate import generate, texts_in_order
 
     each_params = [attrs.evolve(params, seed=(params.seed + index) % (1 << 63)) for index in range(len(texts))]
     start, count, shown = time.perf_counter(), 0, -1

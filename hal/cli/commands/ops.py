@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from hal.cli.config_options import EMULATE_EACH, has_no_emulator, probed
 from hal.cli.console import print_table
-from hal.cli.emulation import EMULATE_EACH, has_no_emulator, probed
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError, DriverUnavailable, HalError
 

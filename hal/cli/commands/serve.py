@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from hal.cli.config_options import Settings, configured
-from hal.cli.ranks import start_ranks, tensor_parallel
-from hal.cli.sampling_options import REVISION, SWITCH, switches_of
+from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
+from hal.cli.generation_options import REVISION, SWITCH, switches_of
 from hal.cli.stdout import ResultCommand
 from hal.config.bounds import SECONDS, SEQUENCES, TOKENS
 

@@ -21,11 +21,7 @@ class HalTokenPool(MHATokenToKVPool):
 
 
 class HalAttention(AttentionBackend):
-    """Makes hal's runner, now that SGLang has decided the number of slots. The runner computes attention.
-
-    Args:
-        model_runner: SGLang's.
-    """
+    """Makes hal's runner, now that SGLang has decided the number of slots. The runner computes attention."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()

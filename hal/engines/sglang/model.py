@@ -23,7 +23,6 @@ class HalSteps:
     """hal's backend, model and runner of a model of SGLang's.
 
     Args:
-        server_args: SGLang's arguments.
         dtype: the dtype that SGLang decided.
     """
 
@@ -184,7 +183,6 @@ def output_of(
     """Return what SGLang's sampler reads.
 
     Args:
-        forward_batch: SGLang's batch.
         logits: ``[rows, vocab_size]``, on the host.
         asked: the rows of each sequence; the last is that of the next token.
         processor: computes the log-probabilities of prompts.

@@ -104,7 +104,6 @@ def check_checkpoint(path: str, config: hal.Config) -> None:
 
     Args:
         path: SGLang's ``--model-path``.
-        config: hal's configuration.
 
     Raises:
         CheckpointError: as :func:`hal.load_model`.

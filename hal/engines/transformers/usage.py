@@ -14,8 +14,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import hal
 from hal import ops
-from hal.engines.transformers.attention import attend
-from hal.engines.transformers.continuous_batching import PAGED, PAGED_ATTENTION, ServedLayers
+from hal.engines.transformers.attention import PAGED, PAGED_ATTENTION, ServedLayers, attend
 from hal.errors import BackendNotActive, OperationError
 
 NAME = "hal"

@@ -27,7 +27,6 @@ def specs_of(model: CausalLM, block_size: int, *, mode: str, longest: int) -> di
     layers have a window, or keep states per sequence, vLLM gives them groups with blocks of their own.
 
     Args:
-        model: the model.
         block_size: tokens per block of hal's.
         mode: vLLM's ``mamba_cache_mode``.
         longest: the most tokens of a sequence.
@@ -103,10 +102,8 @@ def use_groups(model: CausalLM, block_size: int, longest: int, kv_cache_config: 
     """Let a model read vLLM's groups of its layers. Return them; None if there is one, whose blocks are hal's.
 
     Args:
-        model: the model.
         block_size: tokens per block of hal's.
         longest: the most tokens of a sequence.
-        kv_cache_config: vLLM's.
 
     Raises:
         ModelError: groups have blocks of different numbers of tokens.
@@ -145,7 +142,6 @@ class VllmGroups:
     """vLLM's blocks of each group as hal's blocks and slots.
 
     Attributes:
-        groups: the groups.
         state_interval: in mode ``align``, the tokens between two blocks of states of a sequence; else None.
         columns: the most blocks of a sequence, in hal's numbers.
     """
@@ -194,10 +190,7 @@ def move_pages(groups: VllmGroups, states: hal.step.StateMemory, scheduled: Any,
     """Zero and copy the pages that vLLM's scheduler names for a step, and those that its sequences go on from.
 
     Args:
-        groups: the groups.
-        states: the memory.
         scheduled: what the scheduler decided.
-        requests: the requests of the step.
     """
     counts = scheduled.num_scheduled_tokens
     steps = [(each.blocks, each.computed, each.computed + counts[each.name]) for each in requests]

@@ -47,8 +47,6 @@ class HalModelRunner:
     """Runs vLLM's steps.
 
     Args:
-        vllm_config: vLLM's configuration.
-        runner: hal's runner.
         groups: vLLM's cache groups; None if there is one.
     """
 
@@ -179,7 +177,6 @@ class StepOutput(AsyncModelRunnerOutput):
 
     Args:
         backend: the backend that ran the step.
-        requests: those of the step.
         ending: those of them that got a token. It takes the log-probabilities of their prompts from them: vLLM
             accepts these only in a step that returns a token.
         sampled: their tokens; None if there are none.

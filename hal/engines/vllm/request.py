@@ -96,7 +96,6 @@ class Requests:
     """The requests, of which those that run have a row.
 
     Args:
-        inputs: the rows.
         seed: decides the seeds of requests without one. All ranks of a replica have the same, and so draw the same
             tokens; replicas have different ones.
         groups: the cache groups; None if there is one, whose blocks are hal's.

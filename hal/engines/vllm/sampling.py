@@ -85,8 +85,6 @@ class Sampling:
     """Makes the sampler's metadata. A step of the same requests as the last takes the last's.
 
     Args:
-        vllm_config: vLLM's configuration.
-        device: the device of the logits.
         vocab_size: the number of logits.
     """
 

@@ -212,7 +212,6 @@ def choose_device(parallel: Any, local_rank: int) -> None:
     """Set ``LOCAL_RANK``, from which hal's drivers take the device, to the number of this rank's device.
 
     Args:
-        parallel: vLLM's parallel configuration.
         local_rank: the rank's number among those of its replica on this machine.
     """
     assigned = parallel.assigned_physical_gpu_ids
@@ -227,7 +226,6 @@ def join_ranks(backend: hal.Backend, parallel: Any, rank: int, local_rank: int, 
 
     Args:
         backend: an open backend without ranks.
-        parallel: vLLM's parallel configuration.
         rank: the rank's number in its replica.
         local_rank: the rank's number among those of its replica on this machine.
         init_method: where the ranks of the replica meet.

@@ -193,7 +193,6 @@ def in_form(messages: Sequence[Mapping[str, Any]], source: str) -> list[dict[str
 
     Args:
         messages: normalized messages, with parts of images as templates read them.
-        source: the template.
 
     Raises:
         ConfigError: a message has an image or a video, and the template reads text alone.

@@ -78,7 +78,6 @@ def merged(
     Args:
         defaults: those of :func:`recommended`.
         stop_token_ids: the checkpoint's stop tokens, which are added unless ``ignore_eos`` is given.
-        given: the parameters by name.
         seed: the seed, if none is given, or -1.
 
     Raises:

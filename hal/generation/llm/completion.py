@@ -9,7 +9,7 @@ import attrs
 from tokenizers import Tokenizer
 
 from hal.generation.generated_text import GeneratedText
-from hal.generation.logprobs import Logprob
+from hal.generation.logits_processing import Logprob
 from hal.generation.request import Request, Token
 
 

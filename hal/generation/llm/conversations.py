@@ -20,8 +20,6 @@ class Conversations:
     """Writes the prompts of conversations. Threading: any thread may call it.
 
     Args:
-        checkpoint: the checkpoint.
-        tokenizer: returns its tokenizer.
         model: returns the model, for images; it may be on the meta device.
     """
 

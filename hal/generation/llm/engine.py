@@ -44,7 +44,6 @@ def open_engine(
     """Open a backend, load a model, and return its runner, and the most tokens of a sequence, the same on all ranks.
 
     Args:
-        checkpoint: the checkpoint.
         settings: keys of the configuration, with those of the environment.
         stack: closes what was opened.
         max_length: the most tokens of a sequence; None for what fits.

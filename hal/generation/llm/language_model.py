@@ -22,6 +22,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
 from hal.drivers.registry import merged_config, read_config
 from hal.errors import ConfigError
+from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
@@ -33,10 +34,9 @@ from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
 from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, paired, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop
-from hal.generation.logprobs import Logprob
+from hal.generation.logits_processing import Logprob
 from hal.generation.request import Request, checked
 from hal.generation.sampling_params import SamplingParams
-from hal.generation.streaming_text import Piece
 
 _SAMPLING = frozenset(each.name for each in attrs.fields(SamplingParams))
 

@@ -10,10 +10,10 @@ from contextlib import closing
 from typing import ClassVar
 
 from hal.errors import HalError
+from hal.generation.generate import Piece, piece_of
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.serving_loop import ServingLoop
 from hal.generation.request import Request, Token
-from hal.generation.streaming_text import Piece, piece_of
 
 
 def iterate_pieces(serving: ServingLoop, request: Request, text: GeneratedText) -> Iterator[Piece]:
@@ -48,7 +48,6 @@ class PieceStream(AsyncIterator[Piece]):
     Threading: one task of an event loop reads.
 
     Args:
-        serving: runs the requests.
         texts: the requests, and the text of each.
     """
 
@@ -150,11 +149,7 @@ def _ends(token: Token | HalError) -> bool:
 
 
 class _Waker:
-    """Wakes the tasks of an event loop from other threads. Each call of the loop serves all tasks that are due.
-
-    Args:
-        loop: the event loop.
-    """
+    """Wakes the tasks of an event loop from other threads. Each call of the loop serves all tasks that are due."""
 
     _of_loops: ClassVar[dict[asyncio.AbstractEventLoop, _Waker]] = {}
 

@@ -93,7 +93,6 @@ def prompt_with(
     """Return a prompt whose placeholders are those of each embedding, and its items.
 
     Args:
-        model: the model.
         preparation: prepares the images and videos.
         tokens: the prompt, with one placeholder for each image and video.
         media: images, see :func:`read_image`, and videos as frames or files.

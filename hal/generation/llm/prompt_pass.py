@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.execution.runner import Runner
 from hal.execution.step_output import StepOutput
-from hal.generation.logprobs import Logprob, logprobs_of, read_logprobs
+from hal.generation.logits_processing import Logprob, logprobs_of, read_logprobs
 from hal.step import NONE, Wanted, to_device
 from hal.step.input_batch import InputBatch
 
@@ -27,8 +27,6 @@ class Chunk:
     """New tokens of a prompt in a step.
 
     Attributes:
-        index: the index of the prompt.
-        tokens: the prompt.
         start: the position of the first new token.
         stop: that behind the last one.
     """
@@ -43,7 +41,6 @@ class PromptPass(ABC):
     """Runs prompts through the model, some at a time, so that other requests can run in between.
 
     Args:
-        runner: runs the steps.
         prompts: the token ids of each prompt.
     """
 
@@ -113,7 +110,6 @@ class ScorePass(PromptPass):
     """Computes the log-probability of tokens, given those before them.
 
     Args:
-        runner: runs the steps.
         prompts: the token ids of each prompt.
         starts: the first token of each prompt that is scored, 1 or more.
         top: how many of the most likely tokens to return beside each.
@@ -159,9 +155,8 @@ class PoolingPass(PromptPass):
     """Computes one vector for each prompt from its hidden states.
 
     Args:
-        runner: runs the steps.
         prompts: the token ids of each prompt.
-        mode: how hidden states become a vector; see :class:`hal.generation.llm.pooling.Pooling`.
+        mode: how hidden states become a vector; see :class:`hal.generation.llm.embedder.Pooling`.
 
     Attributes:
         vectors: the vector of each prompt, after the pass: ``[width]``, float32, on the CPU.

@@ -44,7 +44,6 @@ class Occupancy:
         running: the texts that are generated.
         waiting: the texts, and the batches of texts to score or embed, that wait.
         blocks: the blocks of the cache that running texts hold.
-        num_blocks: all blocks.
     """
 
     running: int
@@ -66,7 +65,6 @@ class ServingLoop:
         runner: runs the steps. Nobody else uses it.
         max_requests: the most requests that run together.
         max_length: the most tokens of a request.
-        tokenizer: returns the model's tokenizer.
 
     Raises:
         CommunicationError: the ranks do not reach each other.

@@ -75,10 +75,8 @@ class VideoFile:
     """A video in a file, of which the header was read.
 
     Attributes:
-        content: the bytes of the file.
         where: the subject of an error, such as ``the video of message 0``.
         rate: its frames in a second.
-        total: the number of its frames.
         width: in pixels, of a frame as it is stored. A file may say that its frames are turned.
         height: likewise.
         fps: how many frames of a second to take; if None, the processor decides.

@@ -29,7 +29,6 @@ class Body:
     """The submodule that computes hidden states, and how the model calls it.
 
     Attributes:
-        path: the submodule's path.
         args: its arguments; a :class:`Given` stands for what each step has anew.
         kwargs: likewise.
         output: the class of its output, None for a tuple.
@@ -77,7 +76,6 @@ class BodyProbe:
     """Finds the submodule that computes hidden states, in a call of a model.
 
     Args:
-        model: the model.
         given: the arguments that each step has anew, by their stand-ins.
     """
 

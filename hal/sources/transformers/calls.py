@@ -50,9 +50,7 @@ class Step:
     """One step of the model: gives each call of attention its layer and its state.
 
     Args:
-        calls: the calls, in order.
         layers: the attention of each call.
-        batch: the step.
         states: the states of each call.
         in_class: whether classes of the model compute attention themselves.
 

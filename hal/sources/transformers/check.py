@@ -38,7 +38,6 @@ def check_logits(model: Any, backend: Any, checkpoint: Any) -> None:
     Args:
         model: a loaded model.
         backend: its backend, entered.
-        checkpoint: the checkpoint.
     """
     device, dtype = backend.device.torch, next(model.parameters()).dtype
     rows = [[(7 * place + 5 * row + 3) % model.vocab_size for place in range(n)] for row, n in enumerate(LENGTHS)]
@@ -79,8 +78,6 @@ def untouched(model: Any, checkpoint: Any, dtype: torch.dtype) -> Any:
     """Return transformers' own model with the weights of a checkpoint, on the CPU; None if it cannot be had.
 
     Args:
-        model: the loaded model.
-        checkpoint: the checkpoint.
         dtype: of the weights and of the computation.
     """
     size = sum(each.nbytes for each in checkpoint.tensors.values())

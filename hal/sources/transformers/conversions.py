@@ -54,7 +54,6 @@ class Conversions:
         """Return the declaration of an assembled tensor, or None if the checkpoint has it whole.
 
         Args:
-            name: its name in the model.
             options: further attributes of :class:`Weight`.
         """
         found = self.assembled.get(name)

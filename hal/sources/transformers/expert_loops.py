@@ -94,7 +94,6 @@ class LoopedExperts(nn.Module):
     """Experts with the arguments of transformers' class.
 
     Args:
-        stored: its parameters.
         gate: hal's activation.
 
     Attributes:

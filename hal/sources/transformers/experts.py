@@ -33,7 +33,6 @@ class StackedExperts(nn.Module):
 
     Args:
         module: transformers' experts, on the meta device.
-        path: their path in the model.
         conversions: how the checkpoint has their tensors.
 
     Attributes:
@@ -172,7 +171,6 @@ def routing_weights(weights: Tensor, x: Tensor) -> Tensor:
 
     Args:
         weights: ``[tokens, top_k]``, of any floating dtype.
-        x: the tokens.
     """
     return weights if weights.dtype is torch.float32 else weights.to(x.dtype)
 

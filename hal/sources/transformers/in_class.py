@@ -71,12 +71,10 @@ class Known:
     """What is known about scores.
 
     Attributes:
-        query: the queries.
         tokens: the number of tokens, each of which is a sequence.
         masks: finds out what a tensor says that excludes scores, or returns None.
         zeros: the known zeros.
         scale: the factor of the products.
-        mask: the mask, or None.
         alibi: the factor of position biases, or None.
         weights: whether they are weights already.
     """

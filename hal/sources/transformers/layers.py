@@ -30,11 +30,7 @@ class TokenEmbedding(Embedding):
 
 
 class TiedHead(nn.Module):
-    """The output projection of a model whose embedding is also that.
-
-    Args:
-        embedding: the embedding.
-    """
+    """The output projection of a model whose embedding is also that."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -61,11 +57,7 @@ def takes_one(layer: nn.Module) -> bool:
 
 
 class InputWidths:
-    """Records, in a call of a model, how wide the inputs of layers without tensors are, such as norms without a weight.
-
-    Args:
-        model: the model.
-    """
+    """Records how wide the inputs of layers without tensors are in a call of a model, as of norms without a weight."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[str, set[int]] = {}
@@ -89,7 +81,6 @@ def norm_of(layer: nn.Module, width: int | None = None) -> nn.Module | None:
     """Return hal's norm that computes what a layer does, or None.
 
     Args:
-        layer: the layer.
         width: of its input, which is needed if the layer has no weight.
     """
     if list(layer.children()):
@@ -169,8 +160,6 @@ def linear_of(layer: nn.Linear, kind: type[Linear] = Linear, **options: Any) -> 
     """Return hal's projection in the place of a layer.
 
     Args:
-        layer: the layer.
-        kind: hal's class.
         options: how ranks split it; see :class:`hal.nn.Linear`.
     """
     with torch.device("meta"):

@@ -249,11 +249,7 @@ def _integers() -> Tensor:
 
 
 def why(error: Exception) -> str:
-    """Return what an exception of a model without values means, with the class of transformers that raised it.
-
-    Args:
-        error: the exception, with its traceback.
-    """
+    """Return what an exception of a model without values means, with the class of transformers that raised it."""
     name = _class_of(error)
     if "nonzero" in str(error) or "meta tensor" in str(error) or "data-dependent" in str(error):
         return (

@@ -34,11 +34,9 @@ class Probe:
     """Records the calls of attention, and refuses those that hal has no operation for.
 
     Args:
-        model: the model.
         positions: of the tokens, ``[tokens, 1]``, without values.
 
     Attributes:
-        calls: the calls, in order.
         layers: the attention of each.
         positions: the argument.
         in_class: whether classes of the model compute attention themselves.

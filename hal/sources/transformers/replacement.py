@@ -167,11 +167,7 @@ class Part(nn.Module):
 
 
 class Inputs:
-    """Records, in a call of a model, which input each projection gets. The inputs are kept, so that ids are distinct.
-
-    Args:
-        model: the model.
-    """
+    """Records which input each projection gets in a call of a model. The inputs are kept, so that ids are distinct."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[str, list[Tensor]] = {}

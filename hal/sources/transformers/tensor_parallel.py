@@ -51,8 +51,6 @@ def splits_heads(module: nn.Module, path: str, plan: Mapping[str, str]) -> bool:
     """Return whether ranks split the heads of a layer that calls attention.
 
     Args:
-        module: the layer.
-        path: its path.
         plan: from :func:`plan_of`.
     """
     return any(
@@ -97,8 +95,6 @@ def sharding(style: str | None, path: str, layer: nn.Linear, head_dim: int, *, h
 
     Args:
         style: the plan's style of the layer, or None.
-        path: the layer's path.
-        layer: transformers' layer.
         head_dim: elements of a key head, which stay together in attention.
         head: whether the layer computes the logits.
     """

@@ -149,7 +149,7 @@ def count_launches(
     **workload: Any,
 ) -> list[Any]:
     """Return the launches of a step, by default of decode, on the emulated NPU, for each batch size and mode."""
-    from hal.bench import launches, plan
+    from hal.bench import hal_side, plan
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HAL_CACHE__DTYPE", cache)
@@ -165,7 +165,7 @@ def count_launches(
                 options=options,
             )
         )
-        return launches.count(setting, lambda text: None)
+        return hal_side.count_launches(setting, lambda text: None)
 
 
 def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:

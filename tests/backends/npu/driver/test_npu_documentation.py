@@ -10,7 +10,7 @@ from helpers.npu import processes
 from helpers.thorough import PROCESSES, thorough
 
 import hal
-from hal.bench import launches
+from hal.bench.hal_side import PEERS
 
 DOCS = processes.ROOT / "docs"
 PAGE = DOCS / "how-to" / "run-on-an-npu.md"
@@ -34,8 +34,8 @@ def test_the_python_of_the_page_runs() -> None:
 
 
 def test_the_peers_figure_is_the_one_in_the_code() -> None:
-    (peer,) = launches.PEERS
-    assert launches.PEERS[peer] == 10
+    (peer,) = PEERS
+    assert PEERS[peer] == 10
     name, model, _ = peer.split(", ")
     text = " ".join(LAUNCHES.read_text(encoding="utf-8").split())
     assert f"Ten per layer is what {name} launches for {model} in bfloat16" in text

@@ -1,22 +1,89 @@
-"""The options of sampling and of chat templates, which several commands share."""
+"""The options of prompts, sampling and chat templates, which several commands share."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import attrs
 import click
 
 from hal.config.bounds import NO_SEED
-from hal.errors import ConfigError
+from hal.errors import BatchError, ConfigError
 from hal.generation.sampling_params import OPTIONS, SamplingParams
 
 if TYPE_CHECKING:
     from hal.checkpoint.checkpoint import Checkpoint
+
+
+P = TypeVar("P", bound=Sized)
+PROMPT = "A prompt, used verbatim. Repeatable."
+PROMPTS_FILE = "A UTF-8 file with one prompt per line, used verbatim, after those of --prompt. - reads stdin."
+STDIN = "<stdin>"
+"""Python's name of the file."""
+
+
+@attrs.frozen
+class Prompts:
+    """The prompts of a command, in order.
+
+    Attributes:
+        origins: where each comes from, as the subject of an error.
+    """
+
+    texts: list[str]
+    origins: list[str]
+    stdin: bytes | None
+
+    @classmethod
+    def read(cls, options: Sequence[str], file: BinaryIO | None) -> Prompts:
+        """Return the prompts of ``--prompt`` and of ``--prompts-file``.
+
+        Raises:
+            UsageError: there are none.
+            BatchError: one is not valid Unicode.
+        """
+        texts, origins, stdin = list(options), [f"prompt {index}" for index in range(len(options))], None
+        if file is not None:
+            content, name = file.read(), getattr(file, "name", STDIN)
+            lines = _lines(content, name)
+            texts += lines
+            origins += [
+                f"{name}, line {number}: prompt {len(options) + number - 1}" for number in range(1, len(lines) + 1)
+            ]
+            stdin = content if name == STDIN else None
+        if not texts:
+            raise click.UsageError("No prompt given: use --prompt, or --prompts-file with at least one line.")
+        for text, origin in zip(texts, origins, strict=True):
+            if any("\ud800" <= character <= "\udfff" for character in text):  # Python's encoding of invalid UTF-8
+                raise BatchError(f"{origin} is not valid Unicode: {text!r:.70}", "give it in UTF-8")
+        return cls(texts, origins, stdin)
+
+    def encode(self, encode: Callable[[str], P]) -> list[P]:
+        """Return the prompts that ``encode`` makes of the texts.
+
+        Raises:
+            BatchError: a prompt has no tokens.
+        """
+        encoded = list(map(encode, self.texts))
+        for each, origin in zip(encoded, self.origins, strict=True):
+            if not len(each):
+                raise BatchError(f"{origin} is empty", "remove it, or write at least one character")
+        return encoded
+
+
+def _lines(content: bytes, name: str) -> list[str]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise BatchError(f"{name}, line {line} is not UTF-8: {error}", "save it as UTF-8") from None
+    # Not splitlines: it also splits at form feeds and other characters that a prompt may contain.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in lines]
 
 
 GREEDY = "Select the most likely token, whatever the checkpoint recommends."
@@ -29,11 +96,7 @@ TOOLS = "A JSON file with a list of the functions that the model may call, for t
 
 
 def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options to a command, which gets them as one argument ``sampling``: those given, by name.
-
-    Args:
-        seed: the help of ``--seed``.
-    """
+    """Add the options to a command, which gets them as one argument ``sampling``: those given, by name."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
