@@ -11,7 +11,7 @@ import torch
 
 import hal
 from hal.bench.shapes import SHAPES
-from hal.checkpoint.loading import build_model
+from hal.checkpoint.loading import build_for
 from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import bounds, read
 from hal.config.optional_libraries import check_version
@@ -202,15 +202,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
     for rival in plan.against:
         need(RIVALS[rival], f"--against {rival}")
     checkpoint = checkpoint_of(plan)
-    config = backend.config
-    meta = build_model(
-        checkpoint,
-        tensor=backend.mesh.tensor,
-        source=config.model_source,
-        quantized_weights=config.quantized_weights,
-        cache_dtype=config.cache.dtype,
-        limits=backend.limits,
-    )
+    meta = build_for(backend, checkpoint, backend.mesh.tensor)
     longest = plan.length + (plan.workload == "decode")
     if longest > meta.max_length:
         raise ConfigError(

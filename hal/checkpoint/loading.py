@@ -165,6 +165,20 @@ def build_model(
     return model
 
 
+def build_for(backend: Backend, checkpoint: Checkpoint, tensor: Group = SOLO) -> CausalLM:
+    """Return :func:`build_model`'s model as the backend's configuration asks for it, in the same errors."""
+    config = backend.config
+    return build_model(
+        checkpoint,
+        None,
+        tensor,
+        config.model_source,
+        config.quantized_weights,
+        config.cache.dtype,
+        backend.limits,
+    )
+
+
 def check_shared(checkpoint: Checkpoint, parallel: ParallelConfig, source: str = AUTO) -> None:
     """Raise ConfigError unless ranks can share the checkpoint's model. Needs no ranks, and no values of weights.
 

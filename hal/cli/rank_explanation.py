@@ -28,18 +28,12 @@ WITHOUT_REWRITES = frozenset({"eager", "inductor", "piecewise_eager"})
 
 def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -> None:
     """Print what one of the planned ranks holds, and what it exchanges in a decode step of ``size`` sequences."""
-    from hal.checkpoint.loading import build_model, distribute_experts
+    from hal.checkpoint.loading import build_for, distribute_experts
     from hal.checkpoint.weight_bindings import bindings_of, weight_bytes
     from hal.parallel import Mesh
 
     dtype, experts = next(model.parameters()).dtype, on.config.parallel.experts
-    whole = build_model(
-        opened,
-        source=on.config.model_source,
-        quantized_weights=on.config.quantized_weights,
-        cache_dtype=on.config.cache.dtype,
-        limits=on.limits,
-    )
+    whole = build_for(on, opened)
     if experts != "split":
         distribute_experts(whole, experts, on.mesh)
     mine, all_of_them = (weight_bytes(bindings_of(whole), dtype, mesh) for mesh in (on.mesh, Mesh()))

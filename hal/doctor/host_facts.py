@@ -106,7 +106,9 @@ def _package(required_by: str, text: str) -> Iterator[findings.Package]:
     yield findings.Package(requirement.name, required_by, str(requirement.specifier), found, fits)
 
 
-def variables(drivers: Iterable[findings.Driver], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def variables(drivers: Iterable[findings.Driver]) -> dict[str, str]:
     """Return the relevant environment variables: hal's, those that hide devices, and those that drivers name."""
     prefixes = ("HAL_", AUTOLOAD, *(prefix for each in drivers for prefix in each.variables if prefix))
-    return {name: text for name, text in sorted(environ.items()) if name.startswith(prefixes) or name.endswith(VISIBLE)}
+    return {
+        name: text for name, text in sorted(os.environ.items()) if name.startswith(prefixes) or name.endswith(VISIBLE)
+    }

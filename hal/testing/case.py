@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 
 from hal.drivers.backend import active_backend
+from hal.errors import HalError
 
 
 class NotApplicable(Exception):
@@ -87,6 +89,16 @@ def raised_in(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def raises(kind: type[HalError], use: Callable[[], Any], what: str) -> None:
+    """Raise AssertionError unless ``use`` raises an error of ``kind``, with a problem and a remedy."""
+    try:
+        use()
+    except kind as error:
+        require(bool(error.problem and error.remedy), f"{what}: the {kind.__name__} lacks a problem or a remedy")
+        return
+    raise AssertionError(f"{what} raised no {kind.__name__}")
 
 
 def require(condition: bool, problem: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from hal.execution.runner import Runner
 from hal.generation.generate import generate
 from hal.generation.sampling_params import SamplingParams
 from hal.step import StateSpec
-from hal.testing.case import Case, require
+from hal.testing.case import Case, raises, require
 from hal.testing.model_cases import SLOW, ModelRun
 from hal.testing.target import Target
 
@@ -41,22 +40,16 @@ def cases(target: Target) -> Iterator[Case]:
     yield Case("closing/others", partial(_others, target))
 
 
-def refused(use: Callable[[], Any], what: str) -> None:
-    """Raise AssertionError unless ``use`` raises ClosedError."""
-    try:
-        use()
-    except ClosedError as error:
-        require(bool(error.problem and error.remedy), f"{what}: the ClosedError lacks a problem or a remedy")
-        return
-    raise AssertionError(f"{what} raised no ClosedError")
+refused = partial(raises, ClosedError)
+"""Raise AssertionError unless a use raises ClosedError."""
 
 
 def _made(target: Target, mode: str) -> Runner:
     return ModelRun(target, "qwen3", target.backend.limits.dtypes[0], mode).new_runner()
 
 
-def _tokens(runner: Runner, count: int = 3) -> list[int]:
-    return [each.token_id for each in generate(runner, [[1, 2, 3]], SamplingParams(max_new_tokens=count))]
+def _tokens(runner: Runner) -> list[int]:
+    return [each.token_id for each in generate(runner, [[1, 2, 3]], SamplingParams(max_new_tokens=3))]
 
 
 def _allocated(backend: Backend) -> int:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hal.device.graph import Graph
 from hal.drivers.backend import Backend
 from hal.errors import BatchError, CaptureError, DeviceError, GraphError
-from hal.testing.case import require
+from hal.testing.case import raises, require
 
 SECONDS = 60
 """That another thread gets for a capture, before what holds it up counts as held for good."""
@@ -56,24 +56,11 @@ def _modes(backend: Backend) -> None:
     works_again(backend, graph, x)
 
 
-def refused(graph: Graph, what: str) -> None:
-    """Raise AssertionError unless a replay is refused."""
-    try:
-        graph.replay()
-    except GraphError:
-        return
-    raise AssertionError(f"{what} raised no GraphError")
-
-
 def _order_of_use(backend: Backend) -> None:
     x, graph = filled(backend), backend.graph()
-    refused(graph, "replay() before capture()")
+    raises(GraphError, graph.replay, "replay() before capture()")
     graph.capture(lambda: x * 2)
-    try:
-        graph.capture(lambda: x * 3)
-    except GraphError:
-        return
-    raise AssertionError("a second capture() without reset() raised no GraphError")
+    raises(GraphError, lambda: graph.capture(lambda: x * 3), "a second capture() without reset()")
 
 
 class Planted(RuntimeError):
@@ -115,7 +102,7 @@ def _error_inside(make: Callable[[], BaseException], backend: Backend) -> None:
 
 def works_again(backend: Backend, graph: Graph, x: Tensor) -> None:
     """After a capture that failed: the graph is empty, and it, eager work and another thread's graph go on."""
-    refused(graph, "replay() after a capture that failed")
+    raises(GraphError, graph.replay, "replay() after a capture that failed")
     x.fill_(4.0)
     holds(x * 3, 12.0, "an eager computation after a capture that failed")
     backend.device.empty_cache()

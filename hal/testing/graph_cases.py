@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hal import ops
 from hal.drivers.backend import Backend
+from hal.errors import GraphError
 from hal.ops.declaration.operation import Operation
 from hal.ops.tolerance import assert_agree
 from hal.testing import failed_capture_cases, host_value_cases
-from hal.testing.case import Case, Failure, require
+from hal.testing.case import Case, Failure, raises, require
 from hal.testing.compared_call import prepare_weights
-from hal.testing.failed_capture_cases import SHAPE, Planted, filled, holds, refused, works_again
+from hal.testing.failed_capture_cases import SHAPE, Planted, filled, holds, works_again
 from hal.testing.operation_calls import Call, describe, largest_sample, reference, tensors
 from hal.testing.stream_cases import current_stream
 from hal.testing.target import Target
@@ -202,7 +203,7 @@ def _reset(backend: Backend) -> None:
     x, graph = filled(backend), backend.graph()
     graph.capture(lambda: x * 2)
     graph.reset()
-    refused(graph, "replay() after reset()")
+    raises(GraphError, graph.replay, "replay() after reset()")
     output = graph.capture(lambda: x * 3)
     x.fill_(2.0)
     graph.replay()

@@ -160,7 +160,9 @@ def as_lists(backend: Backend) -> None:
     _agrees(attend, output.clone(), lens, "a replay whose values were lists")
 
 
-def _refuses(change: Callable[[dict[str, Any]], Any]) -> Callable[[Backend], None]:
+def _refuses(change: Callable[[Tensor], dict[str, Tensor]]) -> Callable[[Backend], None]:
+    """Return the check that a replay is refused whose lengths ``change`` gives under these names."""
+
     def check(backend: Backend) -> None:
         attend = Attend(backend)
         output = attend.captured()
@@ -168,11 +170,9 @@ def _refuses(change: Callable[[dict[str, Any]], Any]) -> Callable[[Backend], Non
         backend.device.synchronize()
         with torch.inference_mode():
             output.fill_(64.0)
-        given = dict(values)
-        change(given)
-        refused = False
+        lens, refused = values.pop("kv_lens_host"), False
         try:
-            attend.graph.replay(**given)
+            attend.graph.replay(**values, **change(lens))
         except HostValueError:
             refused = True
         backend.device.synchronize()
@@ -182,26 +182,6 @@ def _refuses(change: Callable[[dict[str, Any]], Any]) -> Callable[[Backend], Non
         _agrees(attend, output.clone(), attend.lengths[2], "a replay after a refused one")
 
     return check
-
-
-def _misspelt(values: dict[str, Any]) -> None:
-    values["kv_lens"] = values.pop("kv_lens_host")
-
-
-def _unknown(values: dict[str, Any]) -> None:
-    values["no_such_value"] = values["kv_lens_host"]
-
-
-def _missing(values: dict[str, Any]) -> None:
-    del values["kv_lens_host"]
-
-
-def _short(values: dict[str, Any]) -> None:
-    values["kv_lens_host"] = values["kv_lens_host"][:-1]
-
-
-def _other_dtype(values: dict[str, Any]) -> None:
-    values["kv_lens_host"] = values["kv_lens_host"].float()
 
 
 def two_graphs(backend: Backend) -> None:
@@ -223,10 +203,10 @@ CHECKS: dict[str, Callable[[Backend], None]] = {
     "overwritten": overwritten,
     "lists": as_lists,
     "two-graphs": two_graphs,
-    "misspelt": _refuses(_misspelt),
-    "unknown": _refuses(_unknown),
-    "missing": _refuses(_missing),
-    "short": _refuses(_short),
-    "dtype": _refuses(_other_dtype),
+    "misspelt": _refuses(lambda lens: {"kv_lens": lens}),
+    "unknown": _refuses(lambda lens: {"kv_lens_host": lens, "no_such_value": lens}),
+    "missing": _refuses(lambda lens: {}),
+    "short": _refuses(lambda lens: {"kv_lens_host": lens[:-1]}),
+    "dtype": _refuses(lambda lens: {"kv_lens_host": lens.float()}),
 }
 """Checks by case name."""

@@ -151,12 +151,11 @@ class Paged:
         *,
         heads: int = 4,
         kv_heads: int = 2,
-        seed: int = 0,
     ) -> Paged:
         """Create a cache with sequences of these lengths in scattered blocks."""
         needed = [math.ceil(length / block_size) for length in lengths]
         spec = StateSpec.key_value(1, kv_heads, head_dim, dtype, sum(needed) + 2, block_size)
-        draw = Draw(dtype, seed=seed)
+        draw = Draw(dtype)
         free = (1 + draw.permutation(sum(needed))).tolist()
         table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
         slots: list[int] = []

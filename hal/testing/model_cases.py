@@ -150,34 +150,23 @@ class ModelRun:
                 check_choice(f"generate, prompt {row}, token {at}", text[at], known, row, at - 1)
 
 
-def _padding(size: int) -> Plan:
-    """Return steps of three sequences in a bucket of four, and of one sequence in a bucket of one."""
-    return Plan((3, 9, 4, 20, 6), ((0, 1, 2), (4,), (2, 1, 0), (3,), (1, 2, 4)), seed=2)
+PLANS: dict[str, MakePlan] = {
+    # Three sequences in a bucket of four, and one in a bucket of one.
+    "padding": lambda size: Plan((3, 9, 4, 20, 6), ((0, 1, 2), (4,), (2, 1, 0), (3,), (1, 2, 4)), seed=2),
+    # Every batch size from one to above the largest bucket, and back.
+    "buckets": lambda size: Plan(
+        (4, 2, 7, 1, 12, 5), tuple(tuple(range(count)) for count in (1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1)), seed=3
+    ),
+    # Prompts that end before, at and after the end of a block, and decode steps that cross it.
+    "block-edges": lambda size: Plan((size - 2, size - 1, size, size + 1), ((0, 1, 2, 3),) * 4, seed=4),
+    # Prompts that end at the end of a second block.
+    "second-block": lambda size: Plan((2 * size - 1, 2 * size), ((0, 1), (1, 0), (0,)), seed=5),
+    # Sequences change rows or are absent.
+    "order": lambda size: Plan((2, 30, 8, 15), ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3), (2, 0, 1), (0, 3, 2, 1)), seed=6),
+}
 
 
-def _buckets(size: int) -> Plan:
-    """Return steps of every batch size from one to above the largest bucket, and back."""
-    rows = tuple(range(6))
-    sizes = (1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1)
-    return Plan((4, 2, 7, 1, 12, 5), tuple(rows[:count] for count in sizes), seed=3)
-
-
-def _block_edges(size: int) -> Plan:
-    """Return prompts that end before, at and after the end of a block, and decode steps that cross it."""
-    return Plan((size - 2, size - 1, size, size + 1), ((0, 1, 2, 3),) * 4, seed=4)
-
-
-def _two_blocks(size: int) -> Plan:
-    """Return prompts that end at the end of a second block."""
-    return Plan((2 * size - 1, 2 * size), ((0, 1), (1, 0), (0,)), seed=5)
-
-
-def _order(size: int) -> Plan:
-    """Return steps in which sequences change rows or are absent."""
-    return Plan((2, 30, 8, 15), ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3), (2, 0, 1), (0, 3, 2, 1)), seed=6)
-
-
-def _mixed(size: int) -> Plan:
+def _mixed() -> Plan:
     """Return steps with prompts before, among and after running sequences."""
     steps = ((0, 1), (2, 0, 1), (1, 3, 0), (2,), (4, 0, 3, 2, 5), (5, 0))
     return Plan((3, 9, 11, 20, 1, 6), steps, seed=7, first=(0, 1))
@@ -193,15 +182,6 @@ def _shared_queries(count: int, size: int) -> Plan:
     """Return such steps for sequences that share blocks and whose total length exceeds the cache."""
     lengths = (5 * size + 3, 5 * size + 1, 6 * size, 5 * size + 9)
     return Plan(lengths, ((0, 1, 2, 3), (2, 0, 1), (3,), (1, 3)), seed=9, queries=count, shared=5 * size)
-
-
-PLANS: dict[str, MakePlan] = {
-    "padding": _padding,
-    "buckets": _buckets,
-    "block-edges": _block_edges,
-    "second-block": _two_blocks,
-    "order": _order,
-}
 
 
 def runner_cases(target: Target) -> Iterator[Case]:
@@ -233,7 +213,7 @@ def _check_mixed(run: ModelRun) -> None:
     calls: list[object] = []
     watched = run.shared_runner().model.register_forward_pre_hook(lambda module, given: calls.append(module))
     try:
-        run.check_plan(_mixed(run.block_size))
+        run.check_plan(_mixed())
     finally:
         watched.remove()
     require(not (run.any_shape and calls), f"{len(calls)} steps ran the model's Python code, not a captured graph")

@@ -123,7 +123,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int, max_prefill_tokens: int = 2048) -> Backend:
+def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int) -> Backend:
     """Return a CPU backend without kernels, which runs the body of every operation; it is not activated."""
     from hal.device.host_device import HostDevice
 
@@ -131,7 +131,7 @@ def reference_backend(dtype: torch.dtype, num_tokens: int, block_size: int, max_
     config = {
         "backend": "reference",
         "dtype": dtype_name(dtype),
-        "max_prefill_tokens": max_prefill_tokens,
+        "max_prefill_tokens": 2048,
         "cache": {"num_tokens": num_tokens, "block_size": block_size},
     }
     backend.configure(read(Config, config))

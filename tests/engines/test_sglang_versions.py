@@ -14,8 +14,7 @@ from helpers.vllm_programs import python
 
 PROGRAM = """
 import json
-from hal.engines.sglang.server_args import NEUTRAL
-from hal.engines.sglang.served_arguments import SERVED_BY
+from hal.engines.sglang.server_args import NEUTRAL, SERVED_BY
 from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.server_args import ServerArgs
 served = {who: sorted(names) for who, names in SERVED_BY.items()}

@@ -23,7 +23,7 @@ import hal
 
 HOMES = {"hal": "hal", "backends": "hal/backends", "models": "hal/models"}
 """Folders of the repository, and of the wheel."""
-DATA = (".cpp", ".h", ".template", ".typed")
+DATA = (".cpp", ".h", ".template", ".toml", ".typed")
 
 
 def checked(command: Sequence[str], folder: Path, environ: dict[str, str] | None = None) -> str:

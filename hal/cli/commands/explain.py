@@ -40,12 +40,7 @@ SEQUENCES = click.IntRange(1, bounds.SEQUENCES)
 @click.option(
     "--dump", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write each stage's graph to DIR."
 )
-def command(
-    checkpoint: Path,
-    settings: Settings,
-    batch_size: int,
-    dump: Path | None,
-) -> None:
+def command(checkpoint: Path, settings: Settings, batch_size: int, dump: Path | None) -> None:
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
 
     Prints the calls and duration of each stage; for each rewrite, the number of sites where it was applied, and of
@@ -118,20 +113,22 @@ def _layers(opened: Checkpoint, model: CausalLM, on: Backend) -> None:
     if not on.layers:
         return
     from hal.checkpoint.driver_layers import replaced
-    from hal.checkpoint.loading import build_model
+    from hal.checkpoint.loading import build_for
 
-    whole = build_model(
-        opened,
-        source=on.config.model_source,
-        quantized_weights=on.config.quantized_weights,
-        cache_dtype=on.config.cache.dtype,
-        limits=on.limits,
-    )
-    found = Counter((old.__name__, new.__name__) for old, new in replaced(model, whole))
+    made = replaced(model, build_for(on, opened))
+    found = Counter((old.__name__, new.__name__) for old, new in made)
     rows = [(*names, str(times)) for names, times in found.items()]
     if rows:
         print_table(("layer", "the driver's", "times"), rows)
         echo()
+
+
+def _counts_launches(on: Backend) -> bool:
+    try:
+        with on.counting_launches():
+            return True
+    except ConfigError:
+        return False
 
 
 def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
@@ -140,10 +137,7 @@ def _launches(opened: Checkpoint, path: Path, on: Backend, size: int) -> None:
     from hal.bench.plan import Plan, prepare
 
     config = on.config.compilation.of("decode")
-    try:
-        with on.counting_launches():
-            pass
-    except ConfigError:
+    if not _counts_launches(on):
         return
     if on.mesh.expert.size > 1:
         echo("\nlaunches are not counted for ranks that share whole experts")
@@ -228,10 +222,7 @@ def _print_encoder_launches(context: FormContext) -> None:
 
     on, encoder, chosen = context.backend, context.encoder, context.config.compiler
     assert encoder is not None
-    try:
-        with on.counting_launches():
-            pass
-    except ConfigError:
+    if not _counts_launches(on):
         return
     steps = Steps(context.model, on, {"encoder": Uncaptured(context, chosen != EAGER)}, None)
     batch = encoder.batch([encoder.example(EMBEDDINGS * encoder.row_tokens)]).to(on.device.torch)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +14,14 @@ import hal
 from hal.checkpoint.loading import build_model
 from hal.config import load, require
 from hal.engines.sglang import PLATFORM
-from hal.engines.sglang.served_arguments import SERVED
 from hal.errors import ConfigError, ModelError
 from hal.step import SEQUENCE, TOKEN
 
+SERVED_BY: Mapping[str, Sequence[str]] = tomllib.loads(
+    (files(__package__) / "served_arguments.toml").read_text(encoding="utf-8")
+)
+"""The arguments of SGLang that have an effect under hal, by who reads them. All others are refused."""
+SERVED = frozenset[str]().union(*SERVED_BY.values())
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "device": ("cpu",),
