@@ -328,34 +328,64 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
     assert wrong == {}, result.stderr[-2000:]
 
 
+ON_CPU = "dtype='float32', additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 200000}}}"
+UNREAD = {"VLLM_BATCH_INVARIANT": "1", "VLLM_FLOAT32_MATMUL_PRECISION": "high", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+CONFIGURED = {"HAL_BACKEND": "cpu", "HAL_CACHE__BLOCK_SIZE": "24.5"}
+
+
 @needs_vllm
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("environment", "arguments", "problem"),
     [
         (
+            {},
             "enforce_eager=True, additional_config={'hal': {'compilation': {'compiler': 'graph'}}}",
             "vLLM's enforce_eager requires compilation.compiler = 'eager', and hal's configuration has "
             "compilation.compiler = 'graph'",
         ),
         (
+            {},
             "dtype='float32', additional_config={'hal': {'backend': 'cpu', 'dtype': 'bfloat16'}}",
             "vLLM's dtype requires dtype = 'float32', and hal's configuration has dtype = 'bfloat16'",
         ),
         (
+            {},
             "block_size=32, additional_config={'hal': {'backend': 'cpu', 'cache': {'block_size': 16}}}",
             "vLLM's block_size requires cache.block_size = 32, and hal's configuration has cache.block_size = 16",
         ),
         (
+            {},
             "compilation_config={'cudagraph_capture_sizes': [4]}, "
             "additional_config={'hal': {'backend': 'cpu', 'compilation': {'capture_sizes': [2]}}}",
             "vLLM's cudagraph_capture_sizes requires compilation.capture_sizes = [4], and hal's configuration has "
             "compilation.capture_sizes = [2]",
         ),
-        ("additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
+        ({}, "additional_config={'hal': {'backend': 'cpu', 'compilr': 1}}", "compilr"),
+        *(({name: value}, "", f"hal does not read vLLM's variable {name} = {value}") for name, value in UNREAD.items()),
+        (CONFIGURED, "", "found float 24.5 @ environment.cache.block_size"),
+        (CONFIGURED, "additional_config={'hal': {'backend': 'none_such'}}", "none_such"),
+        (
+            {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},  # with which vLLM admits them
+            f"max_model_len=100000, {ON_CPU}",
+            "sequences of 100000 tokens were asked for, and Qwen3ForCausalLM takes 1 to 1024",
+        ),
+        ({}, "enable_expert_parallel=True", "hal does not read vLLM's enable_expert_parallel"),
     ],
 )
-def test_what_is_refused_at_the_start(trained: Path, arguments: str, problem: str) -> None:
-    result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
+def test_what_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Path,
+    trained_experts: Path,
+    environment: dict[str, str],
+    arguments: str,
+    problem: str,
+) -> None:
+    """The environment configures hal if no argument does."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    model = trained_experts if "expert" in arguments else trained
+    length = "" if "max_model_len" in arguments else "max_model_len=64, "
+    result = run(f"from vllm import LLM; LLM(model={str(model)!r}, {length}{arguments})")
     assert result.returncode != 0
     assert problem in result.stdout + result.stderr
 
@@ -385,36 +415,6 @@ def test_logits_with_a_nan(monkeypatch: pytest.MonkeyPatch, trained: Path, varia
         assert "NumericsError: the logits of 1" in result.stderr
     else:
         assert "corrupted: [0] [1]" in result.stdout, result.stdout + result.stderr
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    "variable", ["VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER"]
-)
-def test_a_variable_that_hal_does_not_read(monkeypatch: pytest.MonkeyPatch, trained: Path, variable: str) -> None:
-    value = {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}.get(variable, "1")
-    monkeypatch.setenv(variable, value)
-    result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64)")
-    assert result.returncode != 0
-    assert f"hal does not read vLLM's variable {variable} = {value}" in result.stdout + result.stderr
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ("", "found float 24.5 @ environment.cache.block_size"),
-        ("additional_config={'hal': {'backend': 'none_such'}}", "none_such"),
-    ],
-)
-def test_the_environment_configures_hal_if_no_argument_does(
-    monkeypatch: pytest.MonkeyPatch, trained: Path, arguments: str, problem: str
-) -> None:
-    monkeypatch.setenv("HAL_BACKEND", "cpu")
-    monkeypatch.setenv("HAL_CACHE__BLOCK_SIZE", "24.5")
-    result = run(f"from vllm import LLM; LLM(model={str(trained)!r}, max_model_len=64, {arguments})")
-    assert result.returncode != 0
-    assert problem in result.stdout + result.stderr
 
 
 @needs_vllm
@@ -471,21 +471,6 @@ def test_the_cache_holds_as_many_tokens_as_hal_is_asked_for(monkeypatch: pytest.
 
 
 @needs_vllm
-def test_longer_sequences_than_the_model_takes_are_refused(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
-    """With this variable, vLLM admits them."""
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    result = run(
-        f"from vllm import LLM; LLM({str(trained)!r}, max_model_len=100000, dtype='float32',\n"
-        "    additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 200000}}})"
-    )
-    assert result.returncode != 0
-    assert (
-        "sequences of 100000 tokens were asked for, and Qwen3ForCausalLM takes 1 to 1024"
-        in result.stdout + result.stderr
-    )
-
-
-@needs_vllm
 def test_a_name_of_the_hub_is_refused(trained: Path) -> None:
     program = (
         "from vllm import EngineArgs\n"
@@ -514,12 +499,6 @@ def test_images_of_a_model_without_an_encoder_are_refused(trained: Path) -> None
     result = run(program)
     assert "text alone is taken" in result.stdout, result.stderr
     assert "reads images, which hal does not prepare for" in result.stderr
-
-
-@needs_vllm
-def test_experts_are_shared_as_hal_is_configured(trained_experts: Path) -> None:
-    result = run(f"from vllm import LLM; LLM({str(trained_experts)!r}, enable_expert_parallel=True)")
-    assert "hal does not read vLLM's enable_expert_parallel" in result.stdout + result.stderr
 
 
 @needs_vllm

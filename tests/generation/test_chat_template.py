@@ -1,6 +1,6 @@
 """Tests that chat templates give transformers' prompts, token for token, and that hostile ones are stopped.
 
-The templates are written here, in the style of families that are in use: what each needs of Jinja differs.
+The files in `templates` are in the style of families that are in use: what each needs of Jinja differs.
 """
 
 from __future__ import annotations
@@ -22,195 +22,8 @@ from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.messages import normalized
 from hal.nn import CausalLM
 
-CHATML = """
-{%- if messages[0]['role'] != 'system' %}
-    {{- '<|im_start|>system\nYou help.<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-THINKING = """
-{%- set ns = namespace(last=messages|length - 1, tools=false) %}
-{%- if tools %}
-    {{- '<|im_start|>system\n# Tools\n' }}
-    {%- for tool in tools %}
-        {{- "\n" }}{{ tool | tojson }}
-    {%- endfor %}
-    {{- '\n<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and message.content is string and not message.content.startswith('<tool') %}
-        {%- set ns.last = index %}
-        {%- break %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == "assistant" and '</think>' in content and loop.index0 < ns.last %}
-        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\n' ~ content }}
-    {%- if message.tool_calls %}
-        {%- for call in message.tool_calls %}
-            {%- set call = call.function if call.function else call %}
-            {{- '\n<tool_call>{"name": "' ~ call.name ~ '", "arguments": ' }}
-            {{- (call.arguments|tojson) ~ '}</tool_call>' }}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-HEADERS = """
-{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
-{%- endif %}
-{{- "<|header|>system<|end|>\n\nToday: " + date_string + "\n\n" }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = "" %}
-{%- endif %}
-{%- if tools is not none %}
-    {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\n\n" }}
-    {%- endfor %}
-{%- endif %}
-{{- system + eos_token }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|header|>' + message['role'] + '<|end|>\n\n' + message['content'] | trim + eos_token }}
-    {%- elif 'tool_calls' in message %}
-        {%- if message.tool_calls|length != 1 %}
-            {{- raise_exception("one tool call at a time") }}
-        {%- endif %}
-        {{- '{"name": "' + message.tool_calls[0].function.name + '"}' + eos_token }}
-    {%- elif message.content is mapping or message.content is iterable %}
-        {{- message.content | tojson }}
-    {%- endif %}
-{%- endfor %}
-"""
-INSTRUCTIONS = """
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-        {{- raise_exception("roles must alternate user/assistant/user/assistant/...") }}
-    {%- endif %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- else %}
-        {{- " " + message["content"] + eos_token}}
-    {%- endif %}
-{%- endfor %}
-"""
-TURNS = """
-{{ bos_token }}
-{%- if messages[0]['role'] == 'system' -%}
-    {%- if messages[0]['content'] is string -%}
-        {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
-    {%- else -%}
-        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}
-    {%- endif -%}
-    {%- set loop_messages = messages[1:] -%}
-{%- else -%}
-    {%- set first_user_prefix = "" -%}
-    {%- set loop_messages = messages -%}
-{%- endif -%}
-{%- for message in loop_messages -%}
-    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
-    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
-    {%- if message['content'] is string -%}
-        {{ message['content'] | trim }}
-    {%- elif message['content'] is iterable -%}
-        {%- for item in message['content'] -%}
-            {{ item['text'] | trim if item['type'] == 'text' else '<' + item['type'] + '>' }}
-        {%- endfor -%}
-    {%- endif -%}
-    {{ '<end_of_turn>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{'<start_of_turn>model\n'}}
-{%- endif -%}
-"""
-TAGS = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + '<|end|>' }}
-{% elif message['role'] == 'assistant' %}
-{% generation %}
-{{ '<|assistant|>\n'  + message['content'] + '<|end|>' }}
-{% endgeneration %}
-{% else %}
-{% continue %}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}
-"""
-MACROS = """
-{%- macro typed(spec, depth=0) -%}
-    {%- if spec.type == "object" -%}
-        {{- "{" }}
-        {%- for name, inner in spec.properties|dictsort -%}
-            {{- name }}{{ "?" if name not in (spec.required or []) }}: {{ typed(inner, depth + 1) }}
-            {{- ", " if not loop.last }}
-        {%- endfor -%}
-        {{- "}" }}
-    {%- elif spec.enum -%}
-        {{- spec.enum | map("tojson") | join(" | ") -}}
-    {%- else -%}
-        {{- spec.type -}}
-    {%- endif -%}
-{%- endmacro -%}
-{%- for tool in tools or [] %}
-{{- "type " ~ tool.function.name ~ " = (_: " ~ typed(tool.function.parameters) ~ ") => any; // " }}
-{{- tool.function.description | replace("\n", " ") | upper }}
-{% endfor %}
-{%- for message in messages | rejectattr("role", "equalto", "tool") | list %}
-    {{- "<|" ~ message.role | capitalize ~ "|>" if message.content else "" }}{{ message.content or "" }}
-{% endfor %}
-{%- filter trim %}   {{ eos_token if not add_generation_prompt else "<|go|>" }}   {% endfilter %}
-"""
-SENTENCES = """{{ bos_token }}{% set separators = [' ', eos_token] %}
-{%- for message in messages -%}
-{%- if loop.first and message.role == 'system' -%}{{ message.content ~ separators[0] }}
-{%- else -%}{{ message.role.upper() }}: {{ message.content.strip() ~ separators[loop.index0 % 2] }}
-{%- endif -%}
-{%- endfor -%}
-{{ 'ASSISTANT:' if add_generation_prompt and messages[-1].role == 'user' }}"""
-FAMILIES = {
-    "chatml": CHATML,
-    "thinking": THINKING,
-    "headers": HEADERS,
-    "instructions": INSTRUCTIONS,
-    "turns": TURNS,
-    "tags": TAGS,
-    "macros": MACROS,
-    "sentences": SENTENCES,
-}
+TEMPLATES = Path(__file__).parent / "templates"
+FAMILIES = {file.stem: file.read_text(encoding="utf-8") for file in sorted(TEMPLATES.glob("*.jinja"))}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|end|>", "<start_of_turn>", "<end_of_turn>"]
 TOOLS = [
     {
@@ -270,10 +83,10 @@ def template_of(folder: Path) -> ChatTemplate:
 @pytest.mark.parametrize(
     ("template", "stops", "warns"),
     [
-        (CHATML, {0}, "ends turns with <|im_end|>"),
-        (CHATML, {0, "<|im_end|>"}, None),
-        (CHATML + "{{ eos_token }}", {0}, None),
-        (SENTENCES, {0}, None),
+        (FAMILIES["chatml"], {0}, "ends turns with <|im_end|>"),
+        (FAMILIES["chatml"], {0, "<|im_end|>"}, None),
+        (FAMILIES["chatml"] + "{{ eos_token }}", {0}, None),
+        (FAMILIES["sentences"], {0}, None),
     ],
 )
 def test_a_turn_whose_end_does_not_stop_is_warned_about(
@@ -367,7 +180,7 @@ def test_hostile_and_broken_templates_are_errors(
 def test_what_is_missing_is_named(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no chat template.*\n.*Instruct"):
         template_of(trained)
-    template = template_of(folder_with(trained, tmp_path / "model", THINKING))
+    template = template_of(folder_with(trained, tmp_path / "model", FAMILIES["thinking"]))
     with pytest.raises(ConfigError, match=r"has no switch 'enable_thought'\n.*enable_thinking"):
         template.render(CONVERSATIONS[0], enable_thought=False)
     wrong: Any

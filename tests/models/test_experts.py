@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import comparison
 from helpers.comparison import TOLERANCE, Case, difference, our_logits, spell_as_before_version_5, their_logits
+from helpers.published_configs import CONFIGS
 from helpers.reference import open_runner, prompts
 from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, FAMILY, MODE, thorough
 
@@ -186,107 +187,12 @@ def test_numbers_that_do_not_fit(
         open_runner(rewritten(qwen3, tmp_path, lambda config: config.update(change)))
 
 
-PUBLISHED = {
-    "Qwen3-30B-A3B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "decoder_sparse_step": 1,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "initializer_range": 0.02,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Qwen1.5-MoE-A2.7B": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "max_position_embeddings": 8192,
-        "max_window_layers": 21,
-        "model_type": "qwen2_moe",
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": False,
-        "num_attention_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 16,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 5632,
-        "sliding_window": 32768,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Mixtral-8x7B-v0.1": {
-        "architectures": ["MixtralForCausalLM"],
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mixtral",
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-05,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-    },
-}
-"""Keys of published checkpoints; Mixtral's without rope_theta, whose default is not that of the others."""
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_are_read_whole(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    config = PUBLISHED[name]
+def test_the_base_of_mixtrals_rotation_by_default() -> None:
+    """It is not that of the other families."""
+    config = {key: value for key, value in CONFIGS["Mixtral-8x7B-Instruct-v0.1"].items() if key != "rope_theta"}
     with torch.device("meta"):
-        model = find_model(config["architectures"][0]).from_config(config)
-        theirs = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != "architectures"})
-        )
-    assert [each for each in caplog.messages if "does not read" in each] == []
-    assert sum(each.numel() for each in model.parameters()) == sum(each.numel() for each in theirs.parameters())
-    rope: Any = model.get_submodule("model.rotary").rope
-    assert rope.rope_theta == theirs.config.rope_parameters["rope_theta"] == 1e6
+        rope: Any = find_model("MixtralForCausalLM").from_config(config).get_submodule("model.rotary")
+    assert rope.rope.rope_theta == transformers.MixtralConfig().rope_parameters["rope_theta"] == 1e6
 
 
 def test_a_router_with_nan_is_reported(qwen3: Case) -> None:
