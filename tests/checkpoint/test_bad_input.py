@@ -146,16 +146,6 @@ def outside(folder: Path, weight_map: dict[str, str]) -> None:
     weight_map[LAYER] = "../outside.safetensors"
 
 
-def remade(**overrides: Any) -> Damage:
-    """Return damage that replaces the checkpoint with another valid one."""
-
-    def damage(folder: Path) -> None:
-        shutil.rmtree(folder)
-        random_checkpoint(folder, **overrides)
-
-    return damage
-
-
 FOLDERS = {
     "no such path": Case(shutil.rmtree, CheckpointError, "found nothing"),
     "a GGUF file alone": Case(alone("model.Q4_K_M.gguf"), CheckpointError, "in a GGUF file (model.Q4_K_M.gguf)"),
@@ -206,11 +196,6 @@ TENSORS = {
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 47)})),
         CheckpointError,
         f"{LAYER} is [32, 47], not [32, 48]",
-    ),
-    "one of another rank": Case(
-        weights(lambda tensors: tensors.update({LAYER: torch.ones(32 * 48)})),
-        CheckpointError,
-        f"{LAYER} is [1536], not [32, 48]",
     ),
     "one of integers": Case(
         weights(lambda tensors: tensors.update({LAYER: torch.ones(32, 48, dtype=torch.int64)})),
@@ -266,31 +251,11 @@ FILES = {
 }
 SETTINGS = {
     "unknown key": Case(nothing, UnknownKey, "(did you mean '", settings={"backand": "cpu"}),
-    "unknown key in a table": Case(
-        nothing, ConfigError, "did you mean 'num_tokens'?", settings={"cache": {"num_token": 5}}
-    ),
-    "wrong type": Case(nothing, ConfigError, "expected int, found float 4.5", settings={"cache": {"num_tokens": 4.5}}),
-    "true for a number": Case(
-        nothing, ConfigError, "expected int, found bool True", settings={"cache": {"num_tokens": True}}
-    ),
-    "out of range": Case(nothing, ConfigError, "at least 1", settings={"compilation": {"capture_sizes": [4, 0]}}),
-    "another word for a dtype": Case(nothing, ConfigError, "did you mean 'float16'?", settings={"dtype": "half"}),
-    "unknown dtype": Case(nothing, ConfigError, "did you mean 'float32'?", settings={"dtype": "float23"}),
-    "a table that is none": Case(nothing, ConfigError, "expected a table, found list", settings={"cache": [1]}),
     "unknown backend": Case(nothing, DriverNotFound, "no driver 'gpu' is installed", settings={"backend": "gpu"}),
-    "unknown compiler": Case(
-        nothing, ConfigError, "did you mean 'graph'?", settings={"compilation": {"compiler": "graphs"}}
-    ),
-    "unknown option": Case(nothing, UnknownKey, "unknown key 'threads'", settings={"options": {"threads": 3}}),
 }
 PROMPTS = {
     "empty": Case(nothing, BatchError, "prompt 0 is empty", prompt=""),
     "longer than the model": Case(nothing, BatchError, "the model takes at most 256", prompt="b" * 300),
-    "as long as the model": Case(nothing, BatchError, "the model takes at most 256", prompt="b" * 256),
-    "longer than the cache": Case(
-        nothing, BatchError, "but the cache holds 64", prompt="b" * 62, settings={"cache": {"num_tokens": 64}}
-    ),
-    "not of the model's tokens": Case(remade(vocab_size=20), BatchError, "token id out of the range 0 to 19"),
 }
 GROUPS = {
     "folder": FOLDERS,
@@ -396,11 +361,6 @@ def test_bad_input(case: Case, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         (["--compilation-config", "graph"], "neither a JSON object nor a path"),
         (["--compilation-config", "no_such_file.toml"], "cannot read the config file no_such_file.toml"),
         (["--temperature", "-1"], "temperature is -1.0, out of its range"),
-        (["--temperature", "nan"], "temperature is nan, out of its range"),
-        (["--top-p", "0"], "top_p is 0.0, out of its range"),
-        (["--top-k", "-2"], "top_k is -2, out of its range"),
-        (["--min-p", "2"], "min_p is 2.0, out of its range"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0, out of its range"),
         (["--temperature", "1", "--seed", str(2**64)], f"seed is {2**64}, out of its range"),
         (["--prompt", "\udcff"], "prompt 1 is not valid Unicode"),
         (["--prompt", ""], "prompt 1 is empty"),
@@ -461,24 +421,10 @@ def test_paths_that_cannot_be(path: str) -> None:
         "vocab_size",
     ],
 )
-@pytest.mark.parametrize("value", [0, -1])
-def test_sizes_are_positive(key: str, value: int, checkpoint: Path, cpu: hal.Backend) -> None:
+def test_sizes_are_positive(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     assert key in {*CONFIG, "vocab_size"}
-    config(**{key: value})(checkpoint)
+    config(**{key: 0})(checkpoint)
     with pytest.raises(ConfigError, match=f"{key}' must be >= 1"):
-        hal.load_model(checkpoint, cpu)
-
-
-@pytest.mark.parametrize("value", [1, "linear", [1]])
-def test_position_scaling_that_is_no_table(value: object, checkpoint: Path, cpu: hal.Backend) -> None:
-    config(rope_parameters=None, rope_scaling=value)(checkpoint)
-    with pytest.raises(ConfigError, match="rope"):
-        hal.load_model(checkpoint, cpu)
-
-
-def test_key_value_heads_serve_whole_groups(checkpoint: Path, cpu: hal.Backend) -> None:
-    config(num_attention_heads=3)(checkpoint)
-    with pytest.raises(ConfigError, match="num_attention_heads, 3, is not a multiple of num_key_value_heads, 2"):
         hal.load_model(checkpoint, cpu)
 
 
@@ -492,26 +438,14 @@ def test_settings_of_training_in_the_tokenizer_are_left_out(checkpoint: Path) ->
     assert 3 < len(Checkpoint.open(checkpoint).tokenizer().encode("the cat sat on the mat").ids) < 50
 
 
-def test_layer_types_for_too_few_layers(checkpoint: Path, cpu: hal.Backend) -> None:
-    config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"])(checkpoint)
-    with pytest.raises(ConfigError, match="layer_types"):
-        hal.load_model(checkpoint, cpu)
-
-
-def explained(*arguments: str | Path) -> str:
-    """Return the command's error message."""
-    result = CliRunner().invoke(main, ["explain", *map(str, arguments), "--backend", "cpu"])
-    assert (result.exit_code, "Traceback" in result.stderr) == (2, False), repr(result.exception)
-    assert "\nremedy: " in result.stderr
-    return result.stderr
-
-
 def test_graphs_that_cannot_be_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reported before anything is loaded."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(hal, "load_model", lambda *args: pytest.fail("a model was loaded"))
     folder = tmp_path / "file" / "below"
-    assert f"{folder} cannot be written: Not a directory" in explained(checkpoint, "--dump", folder)
+    result = CliRunner().invoke(main, ["explain", str(checkpoint), "--backend", "cpu", "--dump", str(folder)])
+    assert result.exit_code == 2, repr(result.exception)
+    assert f"{folder} cannot be written: Not a directory" in result.stderr.partition("\nremedy: ")[0]
 
 
 def test_a_step_that_no_memory_holds_is_explained_all_the_same(checkpoint: Path) -> None:

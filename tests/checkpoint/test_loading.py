@@ -89,6 +89,7 @@ def test_peak_memory_of_experts(tmp_path: Path) -> None:
     assert peak < 1.15 * weights
 
 
+@thorough(MODE, r"\[<lambda>0")
 @pytest.mark.parametrize("view", [Tensor.detach, lambda weight: weight.view_as(weight), lambda weight: weight])
 def test_a_driver_may_give_a_weight_back(view: Callable[[Tensor], Tensor], cpu: hal.Backend, tmp_path: Path) -> None:
     """As it is or as a view, although the loader reuses the memory in which it was assembled."""
@@ -132,6 +133,7 @@ def test_a_model_class_that_is_none(cpu: hal.Backend, tmp_path: Path) -> None:
         hal.load_model(random_checkpoint(tmp_path), cpu, model_class=wrong)
 
 
+@thorough(MODE, r"\[torch_dtype-(int8|16|named3)")
 @pytest.mark.parametrize("named", ["bflaot16", "int8", 16, ["float32"]])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_a_dtype_that_is_none_is_named(key: str, named: object, cpu: hal.Backend, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from gguf import GGUFReader
 from helpers.checkpoints import random_checkpoint
 from helpers.gguf_writing import write_gguf
 from helpers.low_bits import DENSE, SPARSE
-from helpers.quantized import error, kept_layers, wide
+from helpers.quantized import check_ranks, error, kept_layers, wide
 from helpers.thorough import EXHAUSTIVE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -128,19 +128,7 @@ def test_ranks_cut_blocks(cpu: hal.Backend, tmp_path: Path) -> None:
     groups = [Group("pair", rank, 2, object()) for rank in range(2)]
     whole, parts = kept_layers(load(file)), [kept_layers(load(file, Mesh(tensor=each))) for each in groups]
     cpu.activate()
-    for path, layer in whole.items():
-        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
-        mine = []
-        for rank, part in enumerate(each[path] for each in parts):
-            part.group = None
-            mine.append(part(x.chunk(2, -1)[rank] if layer.shard == "in_features" else x, *counts))
-        if layer.shard == "in_features":
-            joined = mine[0] + mine[1]
-        else:
-            by_part = zip(*(each.split(list(parts[0][path].sizes), -1) for each in mine), strict=True)
-            joined = torch.cat([rank for part in by_part for rank in part], -1)
-        assert error(joined, layer(x, *counts)) < 1e-5, path
+    check_ranks(whole, parts)
 
 
 def test_ranks_cut_inside_blocks(cpu: hal.Backend, tmp_path: Path) -> None:

@@ -180,21 +180,11 @@ class TestExplain:
 class TestRanks:
     """``--tensor-parallel`` splits the model between ranks that are not started."""
 
+    @thorough(MODE, r"\[(eager|piecewise)")
     @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
     def test_collectives_of_a_step(self, compiler: str, trained: Path) -> None:
-        lines = TestExplain().run(
-            str(trained),
-            "--backend",
-            "cpu",
-            "--dtype",
-            "bfloat16",
-            "--compiler",
-            compiler,
-            "--batch-size",
-            "3",
-            "--tensor-parallel",
-            "2",
-        )
+        options = f"--backend cpu --dtype bfloat16 --compiler {compiler} --batch-size 3 --tensor-parallel 2"
+        lines = TestExplain().run(str(trained), *options.split())
         config = hal.Checkpoint.open(trained).config
         rows = [line.split() for line in lines]
         # Of two ranks in a ring, each sends the half of a tensor, twice for a sum.
@@ -221,19 +211,8 @@ class TestRanks:
         assert 0.49 <= float(said.split()[5]) / whole < 0.51
 
     def test_whole_experts(self, trained_experts: Path) -> None:
-        lines = TestExplain().run(
-            str(trained_experts),
-            "--backend",
-            "cpu",
-            "--dtype",
-            "bfloat16",
-            "--batch-size",
-            "3",
-            "--data-parallel",
-            "2",
-            "--experts",
-            "dispatch",
-        )
+        options = "--backend cpu --dtype bfloat16 --batch-size 3 --data-parallel 2 --experts dispatch"
+        lines = TestExplain().run(str(trained_experts), *options.split())
         checkpoint = hal.Checkpoint.open(trained_experts)
         rows = [line.split() for line in lines]
         # At even load, half of the rows for the experts of three tokens go to the other rank.

@@ -130,19 +130,8 @@ class TestNoise:
 
     @thorough(PROCESSES)
     def test_of_json(self, run: Any, checkpoint: Path) -> None:
-        result = run(
-            "compare",
-            checkpoint,
-            "--backend",
-            "cpu",
-            "--backend",
-            "noisy",
-            "--json",
-            "--prompt",
-            "the cat",
-            "--max-new-tokens",
-            "2",
-        )
+        options = "--backend cpu --backend noisy --json --max-new-tokens 2 --prompt the"
+        result = run("compare", checkpoint, *options.split())
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout)[0]["second"] == "noisy"
         assert "noise of C in a kernel" in result.stderr

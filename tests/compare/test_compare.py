@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
-from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from helpers.thorough import DRAW, DTYPE, EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal import ops
@@ -31,6 +31,8 @@ from hal.errors import BatchError, HalError, NumericsError
 from hal.ops.rounding import drift
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
+BOTH = ("--backend", "cpu", "--backend", "faulty")
+CAT = ("--prompt", "the cat")
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "4")
 NORM = "model.layers.2.self_attn.k_norm"
 ATTENTION = "model.layers.0.self_attn.attention"
@@ -82,12 +84,13 @@ def found(*arguments: str | Path, status: int) -> dict[str, Any]:
 
 
 class TestWhatIsPlanted:
+    @thorough(DRAW, r"\[model\.layers\.[01]")
     @pytest.mark.parametrize(
         "norm", [NORM, "model.layers.1.post_attention_layernorm", "model.layers.0.input_layernorm"]
     )
     def test_a_wrong_epsilon_in_one_norm(self, faulty: Faulty, trained: Path, norm: str) -> None:
         faulty(fault="epsilon", weights=str(trained / "model.safetensors"), norm=f"{norm}.weight")
-        arguments = (trained, "--backend", "cpu", "--backend", "faulty", "--dtype", "float32", *PROMPTS)
+        arguments = (trained, *BOTH, "--dtype", "float32", *PROMPTS)
         broken = found(*arguments, status=1)["broken"]
         assert (broken["call"]["operation"], broken["call"]["path"]) == ("rms_norm", norm)
         assert broken["call"]["layer"] == norm[: len("model.layers.2")]
@@ -102,9 +105,7 @@ class TestWhatIsPlanted:
     def test_only_that_layer_is_blamed(self, faulty: Faulty, trained: Path) -> None:
         """Later layers differ too, but their operations are correct."""
         faulty(fault="epsilon", weights=str(trained / "model.safetensors"), norm=f"{NORM}.weight", eps="0.1")
-        rows = found(trained, "--backend", "cpu", "--backend", "faulty", "--dtype", "float32", *PROMPTS, status=1)[
-            "rows"
-        ]
+        rows = found(trained, *BOTH, "--dtype", "float32", *PROMPTS, status=1)["rows"]
         assert [row["layer"] for row in rows] == [*(f"model.layers.{layer}" for layer in range(4)), OUTSIDE]
         assert [row["worst"]["error"]["ratio"] > 1 for row in rows] == [False, False, True, False, False]
         assert [row["drift"] > 4 * row["rounding"] for row in rows] == [False, False, True, True, True]
@@ -122,17 +123,17 @@ class TestWhatIsPlanted:
         self, faulty: Faulty, small: Path, fault: str, operation: str, path: str, problem: str
     ) -> None:
         faulty(fault=fault)
-        comparison = found(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=1)
+        comparison = found(small, *BOTH, *CAT, status=1)
         call, wrong = comparison["broken"]["call"], comparison["broken"]["error"]
         assert (call["operation"], call["path"], call["step"]) == (operation, path, 0)
         assert wrong["problem"].startswith(problem.partition("[")[0])
         if fault != "nan":  # a reference with NaN is refused
-            turned = found(small, "--backend", "faulty", "--backend", "cpu", "--prompt", "the cat", status=1)
+            turned = found(small, "--backend", "faulty", "--backend", "cpu", *CAT, status=1)
             assert turned["broken"]["call"] == call
 
     def test_what_is_wrong_only_in_the_run_itself(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="between")
-        arguments = (small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat")
+        arguments = (small, *BOTH, *CAT)
         comparison = found(*arguments, status=1)
         assert comparison["broken"] is None
         assert (comparison["departure"]["layer"], comparison["departure"]["step"]) == ("model.layers.0", 0)
@@ -140,31 +141,30 @@ class TestWhatIsPlanted:
 
     def test_a_kernel_that_raises_is_named(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="raises")
-        result = hal_compare(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=2)
+        result = hal_compare(small, *BOTH, *CAT, status=2)
         assert "silu_and_mul of the backend faulty raised ValueError('no such thing') in model.layers.0.mlp" in (
             result.stderr
         )
 
     def test_what_came_before_a_kernel_that_raises_is_named_too(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="crash")
-        stderr = hal_compare(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=2).stderr
+        stderr = hal_compare(small, *BOTH, *CAT, status=2).stderr
         assert "paged_attention of the backend faulty raised RuntimeError" in stderr
         assert "before that, rotary_embedding in model.layers.0.self_attn, step 0, was out of tolerance" in stderr
 
     def test_int8(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         quantized = quantize_checkpoint(small, tmp_path / "w8a8", "w8a8", calibration=TEXT).path
         faulty(fault="truncating")
-        call = found(quantized, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=1)["broken"][
-            "call"
-        ]
+        call = found(quantized, *BOTH, *CAT, status=1)["broken"]["call"]
         assert (call["operation"], call["path"]) == ("quantize", "model.layers.0.self_attn.qkv_proj")
 
 
 class TestWhatIsRight:
+    @thorough(DTYPE, r"\[b?float16")
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_another_backend(self, faulty: Faulty, trained: Path, dtype: str) -> None:
         faulty(fault="nothing")
-        comparison = found(trained, "--backend", "cpu", "--backend", "faulty", "--dtype", dtype, *PROMPTS, status=0)
+        comparison = found(trained, *BOTH, "--dtype", dtype, *PROMPTS, status=0)
         assert comparison["broken"] is None
         assert (comparison["steps"], comparison["tokens"], comparison["not_compared"]) == (4, 8, [])
         layers = [row["operations"] for row in comparison["rows"]]
@@ -176,21 +176,21 @@ class TestWhatIsRight:
         text = {"calibration": TEXT} if scheme == "w8a8" else {}
         quantized = quantize_checkpoint(trained, tmp_path / "quantized", scheme, **text).path
         faulty(fault="nothing")
-        comparison = found(quantized, "--backend", "cpu", "--backend", "faulty", *PROMPTS, status=0)
+        comparison = found(quantized, *BOTH, *PROMPTS, status=0)
         assert comparison["rows"][0]["operations"] == 4 * 16
 
     def test_prepared_weights_and_another_cache(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="prepared")
-        arguments = (small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat")
+        arguments = (small, *BOTH, *CAT)
         (note,) = found(*arguments, status=0)["not_compared"]
         assert note.startswith("store_kv_cache: cpu and faulty have different cache")
         assert f"not compared: {note}" in hal_compare(*arguments, status=0).stdout
-        turned = found(small, "--backend", "faulty", "--backend", "cpu", "--prompt", "the cat", status=0)
+        turned = found(small, "--backend", "faulty", "--backend", "cpu", *CAT, status=0)
         assert turned["rows"][0]["operations"] == comparison_calls(small)
 
     def test_limits_of_one_hold_for_both(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="narrow")
-        found(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=0)
+        found(small, *BOTH, *CAT, status=0)
         first = hal.active_backend()
         assert first is not None
         assert (first.name, first.config.cache.block_size) == ("cpu", 48)
@@ -200,15 +200,15 @@ class TestWhatIsRight:
     ) -> None:
         monkeypatch.setenv("HAL_MAX_PREFILL_TOKENS", "5")
         faulty(fault="nothing")
-        found(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat sat on the mat", status=0)
+        found(small, *BOTH, "--prompt", "the cat sat on the mat", status=0)
         faulty(fault="lengths")
-        found(small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat sat on the mat", status=1)
+        found(small, *BOTH, "--prompt", "the cat sat on the mat", status=1)
 
     def test_prompts_from_a_file(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         (tmp_path / "prompts").write_text("the cat\nthe rat\n")
         faulty(fault="nothing")
         arguments = ("--prompts-file", tmp_path / "prompts", "--max-new-tokens", "2")
-        assert found(small, "--backend", "cpu", "--backend", "faulty", *arguments, status=0)["tokens"] == 4
+        assert found(small, *BOTH, *arguments, status=0)["tokens"] == 4
 
 
 def comparison_calls(checkpoint: Path) -> int:
@@ -223,7 +223,7 @@ class TestSaved:
     def saved(self, faulty: Faulty, trained: Path, folder: Path, fault: str, **options: str) -> SavedCall:
         faulty(fault=fault, **options)
         arguments = ("--dtype", "float32", *PROMPTS, "--save", folder)
-        result = hal_compare(trained, "--backend", "cpu", "--backend", "faulty", *arguments, status=1)
+        result = hal_compare(trained, *BOTH, *arguments, status=1)
         assert f"saved in {folder}" in result.stderr
         return SavedCall.load(folder)
 
@@ -258,12 +258,8 @@ class TestSaved:
         faulty(fault="nothing")
         arguments = (
             small,
-            "--backend",
-            "cpu",
-            "--backend",
-            "faulty",
-            "--prompt",
-            "the cat",
+            *BOTH,
+            *CAT,
             "--save",
             tmp_path / "call",
         )
@@ -307,7 +303,7 @@ class TestSaved:
     def test_a_folder_that_is_taken_or_holds_nothing(self, faulty: Faulty, small: Path, tmp_path: Path) -> None:
         faulty(fault="nothing")
         (tmp_path / CALL).write_text("{}")
-        arguments = (small, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", "--save")
+        arguments = (small, *BOTH, *CAT, "--save")
         assert "already contains a saved call" in hal_compare(*arguments, tmp_path, status=2).stderr
         assert "the parent folder of" in hal_compare(*arguments, tmp_path / "a" / "b", status=2).stderr
         with pytest.raises(HalError, match="contains no saved call"):
@@ -327,21 +323,9 @@ class TestModes:
 
     @thorough(MODE)
     def test_of_the_cpu(self, small: Path) -> None:
-        arguments = (
-            "--backend",
-            "cpu",
-            "--compiler",
-            "eager",
-            "--compiler",
-            "graph",
-            "--compiler",
-            "piecewise",
-            "--compiler",
-            "piecewise_eager",
-            "--dtype",
-            "bfloat16",
-        )
-        result = hal_compare(small, *arguments, *PROMPTS, "--json", status=0)
+        compilers = named("--compiler", "eager,graph,piecewise,piecewise_eager")
+        arguments = ("--backend", "cpu", *compilers, "--dtype", "bfloat16", "--json")
+        result = hal_compare(small, *arguments, *PROMPTS, status=0)
         comparisons = json.loads(result.stdout)
         assert [each["second"] for each in comparisons] == ["graph", "piecewise", "piecewise_eager"]
         for each in comparisons:
@@ -354,7 +338,7 @@ class TestModes:
     @pytest.mark.parametrize("compilers", ["eager,graph", "graph,eager", "piecewise,graph"])
     def test_stale_lengths_in_a_graph(self, faulty: Faulty, small: Path, compilers: str) -> None:
         faulty(fault="stale")
-        arguments = (small, "--backend", "faulty", *named("--compiler", compilers), "--prompt", "the cat")
+        arguments = (small, "--backend", "faulty", *named("--compiler", compilers), *CAT)
         text = hal_compare(*arguments, status=1).stdout
         assert "NOT within tolerance" in text
         # Attention is wrong in layer 0, and its result first affects the states of layer 1.
@@ -364,23 +348,12 @@ class TestModes:
     @thorough(MODE)
     def test_a_mode_that_has_nothing_stale(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="stale")
-        found(
-            small,
-            "--backend",
-            "faulty",
-            "--compiler",
-            "eager",
-            "--compiler",
-            "piecewise",
-            "--prompt",
-            "the cat",
-            status=0,
-        )
+        found(small, "--backend", "faulty", *named("--compiler", "eager,piecewise"), *CAT, status=0)
 
     @thorough(MODE)
     def test_the_configuration_of_all_modes(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="stale")
-        arguments = (small, "--backend", "faulty", "--compiler", "eager", "--compiler", "graph", "--prompt", "the cat")
+        arguments = (small, "--backend", "faulty", "--compiler", "eager", "--compiler", "graph", *CAT)
         found(*arguments, "--compilation-config", '{"capture_sizes": [4]}', status=1)
         found(*arguments, "--compilation-config", '{"decode": {"capture_sizes": [4]}}', status=1)
         result = hal_compare(*arguments, "--compilation-config", '{"capture_size": [4]}', status=2)
@@ -396,7 +369,7 @@ class TestProgress:
 
     def test_two_backends(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="nothing")
-        result = hal_compare(small, "--backend", "cpu", "--backend", "faulty", *PROMPTS, status=0)
+        result = hal_compare(small, *BOTH, *PROMPTS, status=0)
         assert self.said(result.stderr) == [
             "loading the model into cpu",
             "loading the model into faulty",
@@ -422,14 +395,14 @@ class TestErrors:
         [
             ((), "--backend names 0 backends; a comparison needs two"),
             (("--backend", "cpu"), "--backend names 1 backend; a comparison needs two"),
-            (("--backend", "cpu", "--backend", "faulty", "--backend", "cpu"), "--backend names 3 backends"),
+            ((*BOTH, "--backend", "cpu"), "--backend names 3 backends"),
             (("--backends", "cpu,faulty"), "'--backend'"),
             (
                 ("--backend", "cpu", "--backend", "fualty"),
                 "no driver 'fualty' is installed\nremedy: did you mean 'faulty'?",
             ),
             (
-                ("--backend", "cpu", "--backend", "faulty", "--compiler", "eager", "--compiler", "graph"),
+                (*BOTH, "--compiler", "eager", "--compiler", "graph"),
                 "--backend names 2",
             ),
             (("--backend", "cpu", "--compiler", "eager"), "the modes to compare are eager\nremedy: name at least two"),
@@ -437,21 +410,21 @@ class TestErrors:
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "grahp"), "did you mean 'graph'?"),
             (("--backend", "cpu", "--compiler", "eager", "--compiler", "graph", "--save", "x"), "calls no operations"),
             (
-                ("--backend", "cpu", "--backend", "faulty", "--compilation-config", '{"on_capture_error": "eager"}'),
+                (*BOTH, "--compilation-config", '{"on_capture_error": "eager"}'),
                 "--compilation-config needs --compiler",
             ),
-            (("--backend", "cpu", "--backend", "faulty", "--emulate"), "has no emulated device"),
+            ((*BOTH, "--emulate"), "has no emulated device"),
             (
-                ("--backend", "cpu", "--backend", "faulty", "--dtype", "bfloat16"),
+                (*BOTH, "--dtype", "bfloat16"),
                 "faulty does not compute in torch.bfloat16",
             ),
-            (("--backend", "cpu", "--backend", "faulty", "--dtype", "float8"), "unknown value 'float8'"),
-            (("--backend", "cpu", "--backend", "faulty", "--max-new-tokens", "0"), "max_new_tokens is 0"),
+            ((*BOTH, "--dtype", "float8"), "unknown value 'float8'"),
+            ((*BOTH, "--max-new-tokens", "0"), "max_new_tokens is 0"),
         ],
     )
     def test_arguments(self, faulty: Faulty, small: Path, arguments: tuple[str, ...], message: str) -> None:
         faulty(fault="narrow")
-        assert message in hal_compare(small, *arguments, "--prompt", "the cat", status=2).stderr
+        assert message in hal_compare(small, *arguments, *CAT, status=2).stderr
 
     def test_no_prompt(self, small: Path) -> None:
         assert "No prompt given" in hal_compare(small, "--backend", "cpu", "--backend", "cpu", status=2).stderr
@@ -459,13 +432,13 @@ class TestErrors:
     def test_the_checkpoints_own_dtype(self, faulty: Faulty, tmp_path: Path) -> None:
         faulty(fault="narrow")
         path = random_checkpoint(tmp_path / "half", dtype="bfloat16")
-        result = hal_compare(path, "--backend", "cpu", "--backend", "faulty", "--prompt", "the cat", status=2)
+        result = hal_compare(path, *BOTH, *CAT, status=2)
         assert "faulty does not compute in bfloat16, the checkpoint's dtype" in result.stderr
         assert "set dtype to one that both support: float32" in result.stderr
 
     def test_a_reference_that_gives_nan(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="nan")
-        result = hal_compare(small, "--backend", "faulty", "--backend", "cpu", "--prompt", "the cat", status=2)
+        result = hal_compare(small, "--backend", "faulty", "--backend", "cpu", *CAT, status=2)
         assert "the reference's logits contain NaN in step 0" in result.stderr
 
     def test_from_python(self, cpu: hal.Backend, small: Path) -> None:

@@ -194,6 +194,7 @@ def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) 
     assert not any(found), "\n".join(filter(None, found))
 
 
+@thorough(FAMILY, r"\[(default|linear|llama3|proportional)-")
 @pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize(("rope_type", "key"), ROPE_KEYS)
 def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend) -> None:
@@ -265,7 +266,8 @@ def runs(config: dict[str, Any], folder: Path) -> str:
 
 
 @thorough(AGAIN, r"\[cache\.(block_size|num_tokens)")
-@thorough(MODE, r"\[compilation\.(decode|prefill)\.|\[compilation\.(torch|debug|cache)")
+@thorough(MODE, r"\[compilation\.(decode|prefill|encoder|queries|passes)|\[compilation\.(torch|debug|cache)")
+@thorough(MODE, r"\[(strict|check_model|cache\.(num|saved)\w+|parallel\.(data|timeout)|options\.instructions)\]")
 @pytest.mark.parametrize("path", [*paths(Config), *CPU_OPTIONS], ids=".".join)
 def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Path) -> None:
     bases: list[dict[str, Any]] = [{"backend": "cpu", "cache": {"num_tokens": 256}}]

@@ -517,6 +517,7 @@ def test_a_vendors_package_that_breaks_the_import_of_torch(doctor: Doctor) -> No
     assert of(found, "acme")["status"] == "broken"
 
 
+@thorough(PROCESSES, r"\[[01]\]")
 @pytest.mark.parametrize("autoload", ["0", "1", None])
 def test_without_torch_the_rest_is_told(doctor: Doctor, autoload: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(host_facts.AUTOLOAD, raising=False)

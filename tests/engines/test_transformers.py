@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import ROOT
-from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, LONG, PROCESSES, thorough
+from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, FAMILY, LONG, PROCESSES, thorough
 from helpers.tiny_transformers import FAMILIES, counted, generate, model_of, prompts_of
 from helpers.transformers_families import model_of as small_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,6 +68,7 @@ def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal
     assert found == own_counts(model, tmp_path / "checkpoint", cpu, prompt)
 
 
+@thorough(AGAIN, r"\[Qwen3Moe")
 @thorough(EXHAUSTIVE, r"\[(Mixtral|Llama)")
 @thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,6 +210,7 @@ class CountedSteps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@thorough(DRAW, r"\[1\]")
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("layers", [1, 4])
 def test_the_layers_of_a_step_prepare_it_once(layers: int) -> None:
@@ -297,6 +299,7 @@ def test_a_call_of_another_model_within_a_step(cpu: hal.Backend) -> None:
     assert found == [expected[1][::-1]]
 
 
+@thorough(FAMILY, r"\[gemma2")
 @pytest.mark.parametrize(
     ("family", "options"), [("gemma2", {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 1}), ("gpt_oss", {})]
 )

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 from helpers.reference import open_runner, prompts
-from helpers.thorough import EXHAUSTIVE, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +94,7 @@ def test_prompts_wait_for_room(trained: Path, texts: list[list[int]]) -> None:
     assert min(ends) < firsts[-1]
 
 
+@thorough(DRAW, r"\[(5|40)\]")
 @pytest.mark.parametrize("most", [5, 17, 40])
 def test_prompts_join_a_step_while_it_holds_them(
     most: int, trained: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -120,6 +121,7 @@ def test_prompts_join_a_step_while_it_holds_them(
     assert all(sum(each) + following[0] > most for each, following in pairwise(steps))
 
 
+@thorough(MODE, r"\[(greedy-eager|sampled-graph)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_stop_tokens(params: Params, compiler: str, trained: Path, texts: list[list[int]]) -> None:
@@ -135,10 +137,6 @@ def test_stop_tokens(params: Params, compiler: str, trained: Path, texts: list[l
         for row, (tokens, stop) in enumerate(zip(whole, stops, strict=True))
     ]
     assert together(runner, texts, stopping) == expected
-
-
-def test_stop_token_of_the_checkpoint(trained: Path) -> None:
-    assert Checkpoint.open(trained).stop_token_ids == {0}
 
 
 @pytest.mark.parametrize(

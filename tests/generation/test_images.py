@@ -240,13 +240,8 @@ def test_a_conversation_about_a_video(checkpoint: tuple[Any, Path], llm: hal.LLM
     made = AutoVideoProcessor.from_pretrained(path)(videos=[frames], return_tensors="pt", do_sample_frames=False)
     grid = tuple(made["video_grid_thw"][0].tolist())
     item = EncoderItem("video", made["pixel_values_videos"], grid, b"")
-    frame = [
-        89,
-        89,
-        START_ID,
-        *[VIDEO_ID] * (grid[1] * grid[2] // 4),
-        END_ID,
-    ]  # no words of the tokenizer: <0.2 seconds>
+    # Two words that the tokenizer lacks, of <0.2 seconds>, before each.
+    frame = [89, 89, START_ID, *[VIDEO_ID] * (grid[1] * grid[2] // 4), END_ID]
     prompt = [0, START_ID, *frame * grid[0], END_ID, *map(WORDS.index, ("what", "is", "this")), 1]
     known = list(prompt)
     for _ in range(5):
@@ -583,13 +578,7 @@ def test_a_conversation_in_the_terminal(checkpoint: tuple[Any, Path], llm: hal.L
     options = [
         "chat",
         str(checkpoint[1]),
-        "--backend",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--greedy",
-        "--max-new-tokens",
-        "4",
+        *["--backend", "cpu", "--dtype", "float32", "--greedy", "--max-new-tokens", "4"],
     ]
     result = CliRunner().invoke(main, options, input=lines)
     assert result.exit_code == 0, result.stderr

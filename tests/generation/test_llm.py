@@ -18,7 +18,7 @@ import torch
 from helpers.checkpoints import random_checkpoint, write_json
 from helpers.random_requests import check_together
 from helpers.reference import TEXTS
-from helpers.thorough import EXHAUSTIVE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -239,6 +239,7 @@ def linked(source: Path, folder: Path) -> Path:
     return folder
 
 
+@thorough(MODE, r"\[(cls|max)_")
 @pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens", "cls_token", "max_tokens"])
 @pytest.mark.shows("embeddings", "hal.LLM")
 def test_embeddings_follow_modules_json(mode: str, trained: Path, tmp_path: Path, reference: Any) -> None:

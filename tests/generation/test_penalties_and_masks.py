@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.penalizing import by_hand, mask_of, together
 from helpers.reference import open_runner, prompts
-from helpers.thorough import EXHAUSTIVE, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +39,7 @@ def each_params() -> list[hal.SamplingParams]:
     return [attrs.evolve(each, max_new_tokens=8 + 3 * row) for row, each in enumerate(several)]
 
 
+@thorough(MODE, r"\[params[2-5]")
 @pytest.mark.parametrize("params", [PENALIZED, SAMPLED, *(attrs.evolve(PLAIN, **each) for each in PENALTIES)])
 def test_penalties_are_those_of_a_loop(params: hal.SamplingParams, trained: Path, texts: list[list[int]]) -> None:
     runner = open_runner(trained)
@@ -57,6 +58,7 @@ def test_a_batch_changes_nothing(compiler: str, num_tokens: int, trained: Path, 
     assert together(open_runner(trained, compiler, num_tokens=num_tokens, block_size=4), texts, params) == expected
 
 
+@thorough(DRAW, r"\[seed=[12]")
 @pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
 def test_rows_of_the_table_are_reused(seed: int, trained: Path, texts: list[list[int]]) -> None:
     """Twenty prompts, of which few fit the cache, so that rows change hands."""
@@ -176,6 +178,7 @@ class Automaton:
         return 0
 
 
+@thorough(MODE, r"\[penalized-eager")
 @thorough(EXHAUSTIVE, r"\[(greedy|sampled)-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("base", [PLAIN, PENALIZED, SAMPLED], ids=["greedy", "penalized", "sampled"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.reference import open_runner, prompts
 from helpers.step_calls import check_calls
+from helpers.thorough import MODE, thorough
 
 import hal
 from hal.generation.request import Request, Token, checked
@@ -19,6 +20,7 @@ def alone(runner: hal.Runner, prompt: list[int], params: hal.SamplingParams) -> 
     return [token.token_id for token in hal.generate(runner, [prompt], params)]
 
 
+@thorough(MODE, r"\[(96-eager|2048-graph)")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("num_tokens", [96, 2048])
 def test_requests_join_and_leave_while_others_run(compiler: str, num_tokens: int, trained: Path) -> None:

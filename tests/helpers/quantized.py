@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +118,22 @@ def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     write_json(file, value)
 
 
+def config(**changes: Any) -> Callable[[Path], object]:
+    """Return a function that changes keys of a checkpoint's quantization_config."""
+    return lambda folder: change_json(
+        folder / "config.json", lambda value: value["quantization_config"].update(changes)
+    )
+
+
+def group(name: str, **changes: Any) -> Callable[[Path], object]:
+    """Return a function that changes keys of a part of the only group of a quantization_config."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_0"][name].update(changes)
+
+    return lambda folder: change_json(folder / "config.json", change)
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -221,3 +237,28 @@ def all_layers(model: CausalLM) -> dict[str, Any]:
 def wide(layer: Any) -> Tensor:
     """Return the weight that a layer's numbers and scales mean, in float32."""
     return dequantize(layer.form, layer.weight, layer.weight_scale, layer.weight_zero_point)
+
+
+def check_ranks(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], *, gathered: bool = False) -> None:
+    """Check that the outputs of the ranks' layers, by path, are together those of the whole layers.
+
+    Args:
+        whole: the layers of one rank.
+        parts: those of several ranks, which compute nothing together then.
+        gathered: whether ranks that divide inputs gather all of them.
+    """
+    for path, layer in whole.items():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
+        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
+        summed = layer.shard == "in_features"
+        given = x.chunk(len(parts), -1) if summed and not gathered else [x] * len(parts)
+        mine = []
+        for each, own in zip(parts, given, strict=True):
+            each[path].group = None
+            mine.append(each[path](own, *counts))
+        if summed:
+            found = torch.stack(mine).sum(0)
+        else:
+            by_part = zip(*(each.split(list(parts[0][path].sizes), -1) for each in mine), strict=True)
+            found = torch.cat([rank for part in by_part for rank in part], -1)
+        assert error(found, layer(x, *counts)) < 1e-5, path

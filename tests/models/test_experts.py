@@ -89,6 +89,7 @@ def test_logits(case: Case, compiler: str) -> None:
     assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
 
 
+@thorough(MODE, r"\[piecewise-\('qwen3_moe', 100")
 @thorough(EXHAUSTIVE, r"\[inductor-\(('qwen2_moe|'mixtral|'qwen3_moe', 113)|\[piecewise-\('qwen3_moe', 1(13|34)")
 @thorough(DRAW, r"\[.*, 1[13]\d\)")
 @thorough(AGAIN, r"\[inductor")
@@ -219,6 +220,7 @@ def continuations(trained_experts: Path) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@thorough(MODE, r"\[eager")
 @thorough(MODE, r"\[(piecewise|inductor)")
 @thorough(EXHAUSTIVE, r"\[inductor")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "inductor"])

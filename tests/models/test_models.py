@@ -96,19 +96,6 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> 
         build(**changes)
 
 
-def test_a_required_key() -> None:
-    without = {key: value for key, value in SMALL.items() if key != "hidden_size"}
-    with pytest.raises(ConfigError, match="required key 'hidden_size' is missing"):
-        Qwen3ForCausalLM.from_config(without)
-
-
-def test_keys_that_are_not_read_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    build(transformers_version="5.0", attn_logit_softcapping=50.0, nothing=None)
-    assert [record.getMessage() for record in caplog.records] == [
-        "config.json has keys that Qwen3Config does not read: attn_logit_softcapping"
-    ]
-
-
 def test_both_spellings_of_rope_parameters() -> None:
     new = build(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     beside = build(rope_parameters={"rope_type": "default"}, rope_theta=5e5)

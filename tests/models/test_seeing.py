@@ -50,6 +50,7 @@ def test_logits(case: tuple[Any, Path, list[Story]]) -> None:
     check(open_runner(path), model, stories)
 
 
+@thorough(FAMILY, r"\[(Qwen3VLMoe|Qwen3_5)")
 @thorough(DRAW, r"-seed=([2-9]|1\d|20)")
 @thorough(EXHAUSTIVE, MORE)
 def test_a_prefill_continues_within_an_image(case: tuple[Any, Path, list[Story]]) -> None:
@@ -66,7 +67,8 @@ def test_logits_of_captured_steps(case: tuple[Any, Path, list[Story]]) -> None:
     check(open_runner(path, "graph"), model, stories)
 
 
-@thorough(EXHAUSTIVE, r"inductor|-seed=([124-9]|1\d|20)|\[piecewise-(?!Qwen3VL-)")
+@thorough(EXHAUSTIVE, r"inductor|-seed=([124-9]|1\d|20)|\[(?!Qwen3VL-)")
+@thorough(MODE, r"\[Qwen3VL-seed=3-piecewise")
 @pytest.mark.parametrize("compiler", ["piecewise", "inductor"])
 def test_logits_of_other_compilers(compiler: str, case: tuple[Any, Path, list[Story]]) -> None:
     model, path, stories = case

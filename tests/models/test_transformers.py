@@ -28,7 +28,7 @@ from helpers.comparison import (
     their_logits,
 )
 from helpers.reference import TEXTS, open_runner, prompts
-from helpers.thorough import DRAW, EXHAUSTIVE, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -287,6 +287,7 @@ def error(logits: Sequence[Tensor], continuations: Sequence[Continuation]) -> fl
     return float((torch.cat(list(logits)) - torch.cat([each.exact for each in continuations])).square().mean().sqrt())
 
 
+@thorough(MODE, r"\[eager")
 @thorough(EXHAUSTIVE, r"\[inductor")
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_greedy_tokens_of_the_trained_checkpoint(

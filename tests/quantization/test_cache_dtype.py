@@ -12,6 +12,7 @@ import torch
 from helpers import rank_programs
 from helpers.checkpoints import random_checkpoint
 from helpers.ranks import in_ranks
+from helpers.thorough import MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,6 +122,7 @@ def test_a_memory_plan_counts_the_bytes_of_8_bits(plain: Path, dtype: str) -> No
     assert found["model"].token_bytes / 2 < found[dtype].token_bytes < found["model"].token_bytes
 
 
+@thorough(MODE, "fp8")
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_ranks_keep_the_numbers_of_their_heads(plain: Path, dtype: str) -> None:
     alone = rank_programs.logits(str(plain), "float32", {}, dtype)["logits"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, pair, stacked_pair
 from helpers.quantized import make_pair
+from helpers.thorough import FAMILY, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -145,6 +146,7 @@ KINDS["experts, gptq"] = experts(KINDS["gptq"], GPTQ)
 KINDS["experts, awq"] = experts(KINDS["awq"], AWQ)
 
 
+@thorough(FAMILY, r"\[(experts, (gptq|awq)|compressed fp8 (blocks|tensors)|gptq_v2)\]")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_damaged_tensors_are_named_before_weights_are_read(kind: Kind, tmp_path: Path) -> None:
     """Test missing ones, ones of another dtype or shape, and invalid values."""

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from helpers.thorough import DRAW, thorough
 
 from hal.errors import CheckpointError, ConfigError
 from hal.quantization.compressed_tensors import LayerTargets
@@ -91,6 +92,7 @@ def drawn(draw: random.Random, depth: int = 0, ahead: bool = False) -> str:
     return one if ahead else f"(?{draw.choice('!=')}{one})"
 
 
+@thorough(DRAW, r"\[seed=[1-3]")
 @pytest.mark.parametrize("seed", range(4), ids="seed={}".format)
 def test_any_expression_matches_what_pythons_does(seed: int) -> None:
     draw, matched = random.Random(seed), 0
@@ -116,6 +118,7 @@ def test_more_is_read_as_python_does(text: str) -> None:
 NAME = "model.layers.17.mlp.experts.12.down_proj"
 
 
+@thorough(DRAW, r"\[model")
 @pytest.mark.parametrize(
     "text",
     [

@@ -21,7 +21,7 @@ from hal.parallel import Mesh
 @thorough(
     EXHAUSTIVE, r"\[(?!2-(modelslim-w4a8-32-dense|Q4_1-sparse|mxfp4)|4-(mxfp4|awq-dense|modelslim-mixed-sparse)\])"
 )
-@thorough(MODE, r"\[(2-mxfp4|2-Q4_1-sparse|4-awq-dense|4-modelslim-mixed-sparse)")
+@thorough(MODE, r"\[([24]-mxfp4|2-Q4_1-sparse|4-awq-dense|4-modelslim-mixed-sparse)")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", [2, 4])
 def test_logits_of_ranks_are_those_of_one(count: int, name: str, tmp_path: Path) -> None:

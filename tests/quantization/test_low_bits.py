@@ -10,7 +10,17 @@ import attrs
 import pytest
 import torch
 from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, packed, pair, stacked_pair, write
-from helpers.quantized import all_layers, change_json, change_tensors, error, kept_layers, wide
+from helpers.quantized import (
+    all_layers,
+    change_json,
+    change_tensors,
+    check_ranks,
+    config,
+    error,
+    group,
+    kept_layers,
+    wide,
+)
 from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +28,7 @@ from torch import Tensor
 import hal
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import CausalLM, Projection
+from hal.nn import CausalLM
 from hal.ops.forms import Form, pack_int4, unpack_int4
 from hal.parallel import Mesh
 
@@ -26,7 +36,6 @@ TOKENS = [1, 7, 30, 4, 200, 19]
 LARGER = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
 """Sizes of whole groups on each of four ranks."""
 DOWN = "model.layers.1.mlp.down_proj"
-QUERY = "model.layers.0.self_attn.q_proj"
 COMPRESSED = "compressed-tensors"
 HALF, SHORT = torch.float16, torch.bfloat16
 FORMATS = {
@@ -106,6 +115,7 @@ def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: 
     assert error(logits(quantized), logits(plain)) < 1e-5
 
 
+@thorough(MODE, r"\[(gptq-8-bits|gptq_v2|whole\])")
 @pytest.mark.parametrize("format", ORDERED.values(), ids=ORDERED.keys())
 def test_inputs_in_the_order_of_activations(format: Format, cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, format, **{**DENSE, **larger(DENSE)})
@@ -116,13 +126,7 @@ def test_inputs_in_the_order_of_activations(format: Format, cpu: hal.Backend, tm
     for count in (2, 4):
         parts = [kept_layers(each) for each in ranks(quantized, count=count)]
         cpu.activate()
-        for path, layer in found.items():
-            x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-            mine = []
-            for part in (each[path] for each in parts):
-                part.group = None  # Ranks that divide inputs gather all of them.
-                mine.append(part(x))
-            assert error(joined(mine, parts[0][path]), layer(x)) < 1e-5, path
+        check_ranks(found, parts, gathered=True)
 
 
 def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> None:
@@ -134,6 +138,7 @@ def test_parts_whose_inputs_have_other_orders_are_refused(tmp_path: Path) -> Non
 
 
 @thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)")
+@thorough(MODE, r"\[whole")
 @pytest.mark.parametrize("name", ORDERED)
 def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Path) -> None:
     """Each expert may have another order. Ranks refuse those whose inputs they divide."""
@@ -172,6 +177,7 @@ def test_experts_with_inputs_in_the_order_of_activations(name: str, tmp_path: Pa
 
 
 @thorough(EXHAUSTIVE, r"\[(gptq-8-bits|gptq_v2)|-4-")
+@thorough(MODE, r"\[(packed|whole-2|whole-8-bits-2-sparse)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", ORDERED)
@@ -191,6 +197,7 @@ def test_ranks_divide_converted_inputs_in_any_order(
             assert torch.equal(torch.cat([rank for part in by_part for rank in part], -2), layer.weight), path
 
 
+@thorough(MODE, r"\[(packed-dense|whole-sparse|whole-rows-dense)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("format", W4A8.values(), ids=W4A8.keys())
 def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Backend, tmp_path: Path) -> None:
@@ -208,12 +215,11 @@ def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Ba
         found = layer(x, *counts)
         assert error(found, exact.get_submodule(path)(numbers * scale.unsqueeze(-1), *counts)) < 1e-5, path
         if layer.shard != "in_features":  # Ranks that share inputs have other scales of activations.
-            for each in parts:
-                each[path].group = None
-            assert error(joined([each[path](x, *counts) for each in parts], parts[0][path]), found) < 1e-5, path
+            check_ranks({path: layer}, parts)
     assert error(logits(quantized, quantized_weights="dequantized"), logits(plain)) < 1e-6
 
 
+@thorough(MODE, r"\[(0-sparse|32-dense)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("group", [0, 32])
 def test_int4_of_modelslim(group: int, overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -253,6 +259,7 @@ COMPILED: dict[str, Callable[[Path], Path]] = {
 
 @thorough(EXHAUSTIVE, r"\[(?!fp8-blocks-graph|awq-piecewise\]|gptq-ordered-graph)")
 @thorough(LONG, r"\[awq-piecewise\]")
+@thorough(MODE, r"\[gptq-ordered-graph")
 @pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager", "inductor"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
@@ -264,18 +271,13 @@ def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
 def test_experts_of_float8_in_one_tensor(cpu: hal.Backend, tmp_path: Path) -> None:
     quantized, plain = stacked_pair(tmp_path)
     found = kept_layers(load(quantized))
-    stacked = [path for path, each in found.items() if each.num_experts is not None]
+    stacked = {path: each for path, each in found.items() if each.num_experts is not None}
     assert len(stacked) == 4
     assert error(logits(quantized), logits(plain)) < 1e-5
     for count in (2, 4):  # Four ranks cut inside blocks of rows.
         parts = [kept_layers(each) for each in ranks(quantized, count=count)]
         cpu.activate()
-        for path in stacked:
-            layer, counts = found[path], torch.tensor([2, 0, 1, 3])
-            x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-            split = x.chunk(count, -1) if layer.shard == "in_features" else [x] * count
-            mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
-            assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+        check_ranks(stacked, parts)
 
 
 def test_blocks_of_rows_of_both_parts_are_refused(tmp_path: Path) -> None:
@@ -313,13 +315,9 @@ def test_experts_of_gpt_oss(cpu: hal.Backend, tmp_path: Path) -> None:
     assert error(logits(quantized), logits(plain)) < 1e-5
     assert error(logits(quantized, "graph"), logits(quantized)) < 1e-5
     assert torch.equal(all_layers(load(quantized, quantized_weights="dequantized"))[path].weight, exact)
-    parts, counts = [kept_layers(each) for each in ranks(quantized)], torch.tensor([2, 0, 1, 3])
+    parts = [kept_layers(each) for each in ranks(quantized)]
     cpu.activate()
-    for path, layer in found.items():
-        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-        split = x.chunk(2, -1) if layer.shard == "in_features" else (x, x)
-        mine = [each[path](own, counts) for each, own in zip(parts, split, strict=True)]
-        assert error(joined(mine, parts[0][path]), layer(x, counts)) < 1e-5, path
+    check_ranks(found, parts)
 
 
 def test_layers_that_a_checkpoint_leaves_out(tmp_path: Path) -> None:
@@ -375,19 +373,12 @@ def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -
     return [load(folder, mesh, experts, **config) for mesh in meshes]
 
 
-def joined(parts: list[Tensor], layer: Projection) -> Tensor:
-    """Return the output of a whole layer from those of its ranks."""
-    if layer.shard == "in_features":
-        return torch.stack(parts).sum(0)
-    by_part = zip(*(each.split(list(layer.sizes), -1) for each in parts), strict=True)
-    return torch.cat([rank for part in by_part for rank in part], -1)
-
-
 @thorough(
     EXHAUSTIVE,
     r"\[(.*(gptq-8|gptq_v2|gptq-rows|whole-8|.*a8|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)|.*-dequantized"
     r"|[^\]]*(packed-zero|gptq|whole|fp8-tensors)[^\]]*-4\])",
 )
+@thorough(MODE, r"\[((?!awq).*-4\]|(gptq|whole-4-bits|packed-zero-points)-dense)")
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("converted", ["kept", "dequantized"])
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -401,14 +392,7 @@ def test_ranks_cut_groups_as_they_cut_columns(
     parts = [all_layers(each) for each in ranks(quantized, count=count, **given)]
     assert len(whole) == 8
     cpu.activate()
-    for path, layer in whole.items():
-        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
-        mine = []
-        for rank, part in enumerate(each[path] for each in parts):
-            part.group = None
-            mine.append(part(x.chunk(len(parts), -1)[rank] if layer.shard == "in_features" else x, *counts))
-        assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
+    check_ranks(whole, parts)
 
 
 CUT = {
@@ -430,21 +414,12 @@ def test_ranks_cut_inside_groups(name: str, converted: str, cpu: hal.Backend, tm
     """Smaller groups then share the scale of a group."""
     quantized = CUT[name](tmp_path)
     given = {"quantized_weights": converted}
-    whole, parts = (
-        all_layers(load(quantized, **given)),
-        [all_layers(each) for each in ranks(quantized, count=4, **given)],
-    )
+    whole = all_layers(load(quantized, **given))
+    parts = [all_layers(each) for each in ranks(quantized, count=4, **given)]
     cpu.activate()
-    inside = 0
-    for path, layer in whole.items():
-        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
-        counts, mine = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])], []
-        for rank, part in enumerate(each[path] for each in parts):
-            part.group = None
-            inside += part.form.columns < layer.form.columns
-            mine.append(part(x.chunk(4, -1)[rank] if layer.shard == "in_features" else x, *counts))
-        assert error(joined(mine, parts[0][path]), layer(x, *counts)) < 1e-5, path
-    assert (inside > 0) == (converted == "kept")
+    check_ranks(whole, parts)
+    inside = [path for path, layer in whole.items() if parts[0][path].form.columns < layer.form.columns]
+    assert bool(inside) == (converted == "kept")
 
 
 @thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")
@@ -460,33 +435,12 @@ def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
             assert torch.equal(mine.float(), getattr(whole[path], name).float())
 
 
-def section(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: change_json(
-        folder / "config.json", lambda value: value["quantization_config"].update(changes)
-    )
-
-
-def weights(**changes: Any) -> Callable[[Path], object]:
-    def change(value: dict[str, Any]) -> None:
-        value["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
-
-    return lambda folder: change_json(folder / "config.json", change)
-
-
 def tensor(name: str, change: Callable[[Tensor], Tensor] | None) -> Callable[[Path], object]:
     def changed(tensors: dict[str, Tensor]) -> None:
         found = tensors.pop(name)
         tensors.update({} if change is None else {name: change(found)})
 
     return lambda folder: change_tensors(folder, changed)
-
-
-def first(value: float) -> Callable[[Tensor], Tensor]:
-    def change(values: Tensor) -> Tensor:
-        values.view(-1)[0] = value
-        return values
-
-    return change
 
 
 Damage = tuple[str, Callable[[Path], object], type[HalError], str]
@@ -499,42 +453,42 @@ CASES: dict[str, Damage] = {
     ),
     "zero points of symmetric weights": (
         "packed-zero-points",
-        weights(symmetric="yes"),
+        group("weights", symmetric="yes"),
         ConfigError,
         "symmetric of quantized weights is 'yes'",
     ),
     "floating-point weights": (
         "awq",
-        section(modules_to_not_convert=[DOWN]),
+        config(modules_to_not_convert=[DOWN]),
         CheckpointError,
         f"'{DOWN}' in modules_to_not_convert of .* excludes {DOWN}, which has quantized qweight, qzeros, scales",
     ),
     "another version of AWQ": (
         "awq",
-        section(version="gemv"),
+        config(version="gemv"),
         ConfigError,
         "version 'gemv', which hal does not support",
     ),
-    "3 bits": ("gptq", section(bits=3), ConfigError, "weights of 3 bits, which hal does not support"),
+    "3 bits": ("gptq", config(bits=3), ConfigError, "weights of 3 bits, which hal does not support"),
     "another version of GPTQ": (
         "gptq",
-        section(checkpoint_format="marlin"),
+        config(checkpoint_format="marlin"),
         ConfigError,
         "checkpoint_format 'marlin', which hal does not",
     ),
-    "rotations": ("gptq", section(rotation="hadamard"), ConfigError, "the rotation 'hadamard', which hal does not"),
-    "no group size": ("packed", weights(group_size=None), ConfigError, "'group' with the group_size None"),
-    "another strategy": ("packed", weights(strategy="tensor"), ConfigError, "the strategy of quantized weights"),
-    "e5m2": ("fp8-blocks", section(fmt="e5m2"), ConfigError, "fmt 'e5m2', which hal does not support"),
-    "blocks of nothing": ("fp8-blocks", section(weight_block_size=[0, 32]), ConfigError, r"blocks .* are \[0, 32\]"),
+    "rotations": ("gptq", config(rotation="hadamard"), ConfigError, "the rotation 'hadamard', which hal does not"),
+    "no group size": ("packed", group("weights", group_size=None), ConfigError, "'group' with the group_size None"),
+    "another strategy": ("packed", group("weights", strategy="tensor"), ConfigError, "strategy of quantized weights"),
+    "e5m2": ("fp8-blocks", config(fmt="e5m2"), ConfigError, "fmt 'e5m2', which hal does not support"),
+    "blocks of nothing": ("fp8-blocks", config(weight_block_size=[0, 32]), ConfigError, r"blocks .* are \[0, 32\]"),
     "nvfp4": (
         "packed",
-        section(format="nvfp4-pack-quantized"),
+        config(format="nvfp4-pack-quantized"),
         ConfigError,
         "'nvfp4-pack-quantized', which hal does not support",
     ),
-    "bitsandbytes": ("packed", section(quant_method="bitsandbytes"), ConfigError, "'bitsandbytes'.*(\n.*)*w4a16"),
-    "excluded by a number": ("awq", section(modules_to_not_convert=3), CheckpointError, "is 3, not a list of names"),
+    "bitsandbytes": ("packed", config(quant_method="bitsandbytes"), ConfigError, "'bitsandbytes'.*(\n.*)*w4a16"),
+    "excluded by a number": ("awq", config(modules_to_not_convert=3), CheckpointError, "is 3, not a list of names"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint
-from helpers.quantized import wide
+from helpers.quantized import error, wide
 from helpers.reference import open_runner
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +20,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
 FORMATS: tuple[str, ...] = ("compressed-tensors", "modelslim")
-SCHEMES = ("w8a8", "w8a8_dynamic")
+SCHEMES = ("w8a16", "w8a8", "w8a8_dynamic")
 TOKENS = list(range(3, 40))
 
 
@@ -39,8 +39,8 @@ def quantized(request: pytest.FixtureRequest, plain: Path) -> tuple[str, str, Pa
     return scheme, form, target
 
 
-def logits(path: Path) -> torch.Tensor:
-    runner = open_runner(path)
+def logits(path: Path, compiler: str = "eager") -> torch.Tensor:
+    runner = open_runner(path, compiler)
     return runner.step(runner.batch([TOKENS], [list(range(1, 11))]), ALL).logits.clone()
 
 
@@ -69,15 +69,14 @@ def test_gates_stay_and_other_readers_are_told(quantized: tuple[str, str, Path])
 def test_logits_are_near_those_of_the_floating_point_model(quantized: tuple[str, str, Path], plain: Path) -> None:
     """Static scales are those of another text."""
     scheme, _, path = quantized
-    found, expected = logits(path), logits(plain)
-    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert 0 < error < (0.3 if scheme == "w8a8" else 0.1)
+    assert 0 < error(logits(path), logits(plain)) < (0.3 if scheme == "w8a8" else 0.1)
 
 
-def test_dynamic_weights_are_the_rounded_ones(plain: Path, tmp_path: Path) -> None:
-    """With activations of 8 bits, logits are nearer to those of a model of the rounded weights."""
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8_dynamic"])
+def test_weights_are_the_rounded_ones(scheme: str, plain: Path, tmp_path: Path) -> None:
+    """With activations of 8 bits, logits are nearer to those of a model of the rounded weights; else they are equal."""
     path = tmp_path / "int8"
-    quantize_checkpoint(plain, path, "w8a8_dynamic")
+    quantize_checkpoint(plain, path, scheme)
     tensors = load_file(path / "model.safetensors")
     rounded = {
         name: tensor.float() * tensors[f"{name}_scale"] if tensor.dtype == torch.int8 else tensor
@@ -88,6 +87,9 @@ def test_dynamic_weights_are_the_rounded_ones(plain: Path, tmp_path: Path) -> No
     save_file(rounded, dequantized / "model.safetensors")
     found, near, far = logits(path), logits(dequantized), logits(plain)
     assert (found - near).square().mean() < (found - far).square().mean()
+    if scheme == "w8a16":
+        assert error(found, near) < 1e-5
+        assert error(logits(path, "graph"), near) < 1e-5
     model, dense = open_runner(path).model, open_runner(dequantized).model
     experts = model.get_submodule("model.layers.1.mlp.experts.down_proj")
     expected = dense.get_submodule("model.layers.1.mlp.experts.down_proj").weight

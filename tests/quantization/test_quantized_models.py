@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -33,9 +34,11 @@ from helpers.quantized import (
     all_tensors,
     change_json,
     change_tensors,
+    config,
     entries,
     error,
     fake_quantize,
+    group,
     kept_layers,
     load,
     logits,
@@ -214,19 +217,6 @@ class Case:
     message: str
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
-    return lambda folder: change_json(
-        folder / "config.json", lambda value: value["quantization_config"].update(changes)
-    )
-
-
-def group(part: str, **changes: Any) -> Callable[[Path], object]:
-    def change(value: dict[str, Any]) -> None:
-        value["quantization_config"]["config_groups"]["group_0"][part].update(changes)
-
-    return lambda folder: change_json(folder / "config.json", change)
-
-
 def types(changes: dict[str, Any], drop: str = "") -> Callable[[Path], object]:
     def change(value: dict[str, Any]) -> None:
         value.update(changes)
@@ -296,17 +286,24 @@ CASES = {
         "w8a16",
     ),
     "asymmetric tokens": compressed(
-        group("input_activations", symmetric=False), ConfigError, "symmetric of the input_activations", "w8a8_dynamic"
+        group("input_activations", symmetric=False),
+        ConfigError,
+        "symmetric of the input_activations",
+        "w8a8_dynamic",
     ),
     "static tokens": compressed(group("input_activations", strategy="token"), ConfigError, "'token', not 'tensor'"),
     "a local dynamic": compressed(
-        group("input_activations", dynamic="local"), ConfigError, "dynamic of the input_activations.* is 'local', not"
+        group("input_activations", dynamic="local"),
+        ConfigError,
+        "dynamic of the input_activations.* is 'local', not",
     ),
     "a cache of an unknown type": compressed(
         config(kv_cache_scheme={"num_bits": 8}), ConfigError, "kv_cache_scheme in .* has the type None"
     ),
     "rotations": compressed(
-        config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}), ConfigError, "has a transform_config"
+        config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        ConfigError,
+        "has a transform_config",
     ),
     "sparse weights": compressed(
         config(sparsity_config={"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4"}),
@@ -471,6 +468,7 @@ def test_a_key_without_effect_is_no_error(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(load(pair.folder)), expected)
 
 
+@thorough(MODE, r"\[w8a(16|8_dynamic)-")
 @pytest.mark.parametrize("beside", [False, True], ids=["in config.json", "in both"])
 @pytest.mark.parametrize("method", [{}, {"quant_method": "ascend"}], ids=["no method", "ascend"])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -497,15 +495,10 @@ def test_a_modelslim_description_in_config_json(
 def test_what_is_refused(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     pair = make_pair(tmp_path, case.format, case.scheme)
-    load(pair.folder)
     case.damage(pair.folder)
     with pytest.raises(case.error, match=f"(?s){case.message}") as caught:
         load(pair.folder)
     assert caught.value.remedy
-    result = CliRunner().invoke(main, ["generate", str(pair.folder), "--prompt", "the cat", "--backend", "cpu"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert "\nremedy: " in result.stderr
 
 
 def test_a_bias_too_large(tmp_path: Path) -> None:
@@ -569,21 +562,30 @@ def test_peak_memory_of_loading(scheme: Scheme, tmp_path: Path) -> None:
 MADE = [("compressed-tensors", "w8a8"), ("modelslim", "w8a8"), ("compressed-tensors", "w8a8_dynamic")]
 
 
+Made = Callable[[str, str], Path]
+
+
 @pytest.fixture(scope="module")
-def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Path]]:
-    """Return the trained checkpoint in each scheme, calibrated on text on which it was trained."""
+def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    """Return a function that returns the trained checkpoint in a format and scheme, made once.
+
+    It is calibrated on text on which it was trained.
+    """
     folder = tmp_path_factory.mktemp("made")
-    text = "".join(sorted(held_out.texts()[0], key=len)[300:310])
-    found = {}
-    for each_format, scheme in MADE:
-        found[each_format, scheme] = folder / f"{each_format} {scheme}"
-        calibration = ["--calibration", str(folder / "text")] if scheme == "w8a8" else []
-        (folder / "text").write_text(text, encoding="utf-8")
-        arguments = [str(trained), str(found[each_format, scheme]), "--scheme", scheme, "--format", each_format]
-        result = CliRunner().invoke(main, ["quantize", *arguments, *calibration])
+
+    @functools.cache
+    def make(format: str, scheme: str) -> Path:
+        path, calibration = folder / f"{format} {scheme}", list[str]()
+        if scheme == "w8a8":
+            (folder / "text").write_text("".join(sorted(held_out.texts()[0], key=len)[300:310]), encoding="utf-8")
+            calibration = ["--calibration", str(folder / "text")]
+        arguments = [str(trained), str(path), "--scheme", scheme, "--format", format, *calibration]
+        result = CliRunner().invoke(main, ["quantize", *arguments])
         assert result.exit_code == 0, result.stderr
         assert f"28 layers in {scheme}; weights: 6.3 MB before, 4." in result.stderr
-    yield found
+        return path
+
+    yield make
     shutil.rmtree(folder)
 
 
@@ -602,22 +604,20 @@ def perplexity_in_bfloat16(trained: Path) -> float:
 @thorough(MODE, r"\[compressed")
 @thorough(AGAIN, r"\[modelslim")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
-def test_perplexity_of_held_out_text(
-    key: tuple[str, str], made: dict[tuple[str, str], Path], perplexity_in_bfloat16: float
-) -> None:
-    checkpoint = Checkpoint.open(made[key])
+def test_perplexity_of_held_out_text(key: tuple[str, str], made: Made, perplexity_in_bfloat16: float) -> None:
+    checkpoint = Checkpoint.open(made(*key))
     assert checkpoint.dtype == torch.bfloat16
-    found = held_out.perplexity(runner_of(made[key]), held_out.tokens(checkpoint, 6000))
+    found = held_out.perplexity(runner_of(made(*key)), held_out.tokens(checkpoint, 6000))
     assert found == pytest.approx(perplexity_in_bfloat16, rel=0.02)
     assert found != perplexity_in_bfloat16
 
 
 @thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
-def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
-    stream = held_out.tokens(Checkpoint.open(made[key]), 4 * 64 + 1)
+def test_graphs_compute_what_eager_does(key: tuple[str, str], made: Made) -> None:
+    stream = held_out.tokens(Checkpoint.open(made(*key)), 4 * 64 + 1)
     eager, graph = (
-        held_out.decoded_perplexity(runner_of(made[key], compiler), stream, 4, 64) for compiler in ("eager", "graph")
+        held_out.decoded_perplexity(runner_of(made(*key), compiler), stream, 4, 64) for compiler in ("eager", "graph")
     )
     assert graph == pytest.approx(eager, rel=1e-4)
 
@@ -625,9 +625,9 @@ def test_graphs_compute_what_eager_does(key: tuple[str, str], made: dict[tuple[s
 @thorough(EXHAUSTIVE, r"\[compressed-tensors w8a8\]")
 @thorough(MODE, r"\[compressed")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)
-def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> None:
+def test_generation(key: tuple[str, str], made: Made) -> None:
     """Greedy, by the command: the text is the same eagerly and with graphs, and most of it looks like Python."""
-    arguments = ["generate", str(made[key]), "--backend", "cpu", "--prompt", "def read_file(path):\n"]
+    arguments = ["generate", str(made(*key)), "--backend", "cpu", "--prompt", "def read_file(path):\n"]
     texts = [
         CliRunner().invoke(main, [*arguments, "--max-new-tokens", "40", "--compiler", compiler])
         for compiler in ("eager", "graph")
@@ -637,14 +637,14 @@ def test_generation(key: tuple[str, str], made: dict[tuple[str, str], Path]) -> 
     assert texts[0].stdout.startswith('    """')
 
 
-def test_merged_layers_are_one(made: dict[tuple[str, str], Path]) -> None:
+def test_merged_layers_are_one(made: Made) -> None:
     """The parts of a merged layer have one input, so calibration gives them one scale and one offset."""
-    tensors = all_tensors(made["modelslim", "w8a8"])
+    tensors = all_tensors(made("modelslim", "w8a8"))
     for layer in range(4):
         for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
             names = [f"model.layers.{layer}.{part}" for part in parts]
             assert len({tensors[f"{name}.input_scale"].item() for name in names}) == 1
             assert len({tensors[f"{name}.input_offset"].item() for name in names}) == 1
     assert any(tensors[name].item() for name in tensors if name.endswith("input_offset"))
-    found = runner_of(made["modelslim", "w8a8"]).model.modules()
+    found = runner_of(made("modelslim", "w8a8")).model.modules()
     assert all(each.quantized for each in found if isinstance(each, MergedLinear))

@@ -20,12 +20,15 @@ from helpers.quantized import (
     Scheme,
     change_json,
     change_tensors,
+    config,
     error,
+    group,
     kept_layers,
     load,
     logits,
     make_pair,
 )
+from helpers.thorough import MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,18 +38,6 @@ from hal.nn import Linear
 COMPRESSED = "compressed-tensors"
 FIRST = "model.layers.0."
 WHERE = r"quantization_config in config\.json"
-
-
-def section(folder: Path, **changes: Any) -> None:
-    change_json(folder / "config.json", lambda value: value["quantization_config"].update(changes))
-
-
-def part(folder: Path, name: str = "weights", **changes: Any) -> None:
-    """Change a part of the only group."""
-    change_json(
-        folder / "config.json",
-        lambda value: value["quantization_config"]["config_groups"]["group_0"][name].update(changes),
-    )
 
 
 def replaced(folder: Path, end: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -109,7 +100,7 @@ def test_symmetric_weights_have_the_middle_as_zero_point(
 
         change_tensors(quantized, add)
     if format.method == "awq":
-        section(quantized, zero_point=False)
+        config(zero_point=False)(quantized)
     assert error(logits(load(quantized)), logits(load(plain))) < 1e-5
 
 
@@ -132,9 +123,9 @@ def test_other_zero_points_of_symmetric_weights_are_refused(
     quantized, _ = pair(tmp_path, format, **DENSE)
     replaced(quantized, end, change)
     if format.method == "awq":
-        section(quantized, zero_point=False)
+        config(zero_point=False)(quantized)
     elif not format.method.startswith("gptq"):
-        part(quantized, symmetric=True)
+        group("weights", symmetric=True)(quantized)
     middle = 1 << format.bits - 1
     with pytest.raises(CheckpointError, match=rf"_proj has zero points other than {middle}, .* as symmetric"):
         load(quantized)
@@ -153,7 +144,7 @@ def test_int8_activations_with_zero_points_of_symmetric_weights_are_refused(tmp_
 
 def test_symmetric_activations_with_an_offset_are_refused(tmp_path: Path) -> None:
     made = make_pair(tmp_path, COMPRESSED, "w8a8")
-    part(made.folder, "input_activations", symmetric=True)
+    group("input_activations", symmetric=True)(made.folder)
     with pytest.raises(CheckpointError, match=r"q_proj has the input_zero_point -7, .* as symmetric"):
         load(made.folder)
     replaced(made.folder, "input_zero_point", torch.zeros_like)
@@ -177,7 +168,7 @@ CONTRADICTIONS: dict[str, tuple[Format, dict[str, Any], str]] = {
 def test_keys_of_one_meaning_must_agree(case: tuple[Format, dict[str, Any], str], tmp_path: Path) -> None:
     format, changes, message = case
     quantized, _ = pair(tmp_path, format, **DENSE)
-    section(quantized, **changes)
+    config(**changes)(quantized)
     with pytest.raises(ConfigError, match=message):
         load(quantized)
 
@@ -193,7 +184,7 @@ def test_keys_of_one_meaning_must_agree(case: tuple[Format, dict[str, Any], str]
 )
 def test_a_strategy_must_fit_its_sizes(format: Format, changes: dict[str, Any], tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, format, **DENSE)
-    part(quantized, **changes)
+    group("weights", **changes)(quantized)
     with pytest.raises(ConfigError, match=r"group_size( of quantized weights is)? .*32|blocks .*\[32, 32\]"):
         load(quantized)
 
@@ -221,7 +212,7 @@ def test_layers_in_floating_point_need_no_list(case: tuple[Format, dict[str, Any
     format, changes = case
     quantized, plain = pair(tmp_path, format, **DENSE)
     restored(quantized, plain, FIRST)
-    section(quantized, **changes)
+    config(**changes)(quantized)
     assert len(quantized_paths(quantized)) == 4
     assert error(logits(load(quantized)), logits(load(plain))) < 1e-5
 
@@ -242,7 +233,7 @@ def test_an_entry_that_excludes_a_quantized_layer_is_named(
 ) -> None:
     format, changes, entry = case
     quantized, _ = pair(tmp_path, format, **DENSE)
-    section(quantized, **changes)
+    config(**changes)(quantized)
     with pytest.raises(CheckpointError, match=rf"{entry} excludes model\.layers\.[01]\..*_proj, .* quantized"):
         load(quantized)
 
@@ -261,7 +252,7 @@ def test_a_quantized_layer_that_no_group_names(tmp_path: Path) -> None:
 
 def test_experts_of_mxfp4_that_a_list_excludes(tmp_path: Path) -> None:
     quantized, _ = gpt_oss_pair(tmp_path)
-    section(quantized, modules_to_not_convert=["model.layers.1.mlp"])
+    config(modules_to_not_convert=["model.layers.1.mlp"])(quantized)
     with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp' in modules_to_not_convert .* excludes .*experts"):
         load(quantized)
 
@@ -296,7 +287,7 @@ def test_rules_of_gptq_for_single_layers(rules: dict[str, Any], tmp_path: Path) 
         down = {name: value for name, value in wide.items() if ".down_proj." in name}
         kept = {name: value for name, value in of_all.items() if ".down_proj." not in name}
         save_file(kept | down, each / "model.safetensors")
-    section(quantized, dynamic=rules)
+    config(dynamic=rules)(quantized)
     assert error(logits(load(quantized)), logits(load(plain))) < 1e-5
 
 
@@ -317,7 +308,7 @@ def test_rules_of_gptq_for_single_layers(rules: dict[str, Any], tmp_path: Path) 
 )
 def test_bad_rules_of_gptq(rules: Any, kind: type[Exception] | None, message: str, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, Format("gptq"), **DENSE)
-    section(quantized, dynamic=rules)
+    config(dynamic=rules)(quantized)
     if kind is None:
         load(quantized)
         return
@@ -343,6 +334,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@thorough(MODE, r"\[(older-(newer|oldest|single)|newer-(oldest|single|null))")
 @pytest.mark.parametrize("ignore", IGNORED.values(), ids=IGNORED.keys())
 @pytest.mark.parametrize("names", [OLDER, NEWER], ids=["older", "newer"])
 def test_lists_in_other_names_of_towers(
@@ -384,30 +376,32 @@ def test_lists_in_other_names_of_towers(
 # Values without effect, and what a reading leaves out.
 
 
+@thorough(MODE, r"\[w8a(16|8_dynamic)-")
 @pytest.mark.parametrize("value", ["static", "weight", "STATIC", False, "group"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_order_of_rows_has_no_effect(scheme: Scheme, value: object, tmp_path: Path) -> None:
     made = make_pair(tmp_path, COMPRESSED, scheme)
     before = load(made.folder)
-    part(made.folder, actorder=value)
+    group("weights", actorder=value)(made.folder)
     after = load(made.folder)
     kinds = [[type(each) for each in model.modules()] for model in (before, after)]
     assert kinds[0] == kinds[1]
     assert torch.equal(logits(before), logits(after))
 
 
+@thorough(MODE, r"(rows|tensors)")
 @pytest.mark.parametrize("value", ["static", "weight", False])
-@pytest.mark.parametrize("group", [0, -1, 32], ids=["rows", "tensors", "blocks"])
-def test_an_order_of_float8_has_no_effect(group: int, value: object, tmp_path: Path) -> None:
-    quantized, plain = pair(tmp_path, Format("compressed-fp8", group=group), **DENSE)
-    part(quantized, actorder=value)
+@pytest.mark.parametrize("size", [0, -1, 32], ids=["rows", "tensors", "blocks"])
+def test_an_order_of_float8_has_no_effect(size: int, value: object, tmp_path: Path) -> None:
+    quantized, plain = pair(tmp_path, Format("compressed-fp8", group=size), **DENSE)
+    group("weights", actorder=value)(quantized)
     assert error(logits(load(quantized)), logits(load(plain))) < 1e-5
 
 
 @pytest.mark.parametrize("format", [Format(COMPRESSED), Format("compressed-fp8", group=0)], ids=["packed", "float8"])
 def test_an_unknown_order_is_refused(format: Format, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, format, **DENSE)
-    part(quantized, actorder="sideways")
+    group("weights", actorder="sideways")(quantized)
     with pytest.raises(ConfigError, match=f"actorder of the weights of group_0 in {WHERE} is 'sideways'"):
         load(quantized)
 

@@ -143,6 +143,7 @@ def test_many_clients(count: int, trained: Path, tmp_path: Path) -> None:
 RANKS = ("--tensor-parallel", "2")
 
 
+@thorough(PROCESSES)
 def test_ranks_serve_the_texts_of_one_until_one_is_killed(trained: Path, tmp_path: Path) -> None:
     jobs = drawn_jobs(random.Random(3), 24)
     with command(trained, tmp_path / "log", *ARGUMENTS, *RANKS, **ENVIRONMENT) as server:

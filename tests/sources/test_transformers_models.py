@@ -302,6 +302,7 @@ def weights_of_experts(model: Any, run: Callable[[], Any]) -> set[torch.dtype]:
     return found
 
 
+@thorough(FAMILY, r"\[(glm4|qwen3)_moe")
 @pytest.mark.parametrize(
     ("family", "source", "dtype"),
     [
@@ -373,6 +374,7 @@ def test_other_layers_without_tensors_stay(wrong: str) -> None:
     assert type(found) is (hal.nn.RMSNorm if wrong == "nothing" else NoneType)
 
 
+@thorough(FAMILY, r"\[(?!gemma3n|bart)")
 @pytest.mark.parametrize("family", ["bart", "trocr", "gpt_neo", "gemma2", "gemma3n_text", "gemma4_text"])
 def test_a_small_model_of_one_layer_runs(family: str) -> None:
     """`make families` counts the launches of one more layer."""
