@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ class Case:
         )
         empty(runner)
         return runner
+
+    def difference(
+        self, compiler: str = "eager", *, path: Path | None = None, cuts: Sequence[int] | None = None
+    ) -> float:
+        """Return the largest difference of our logits from those of transformers, which run each sequence alone."""
+        theirs = [their_logits(self.model, sequence) for sequence in self.sequences]
+        return difference(our_logits(self.runner(compiler, path), self, cuts=cuts), theirs)
+
+    def rewritten(self, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+        """Return a copy of the checkpoint in a folder, with another config.json."""
+        return rewritten(self.path, folder, change)
+
+
+def rewritten(path: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a copy of a checkpoint in a folder, with another config.json."""
+    shutil.copytree(path, folder / "wrong")
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (folder / "wrong" / "config.json").write_text(json.dumps(config))
+    return folder / "wrong"
 
 
 def empty(runner: hal.Runner) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import comparison
-from helpers.comparison import TOLERANCE, Case, difference, our_logits, spell_as_before_version_5, their_logits
+from helpers.comparison import TOLERANCE, Case, spell_as_before_version_5
 from helpers.published_configs import CONFIGS
 from helpers.reference import open_runner, prompts
 from helpers.thorough import AGAIN, DRAW, EXHAUSTIVE, FAMILY, MODE, thorough
@@ -85,8 +82,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @thorough(EXHAUSTIVE, r"\[.*, 1[23]\d\)|, 1(0[2-9]|1\d)(?<=[02468])\)-eager|, 1(0[2-9]|1\d)(?<=[13579])\)-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
+    assert case.difference(compiler) <= TOLERANCE
 
 
 @thorough(MODE, r"\[piecewise-\('qwen3_moe', 100")
@@ -99,8 +95,7 @@ def test_logits(case: Case, compiler: str) -> None:
 @pytest.mark.parametrize("case", [(family, seed) for family in FAMILIES for seed in COMPILED], ids=str, indirect=True)
 @pytest.mark.parametrize("compiler", ["piecewise", "inductor"])
 def test_logits_of_compiled_steps(case: Case, compiler: str) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
+    assert case.difference(compiler) <= TOLERANCE
 
 
 def test_the_configurations_cover_what_they_should() -> None:
@@ -141,9 +136,8 @@ def qwen3(tmp_path: Path) -> Case:
 
 @pytest.mark.parametrize("change", [{"norm_topk_prob": False}, {"num_experts_per_tok": 3}], ids=str)
 def test_a_wrong_config_would_be_noticed(change: dict[str, Any], qwen3: Case, tmp_path: Path) -> None:
-    wrong = rewritten(qwen3, tmp_path, lambda config: config.update(change))
-    theirs = [their_logits(qwen3.model, sequence) for sequence in qwen3.sequences]
-    assert difference(our_logits(qwen3.runner(path=wrong), qwen3), theirs) > TOLERANCE
+    wrong = qwen3.rewritten(tmp_path, lambda config: config.update(change))
+    assert qwen3.difference(path=wrong) > TOLERANCE
 
 
 def test_most_experts_get_no_token(qwen3: Case) -> None:
@@ -153,17 +147,7 @@ def test_most_experts_get_no_token(qwen3: Case) -> None:
             gate = layer.mlp.gate.weight
             gate.copy_(torch.arange(len(gate))[:, None] * gate[:1])
     qwen3.model.save_pretrained(qwen3.path)
-    theirs = [their_logits(qwen3.model, sequence) for sequence in qwen3.sequences]
-    assert difference(our_logits(qwen3.runner(), qwen3), theirs) <= TOLERANCE
-
-
-def rewritten(case: Case, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a copy of a checkpoint with another config.json."""
-    shutil.copytree(case.path, folder / "wrong")
-    config = json.loads((case.path / "config.json").read_text())
-    change(config)
-    (folder / "wrong" / "config.json").write_text(json.dumps(config))
-    return folder / "wrong"
+    assert qwen3.difference() <= TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -185,7 +169,7 @@ def test_numbers_that_do_not_fit(
     change: dict[str, Any], error: type[Exception], message: str, qwen3: Case, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        open_runner(rewritten(qwen3, tmp_path, lambda config: config.update(change)))
+        open_runner(qwen3.rewritten(tmp_path, lambda config: config.update(change)))
 
 
 def test_the_base_of_mixtrals_rotation_by_default() -> None:

@@ -16,11 +16,8 @@ from helpers.comparison import (
     TOLERANCE,
     Case,
     build,
-    difference,
     draw_rope,
-    our_logits,
     spell_as_before_version_5,
-    their_logits,
     transformers,
 )
 from helpers.thorough import DRAW, EXHAUSTIVE, thorough
@@ -79,8 +76,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @thorough(EXHAUSTIVE, r"\[seed=([68]|1[02468]|2[02468])-eager|\[seed=([579]|1[13579]|2[13579])-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_logits(case: Case, compiler: str) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(compiler), case), theirs) <= TOLERANCE
+    assert case.difference(compiler) <= TOLERANCE
 
 
 @thorough(EXHAUSTIVE, r"\[seed=(9|10|12)")
@@ -88,14 +84,12 @@ def test_logits(case: Case, compiler: str) -> None:
 @thorough(EXHAUSTIVE, r"\[seed=(8|1[135])")
 @pytest.mark.parametrize("case", COMPILED, ids="seed={}".format, indirect=True)
 def test_logits_through_inductor(case: Case) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner("inductor"), case), theirs) <= TOLERANCE
+    assert case.difference("inductor") <= TOLERANCE
 
 
 @thorough(DRAW, r"\[seed=(1[3-9]|2\d)(-\w+)?\]|\[seed=([5-9]|1[0-2])(-\w+)?\]")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
+    assert case.difference(cuts=case.cuts) <= TOLERANCE
 
 
 def test_the_configurations_cover_what_they_should(tmp_path: Path) -> None:
@@ -181,14 +175,13 @@ def test_a_wrong_config_would_be_noticed(rope: dict[str, Any], changes: dict[str
         attn_implementation="eager",
     )
     case = build(config, 0, tmp_path / "right")
-    shutil.copytree(case.path, tmp_path / "wrong")
-    wrong = json.loads((case.path / "config.json").read_text())
-    for key, value in changes.items():
-        (wrong if key == "sliding_window" else wrong["rope_parameters"])[key] = value
-    (tmp_path / "wrong" / "config.json").write_text(json.dumps(wrong))
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(), case), theirs) <= TOLERANCE
-    assert difference(our_logits(case.runner(path=tmp_path / "wrong"), case), theirs) > TOLERANCE
+
+    def change(wrong: dict[str, Any]) -> None:
+        for key, value in changes.items():
+            (wrong if key == "sliding_window" else wrong["rope_parameters"])[key] = value
+
+    assert case.difference() <= TOLERANCE
+    assert case.difference(path=case.rewritten(tmp_path, change)) > TOLERANCE
 
 
 def with_extra(path: Path, name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from helpers.comparison import (
     Case,
     difference,
     draw_rope,
-    our_logits,
     our_outputs,
     randomize,
     spell_as_before_version_5,
@@ -111,8 +109,7 @@ def test_logits(case: Case, compiler: str) -> None:
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
 @thorough(EXHAUSTIVE, r"\[seed=(5[2-9]|6\d)")
 def test_prefill_after_a_cached_prefix(case: Case) -> None:
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(), case, cuts=case.cuts), theirs) <= TOLERANCE
+    assert case.difference(cuts=case.cuts) <= TOLERANCE
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
@@ -120,8 +117,7 @@ def test_scaled_positions(rope_type: str, tmp_path: Path) -> None:
     config = draw_config(SENSITIVE_SEED)
     config.rope_parameters = draw_rope(random.Random(SENSITIVE_SEED), rope_type)
     case = comparison.build(config, SENSITIVE_SEED, tmp_path, spell_as_before_version_5)
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(), case), theirs) <= TOLERANCE
+    assert case.difference() <= TOLERANCE
 
 
 @thorough(DRAW, r"\[seed=[4-6]\d(-\w+)?\]|\[seed=[23]\d(-\w+)?\]")
@@ -172,12 +168,7 @@ def test_the_configurations_cover_what_they_should() -> None:
 def test_a_wrong_config_would_be_noticed(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
     """The comparison detects a wrong value of each of these keys."""
     case = build(SENSITIVE_SEED, tmp_path / "right")
-    shutil.copytree(case.path, tmp_path / "wrong")
-    config = json.loads((case.path / "config.json").read_text())
-    change(config)
-    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
-    theirs = [their_logits(case.model, sequence) for sequence in case.sequences]
-    assert difference(our_logits(case.runner(path=tmp_path / "wrong"), case), theirs) > TOLERANCE
+    assert case.difference(path=case.rewritten(tmp_path, change)) > TOLERANCE
 
 
 def test_keys_left_out_of_the_config_have_the_defaults_of_transformers(tmp_path: Path) -> None:
@@ -315,11 +306,12 @@ def test_greedy_tokens_of_the_trained_checkpoint(
 def test_a_wrong_trained_checkpoint_would_be_noticed(
     key: str, value: float, continuations: list[Continuation], trained: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(trained, tmp_path / "wrong")
-    config = json.loads((trained / "config.json").read_text())
-    (config["rope_parameters"] if key == "rope_theta" else config)[key] = value
-    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
-    ours = forced_logits(open_runner(tmp_path / "wrong", dtype="auto"), continuations)
+    wrong = comparison.rewritten(
+        trained,
+        tmp_path,
+        lambda config: (config["rope_parameters"] if key == "rope_theta" else config).update({key: value}),
+    )
+    ours = forced_logits(open_runner(wrong, dtype="auto"), continuations)
     assert error(ours, continuations) > SLACK * error([each.logits for each in continuations], continuations)
     with pytest.raises(AssertionError, match="ulps"):
         check_greedy(ours, continuations)
