@@ -262,27 +262,3 @@ def test_an_error_of_a_mask_comes_out(trained: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         list(hal.generate(runner, [[5, 6]], attrs.evolve(PLAIN, mask=fails)))
     assert runner.blocks.num_free == free
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", -1.0),
-        ("repetition_penalty", float("inf")),
-        ("repetition_penalty", float("nan")),
-        ("frequency_penalty", 2.1),
-        ("frequency_penalty", float("nan")),
-        ("presence_penalty", -2.1),
-        ("presence_penalty", float("-inf")),
-    ],
-)
-def test_penalties_have_ranges(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is .*, out of its range\n.*give .*for none"):
-        hal.SamplingParams(**{name: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("given", [{"repetition_penalty": "1"}, {"frequency_penalty": True}, {"mask": [1]}])
-def test_parameters_of_a_wrong_type(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(given))):
-        hal.SamplingParams(**given)

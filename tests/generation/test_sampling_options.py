@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,24 +112,49 @@ def test_options_of_one_prompt_leave_others_alone(runner: hal.Runner, trained: P
         assert all((token.logprob is None) == (each.logprobs is None) for token in mine)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"stop": [""]}, "stop is"),
-        ({"stop": 3}, "stop is"),
-        ({"bad_words": [b"x"]}, "bad_words is"),
-        ({"ignore_eos": 1}, "ignore_eos is 1"),
-        ({"min_new_tokens": 200}, "min_new_tokens is 200, out of its range"),
-        ({"logit_bias": {"a": 1}}, "logit_bias is"),
-        ({"logit_bias": {1: float("inf")}}, "logit_bias is"),
-        ({"logprobs": 1001}, "logprobs is 1001, out of its range"),
-        ({"logprobs": True}, "logprobs is True, not an integer"),
-        ({"n": 0}, "n is 0, out of its range"),
-    ],
-)
-def test_wrong_options_are_named(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        hal.SamplingParams(**given)
+OUT_OF_RANGE: dict[str, list[float]] = {
+    "max_new_tokens": [0],
+    "min_new_tokens": [200],
+    "temperature": [-0.1, math.inf, math.nan],
+    "top_k": [-2],
+    "top_p": [0.0, 1.1, math.nan],
+    "min_p": [-0.1, 1.1],
+    "seed": [-(2**63) - 1, 2**63],
+    "repetition_penalty": [0.0, -1.0, math.inf, math.nan],
+    "frequency_penalty": [2.1, math.nan],
+    "presence_penalty": [-2.1, -math.inf],
+    "logprobs": [1001],
+    "n": [0],
+}
+WRONG: dict[str, list[Any]] = {
+    "stop": [[""], 3],
+    "bad_words": [[b"x"]],
+    "ignore_eos": [1],
+    "logit_bias": [{"a": 1}, {1: math.inf}],
+    "logprobs": [True],
+    "max_new_tokens": [2.5],
+    "temperature": ["hot"],
+    "top_k": [2**31],
+    "stop_token_ids": [0],
+    "seed": [True],
+    "repetition_penalty": ["1"],
+    "frequency_penalty": [True],
+    "mask": [[1]],
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_parameters_have_ranges(name: str) -> None:
+    for value in OUT_OF_RANGE[name]:
+        with pytest.raises(ConfigError, match=f"{name} is .*, out of its range\n.*give "):
+            hal.SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_parameters_of_a_wrong_type_are_named(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(ConfigError, match=f"{name} is "):
+            hal.SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(

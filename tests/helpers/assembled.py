@@ -11,7 +11,6 @@ import attrs
 
 from hal.nn import (
     MLP,
-    PRE_NORMS,
     SHARED_NORM,
     ActivationName,
     DecoderConfig,
@@ -84,33 +83,6 @@ class PhiForCausalLM(DecoderLM):
             return DecoderLayer(phi, attention, mlp, norm=norm, norms=SHARED_NORM, parallel=True)
 
         return cls(phi, (layer() for _ in range(phi.num_hidden_layers)), norm=norm, head_bias=True)
-
-
-@attrs.frozen(kw_only=True)
-class StableLmConfig(DecoderConfig):
-    partial_rotary = True
-    layer_norm_eps: float = 1e-5
-    use_qkv_bias: bool = False
-    use_parallel_residual: bool = False
-
-
-class StableLmForCausalLM(DecoderLM):
-    """Norms with biases, rotation of a part of each head, and layers that are parallel or not."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        given = {**config, "partial_rotary_factor": config.get("partial_rotary_factor") or 0.25}
-        stable = StableLmConfig.from_config(given)
-        norm, rotary = partial(LayerNorm, eps=stable.layer_norm_eps), RotaryEmbedding(stable.head_dim, stable.rope)
-        parallel = stable.use_parallel_residual
-
-        def layer() -> DecoderLayer:
-            attention = SelfAttention(stable, rotary, bias=(stable.use_qkv_bias, False))
-            mlp = GatedMLP(stable.hidden_size, stable.intermediate_size, activation=stable.hidden_act)
-            norms = SHARED_NORM if parallel else PRE_NORMS
-            return DecoderLayer(stable, attention, mlp, norm=norm, norms=norms, parallel=parallel)
-
-        return cls(stable, (layer() for _ in range(stable.num_hidden_layers)), norm=norm)
 
 
 @attrs.frozen(kw_only=True)

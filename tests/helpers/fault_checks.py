@@ -96,22 +96,10 @@ def check_command(
     checkpoint, temporary = faulty_model.write_faulty(trained, folder), folder / "temporary"
     temporary.mkdir()
     mark, shared = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+    asked = ["--prompt", "def main():", "--max-new-tokens", "900"]
     start = time.monotonic()
     ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "hal_command",
-            "generate",
-            str(checkpoint),
-            "--prompt",
-            "def main():",
-            "--max-new-tokens",
-            "900",
-            "--tensor-parallel",
-            "2",
-            *options,
-        ],
+        [sys.executable, "-m", "hal_command", "generate", str(checkpoint), *asked, "--tensor-parallel", "2", *options],
         env={
             **os.environ,
             "PYTHONPATH": f"{folder}:{TESTS}",

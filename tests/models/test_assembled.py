@@ -103,12 +103,6 @@ def phi(draw: random.Random) -> Any:
     )
 
 
-def stablelm(draw: random.Random) -> Any:
-    part, given = rotated(draw, part=draw.choice((0.25, 0.5))), heads(draw)
-    flags = {"use_qkv_bias": draw.random() < 0.5, "use_parallel_residual": draw.random() < 0.5}
-    return transformers.StableLmConfig(**given, **part, **flags, layer_norm_eps=draw.choice((1e-5, 1e-3)))
-
-
 def windows(draw: random.Random, layers: int) -> dict[str, Any]:
     """Return a window, and types of layers of which one has it."""
     types = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
@@ -292,7 +286,6 @@ FAMILIES = {
     "gemma3": gemma3,
     "cohere": cohere,
     "phi": phi,
-    "stablelm": stablelm,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "granite": granite,
@@ -312,7 +305,6 @@ FAMILIES = {
 OUTSIDE: dict[str, type[hal.nn.CausalLM]] = {
     "cohere": assembled.CohereForCausalLM,
     "phi": assembled.PhiForCausalLM,
-    "stablelm": assembled.StableLmForCausalLM,
     "smollm3": assembled.SmolLM3ForCausalLM,
     "nemotron": assembled.NemotronForCausalLM,
 }
@@ -392,7 +384,7 @@ def test_logits(case: Case, compiler: str) -> None:
 
 
 @thorough(EXHAUSTIVE, r"inductor-(?!gemma4)")
-@thorough(EXHAUSTIVE, r"piecewise-(gpt-oss|gemma4|cohere|olmo|stablelm|nemotron|granite,|qwen2)")
+@thorough(EXHAUSTIVE, r"piecewise-(gpt-oss|gemma4|cohere|olmo|nemotron|granite,|qwen2)")
 @thorough(MODE, "inductor")
 @thorough(FAMILY, "qwen2|olmo|granite|smollm3|nemotron|gemma|ernie|glm4|minimax")
 @pytest.mark.parametrize(
@@ -419,7 +411,7 @@ def test_the_configurations_cover_what_they_should() -> None:
     assert drawn("qwen2", "use_sliding_window") == {False, True}
     assert len(drawn("gemma3", "final_logit_softcapping")) == 2
     assert drawn("cohere", "attention_bias") == drawn("cohere", "tie_word_embeddings") == {False, True}
-    assert drawn("phi", "qk_layernorm") == drawn("stablelm", "use_parallel_residual") == {False, True}
+    assert drawn("phi", "qk_layernorm") == {False, True}
     for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
         assert len(drawn("granite", key)) == 2
     for family, keys in COVERED.items():
