@@ -696,7 +696,7 @@ class TestRefusals:
         with pytest.raises(BenchmarkError, match=r"and their caches \d MiB.*\n.*smaller shapes, batch sizes"):
             plan.prepare(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
-    @thorough(PROCESSES, r"\[llama")
+    @thorough(PROCESSES)
     @pytest.mark.parametrize(
         ("library", "module", "extra"),
         [("transformers", "transformers", " (or 'torch-hal[bench]')"), ("llama-cpp-python", "llama_cpp", "")],

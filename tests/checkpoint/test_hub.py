@@ -14,7 +14,7 @@ import pytest
 from helpers import console_script
 from helpers.checkpoints import random_checkpoint
 from helpers.hub_server import Hub, serve
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import LONG, PROCESSES, thorough
 
 import hal
 from hal.checkpoint.hub import download
@@ -147,6 +147,7 @@ def test_a_file_that_is_not_what_was_listed(hub: Hub, tmp_path: Path, path: str)
     assert hal.Checkpoint.open(fetch(hub, tmp_path)).architecture == "Qwen3ForCausalLM"
 
 
+@thorough(LONG)
 def test_a_truncated_file(hub: Hub, tmp_path: Path) -> None:
     hub.truncated = frozenset({"model.safetensors"})
     with pytest.raises(CheckpointError, match="acme/tiny cannot be downloaded from"):

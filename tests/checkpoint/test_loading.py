@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -48,19 +49,26 @@ def loaded(folder: Path, dtype: str, form: str) -> tuple[int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("large")
-    large_checkpoint.write(folder, torch.float32, num_hidden_layers=16)
-    return folder
+def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that returns a checkpoint with a number of layers, made once."""
+
+    @functools.cache
+    def write(layers: int) -> Path:
+        folder = tmp_path_factory.mktemp("large")
+        large_checkpoint.write(folder, torch.float32, num_hidden_layers=layers)
+        return folder
+
+    return write
 
 
 @thorough(EXHAUSTIVE, r"\[(bfloat16-packed|float32-plain)")
 @thorough(MODE, r"\[float32|\[bfloat16-packed")
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory(dtype: str, form: str, large: Path) -> None:
-    peak, weights, copy = loaded(large, dtype, form)
-    assert weights > 500e6, "must be much more than is mapped at a time"
+def test_peak_memory(dtype: str, form: str, large: Callable[[int], Path]) -> None:
+    layers = 16 if form == "packed" else 8  # A layer that is packed exists twice meanwhile.
+    peak, weights, copy = loaded(large(layers), dtype, form)
+    assert weights > 300e6, "must be much more than is mapped at a time"
     assert copy in (0, 32000 * 1024 * (4 if dtype == "float32" else 2)), (
         "the tied table, if packing it is worthwhile on this machine"
     )

@@ -13,6 +13,7 @@ from helpers.checkpoints import random_checkpoint, write_json
 from helpers.comparison import randomize, transformers
 from helpers.quantized import DESCRIPTION, DOWN, FORMATS, change_json, change_tensors, load, logits, make_pair
 from helpers.replacing import logits as of_runner
+from helpers.thorough import MODE, thorough
 from helpers.tiny_transformers import SIZES
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
@@ -190,6 +191,7 @@ def test_a_quantized_base_model_without_prefix(format: Any, tmp_path: Path) -> N
     assert torch.equal(logits(load(pair.folder)), expected)
 
 
+@thorough(MODE, "-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_a_tied_tensor_has_either_name(family: str, compiler: str, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def runs(config: dict[str, Any], folder: Path) -> str:
 
 
 @thorough(AGAIN, r"\[cache\.(block_size|num_tokens)")
-@thorough(MODE, r"\[compilation\.(decode|prefill|encoder|queries|passes)|\[compilation\.(torch|debug|cache)")
+@thorough(MODE, r"\[compilation\.(decode|prefill|encoder|queries|passes|splitting)|\[compilation\.(torch|debug|cache)")
 @thorough(MODE, r"\[(strict|check_model|cache\.(num|saved)\w+|parallel\.(data|timeout)|options\.instructions)\]")
 @pytest.mark.parametrize("path", [*paths(Config), *CPU_OPTIONS], ids=".".join)
 def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Path) -> None:

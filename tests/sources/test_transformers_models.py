@@ -18,7 +18,7 @@ from helpers.checkpoints import random_checkpoint
 from helpers.family_steps import config_for, differences, own_logits, tokens_for
 from helpers.pages import lay_out
 from helpers.ranks import in_ranks
-from helpers.thorough import EXHAUSTIVE, FAMILY, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, LONG, PROCESSES, thorough
 from helpers.transformers_families import config_of, kinds, layer_keys, model_of
 from torch import Tensor, nn
 
@@ -87,6 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
+@thorough(LONG, r"\[graph-gemma2")
 @thorough(EXHAUSTIVE, r"\[graph-(mixtral|stablelm|olmo2|qwen3|opt|gpt_oss|roberta|falcon|mpt|gemma3n|cohere|dbrx)")
 @thorough(FAMILY, r"\[(?!eager-(gemma2|gpt_oss|deepseek_v3|glm4|gpt2|roberta|llama4|bloom)|graph-(gemma2|gpt_neo))")
 @pytest.mark.parametrize("family", FAMILIES)
