@@ -95,9 +95,9 @@ def _check_violations(rewrite: Rewrite) -> None:
         for broken, arguments in violations(rewrite.constraints, form.example):
             try:
                 _run(rewrite.pattern, arguments)
+                graph, mode = trace_alone(rewrite, arguments)
             except Exception:  # The pattern rejects these arguments, so no graph contains it with them.
                 continue
-            graph, mode = trace_alone(rewrite, arguments)
             done = PassManager(graph, mode).add(rewrite).apply().passes[0]
             if done.matches:
                 raise _failed(
