@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
@@ -63,6 +64,7 @@ def before_a_break(x: Tensor, length: int) -> Tensor:
     return x[places] * 2
 
 
+@thorough(MODE, r"-False\]")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [positions, mask, written, drawn, numbers, after_a_break])
 def test_numbers_alone(function: Callable[[int], Any], dynamic: bool) -> None:

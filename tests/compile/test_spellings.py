@@ -317,9 +317,7 @@ def test_powers_of_two_bytes_round_differently(dtype: torch.dtype) -> None:
         (lambda x, n: n / x, 3.0, lambda x: 2 / x, 2.0),
     ],
 )
-def test_numbers_that_are_arguments_have_the_type_of_the_samples(
-    pattern: Any, given: Any, function: Any, expected: Any
-) -> None:
+def test_numbers_have_the_type_of_the_samples(pattern: Any, given: Any, function: Any, expected: Any) -> None:
     found = []
 
     def replacement(x: Tensor, n: Any) -> Tensor:

@@ -256,7 +256,7 @@ class Mistaken(CpuBackend):
 @thorough(MODE, r"\[\w+-piecewise|\[eager-graph")
 @pytest.mark.parametrize("compiler", ["graph", "piecewise", "piecewise_eager"])
 @pytest.mark.parametrize("on_capture_error", ["raise", "eager"])
-def test_a_mistake_in_a_captured_step_comes_out_and_leaves_nothing(
+def test_a_mistake_in_a_capture_comes_out_and_leaves_nothing(
     trained: Path, compiler: str, on_capture_error: str
 ) -> None:
     """The graph of four rows has been captured by then."""

@@ -258,9 +258,7 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
         ("acme_driver:Otherwise", DriverIncompatible, "acme returned a backend with the name 'someone_else'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(
-    vendor: Vendor, target: str, error: type[DriverError], message: str
-) -> None:
+def test_what_cannot_be_used(vendor: Vendor, target: str, error: type[DriverError], message: str) -> None:
     vendor.install(acme=target)
     with pytest.raises(error, match=message):
         hal.open("acme")
@@ -288,9 +286,7 @@ def test_two_packages_with_one_driver_are_named(vendor: Vendor) -> None:
 
 
 @pytest.mark.parametrize("target", ["acme_exiting:Driver", "acme_driver:Constructed", "acme_driver:ExitingProbe"])
-def test_auto_warns_of_a_broken_driver_and_takes_another(
-    vendor: Vendor, target: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_warns_of_a_broken_driver(vendor: Vendor, target: str, caplog: pytest.LogCaptureFixture) -> None:
     vendor.install(acme=target, absent="acme_driver:Absent")
     with caplog.at_level("WARNING", "hal.drivers"):
         assert hal.open({}, activate=False).name == "cpu"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.distributions import install
+from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
 import hal
@@ -126,6 +127,7 @@ def refused(opens: Opens, make: Callable[[str], Any], *messages: str) -> None:
         assert hal.active_backend() is before
 
 
+@thorough(DRAW, r"\[(a number|zero|NaN|true|bytes|numbers|an object|a table of nothing|a tensor|a layer|a text)-")
 @pytest.mark.parametrize("argument", ARGUMENTS)
 @pytest.mark.parametrize("value", VALUES)
 def test_arguments_of_other_types(argument: str, value: str, opens: Opens) -> None:

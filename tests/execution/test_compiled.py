@@ -78,9 +78,7 @@ def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) 
 @thorough(MODE, "-(one|many)")
 @pytest.mark.parametrize("which", ["both", "many", "one"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 17])
-def test_every_batch_size_gives_eager_logits(
-    which: str, size: int, runners: Callable[[str], hal.Runner], trained: Path
-) -> None:
+def test_every_batch_size(which: str, size: int, runners: Callable[[str], hal.Runner], trained: Path) -> None:
     sequences = [(each * 4)[: 20 + 7 * row] for row, each in enumerate((prompts(trained) * 3)[:size])]
     expected = decode_some(runners("eager"), sequences)
     found = decode_some(runners(which), sequences)

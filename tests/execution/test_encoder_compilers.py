@@ -62,7 +62,7 @@ def test_configurations_that_do_not_fit_are_refused(seeing: tuple[Any, Path, lis
 
 @thorough(FAMILY, r"\[Qwen3VL")
 @pytest.mark.parametrize("compiler", ["graph", "optimized"])
-def test_an_encoder_that_cannot_be_traced(
+def test_what_cannot_be_traced(
     compiler: str, seeing: tuple[Any, Path, list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """``on_capture_error`` says what follows, as for the model's own steps: an error, or the encoder's Python code."""
@@ -92,9 +92,7 @@ def test_an_encoder_that_cannot_be_traced(
 @thorough(FAMILY, r"\[Qwen3VL")
 @pytest.mark.parametrize("other_rank", [True, False])
 @pytest.mark.parametrize("setting", ["raise", "eager"])
-def test_graphs_of_an_encoder_are_those_of_all_ranks(
-    setting: str, other_rank: bool, seeing: tuple[Any, Path, list[Any]]
-) -> None:
+def test_graphs_are_those_of_all_ranks(setting: str, other_rank: bool, seeing: tuple[Any, Path, list[Any]]) -> None:
     with open_runner(seeing[1], {}) as runner:
         config = attrs.evolve(
             runner.backend.config.compilation.of("encoder"), capture_sizes=(8,), on_capture_error=setting

@@ -329,9 +329,7 @@ def test_lengths_that_the_model_does_not_take_are_refused(wrong: Any) -> None:
     ("max_length", "model", "longest"),
     [(None, ToyWithWindow, 32), (64, ToyWithWindow, 64), (48, ToyWithWindow, 48), (64, Toy, 32), (16, Toy, 16)],
 )
-def test_an_engine_that_frees_blocks_has_sequences_longer_than_the_cache(
-    max_length: int | None, model: type[Toy], longest: int
-) -> None:
+def test_an_engine_that_frees_blocks_has_long_sequences(max_length: int | None, model: type[Toy], longest: int) -> None:
     """The cache has two blocks of 16 tokens, beside the dummy block."""
     with hal.open({"backend": "cpu", "cache": {"block_size": 16}}) as backend:
         runner = hal.Runner(model(), backend, max_length=max_length, num_blocks=3)

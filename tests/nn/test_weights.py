@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,72 +78,54 @@ WIDE = drawn(6, 14)
 PARTS = {"layer.a": A, "layer.b": B, "layer.c": C, "layer.wide": WIDE, "layer.stack": drawn(2, 6, 4)}
 
 
-def declared(sources: str, axes: str, shard: str | None, assemble: Assembly) -> Weight:
+TWO, BY_EXPERT = "rows columns", "experts rows columns"
+
+
+def declared(sources: str, shard: str | None, assemble: Assembly, axes: str = TWO) -> Weight:
     return Weight(tuple(sources.split()), axes, shard, assemble)
 
 
-CASES: dict[str, tuple[Weight, Tensor, str | None]] = {
-    "whole": (declared("a", "rows columns", "rows", Whole()), A, "rows"),
-    "whole, by columns": (declared("a", "rows columns", "columns", Whole()), A, "columns"),
-    "transposed": (declared("a", "rows columns", "rows", Transposed()), A.t(), "rows"),
-    "transposed, by columns": (declared("a", "rows columns", "columns", Transposed()), A.t(), "columns"),
-    "a stacked one, transposed": (
-        declared("stack", "experts rows columns", "rows", Transposed()),
-        PARTS["layer.stack"].transpose(1, 2),
-        "rows",
-    ),
-    "a stacked one, transposed and merged already": (
-        declared("stack", "experts rows columns", "rows", MergedTransposed("rows", (2, 2))),
-        PARTS["layer.stack"].transpose(1, 2),
-        "rows",
-    ),
-    "a slice": (declared("wide", "rows columns", "columns", Slice("columns", 4, 14)), WIDE[:, 4:12], "columns"),
-    "a transposed slice": (
-        declared("wide", "rows columns", "rows", Slice("rows", 4, 14, Transposed())),
-        WIDE.t()[4:12],
-        "rows",
-    ),
-    "concatenated": (
-        declared("a b c", "rows columns", "rows", Concatenated("rows", (4, 2, 8))),
-        torch.cat([A, B, C]),
-        "rows",
-    ),
-    "concatenated, by columns": (
-        declared("a b c", "rows columns", "columns", Concatenated("rows", (4, 2, 8))),
-        torch.cat([A, B, C]),
-        "columns",
-    ),
+STACK, BOTH, ALL = PARTS["layer.stack"].transpose(1, 2), Concatenated("rows", (4, 2)), torch.cat([A, B, C])
+CASES: dict[str, tuple[Weight, Tensor]] = {
+    "whole": (declared("a", "rows", Whole()), A),
+    "whole, by columns": (declared("a", "columns", Whole()), A),
+    "transposed": (declared("a", "rows", Transposed()), A.t()),
+    "transposed, by columns": (declared("a", "columns", Transposed()), A.t()),
+    "a stacked one, transposed": (declared("stack", "rows", Transposed(), BY_EXPERT), STACK),
+    "transposed and merged already": (declared("stack", "rows", MergedTransposed("rows", (2, 2)), BY_EXPERT), STACK),
+    "a slice": (declared("wide", "columns", Slice("columns", 4, 14)), WIDE[:, 4:12]),
+    "a transposed slice": (declared("wide", "rows", Slice("rows", 4, 14, Transposed())), WIDE.t()[4:12]),
+    "concatenated": (declared("a b c", "rows", Concatenated("rows", (4, 2, 8))), ALL),
+    "concatenated, by columns": (declared("a b c", "columns", Concatenated("rows", (4, 2, 8))), ALL),
     "concatenated columns": (
-        declared("a b", "rows columns", None, Concatenated("columns", (4, 2), Transposed())),
+        declared("a b", None, Concatenated("columns", (4, 2), Transposed())),
         torch.cat([A.t(), B.t()], 1),
-        None,
     ),
-    "merged already": (declared("c", "rows columns", "rows", Merged("rows", (2, 6))), C, "rows"),
-    "merged already, by columns": (declared("c", "rows columns", "columns", Merged("rows", (2, 6))), C, "columns"),
-    "stacked": (declared("a a", "experts rows columns", "experts", Stacked()), torch.stack([A, A]), "experts"),
+    "merged already": (declared("c", "rows", Merged("rows", (2, 6))), C),
+    "merged already, by columns": (declared("c", "columns", Merged("rows", (2, 6))), C),
+    "stacked": (declared("a a", "experts", Stacked(), BY_EXPERT), torch.stack([A, A])),
     "stacked, each concatenated": (
-        declared("a b a b", "experts rows columns", "rows", Stacked(Concatenated("rows", (4, 2)))),
+        declared("a b a b", "rows", Stacked(BOTH), BY_EXPERT),
         torch.stack([torch.cat([A, B])] * 2),
-        "rows",
     ),
     "stacked, each transposed": (
-        declared("a a", "experts rows columns", "columns", Stacked(Transposed())),
+        declared("a a", "columns", Stacked(Transposed()), BY_EXPERT),
         torch.stack([A.t()] * 2),
-        "columns",
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_weight_is_assembled(name: str) -> None:
-    weight, expected, _ = CASES[name]
+    weight, expected = CASES[name]
     assert torch.equal(assembled(binding_of(weight, expected.shape), PARTS), expected)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, shard) in CASES.items() if shard])
+@pytest.mark.parametrize("name", [name for name, (weight, _) in CASES.items() if weight.shard])
 def test_ranks_hold_their_shares(name: str) -> None:
     """Each rank reads its share of each concatenated part; together the shares form the whole."""
-    weight, expected, shard = CASES[name]
+    weight, expected = CASES[name]
+    shard = weight.shard
     assert shard is not None
     dim = weight.axes.split().index(shard)
     binding = binding_of(weight, expected.shape)
@@ -255,66 +237,62 @@ def test_the_pieces_of_a_tensor_are_computed_once(tmp_path: Path, monkeypatch: p
     assert set(computed.values()) == {1}
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
+def cut(shard: str, sizes: tuple[int, int], **given: Any) -> None:
+    grouped(Weight(("a",), TWO, shard, sizes=sizes, **given)).pieces(0, 2)
+
+
+def bound(weight: Weight, *shape: int) -> Callable[[], Binding]:
+    return lambda: binding_of(weight, shape)
+
+
+def consumed(operation: str, argument: str) -> Weight:
+    return Weight(("a",), TWO, consumer=Consumer(operation, argument))
+
+
+HALVES: dict[str, Any] = {"sizes": (32,), "group_sizes": {"rows": 16}}
+OF_EXPERTS = Stacked(Concatenated("experts", (1,)))
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "groups without sizes": (
-        lambda: Weight(("a",), "rows columns", group_sizes={"rows": 2}),
+        lambda: Weight(("a",), TWO, group_sizes={"rows": 2}),
         r"is declared with group_sizes=\{'rows': 2\}, packing=\{\} and sizes=None",
     ),
-    "packing of no axis": (
-        lambda: Weight(("a",), "rows columns", sizes=(4, 6), packing={"row": 2}),
-        r"packing=\{'row': 2\}",
-    ),
-    "sizes of other axes": (lambda: Weight(("a",), "rows columns", sizes=(4,)), r"declared with sizes=\(4,\)"),
+    "packing of no axis": (lambda: Weight(("a",), TWO, sizes=(4, 6), packing={"row": 2}), r"packing=\{'row': 2\}"),
+    "sizes of other axes": (lambda: Weight(("a",), TWO, sizes=(4,)), r"declared with sizes=\(4,\)"),
     "another shape": (
-        lambda: binding_of(Weight(("a",), "rows columns", sizes=(4, 6)), (4, 5)),
+        bound(Weight(("a",), TWO, sizes=(4, 6)), 4, 5),
         r"with the axes 'rows columns' of 4, 6 elements and has the shape \[4, 5\]",
     ),
     "a cut inside a group": (
-        lambda: grouped(Weight(("a",), "rows columns", "columns", sizes=(4, 96), group_sizes={"columns": 32})).pieces(
-            0, 2
-        ),
+        lambda: cut("columns", (4, 96), group_sizes={"columns": 32}),
         "layer.weight: a cut between 2 ranks at element 48 of columns is inside a group of 32",
     ),
     "a cut inside a packed number": (
-        lambda: grouped(Weight(("a",), "rows columns", "rows", sizes=(8, 4), packing={"rows": 8})).pieces(0, 2),
+        lambda: cut("rows", (8, 4), packing={"rows": 8}),
         "a cut between 2 ranks at element 4 of rows is inside a group of 8",
     ),
     "a part inside a group": (
-        lambda: grouped(
-            Weight(("a", "b"), "rows", None, Concatenated("rows", (24, 8)), sizes=(32,), group_sizes={"rows": 16})
-        ),
+        lambda: grouped(Weight(("a", "b"), "rows", None, Concatenated("rows", (24, 8)), **HALVES)),
         "layer.weight: a part starts at element 24 of rows, inside a group of 16",
     ),
-    "a shard that is no axis": (lambda: Weight(("a",), "rows columns", "row"), "shard='row', which is not one of its"),
+    "a shard that is no axis": (lambda: Weight(("a",), TWO, "row"), "shard='row', which is not one of its"),
     "axes of one name": (lambda: Weight(("a",), "rows rows"), "declared with axes='rows rows'"),
     "axes that are no names": (lambda: Weight(("a",), "rows 3"), "declared with axes='rows 3'"),
-    "too few axes": (lambda: binding_of(Weight(("a",), "rows"), (4, 6)), r"axes 'rows' and has the shape \[4, 6\]"),
-    "too few sources": (
-        lambda: binding_of(declared("a", "rows columns", None, Concatenated("rows", (4, 2))), (6, 6)),
-        "layer.weight is assembled from 2 tensors, but has 1 sources",
-    ),
+    "too few axes": (bound(Weight(("a",), "rows"), 4, 6), r"axes 'rows' and has the shape \[4, 6\]"),
+    "too few sources": (bound(declared("a", None, BOTH), 6, 6), "is assembled from 2 tensors, but has 1 sources"),
     "parts that do not add up": (
-        lambda: binding_of(declared("a b", "rows columns", None, Concatenated("rows", (4, 3))), (6, 6)),
+        bound(declared("a b", None, Concatenated("rows", (4, 3))), 6, 6),
         "layer.weight: parts of 4, 3 rows do not add up to 6",
     ),
-    "a slice beyond the source": (
-        lambda: binding_of(declared("a", "rows columns", None, Slice("rows", 3, 8)), (6, 6)),
-        "a slice of 6 rows from 3",
-    ),
+    "a slice beyond the source": (bound(declared("a", None, Slice("rows", 3, 8)), 6, 6), "a slice of 6 rows from 3"),
     "an axis that sources do not have": (
-        lambda: binding_of(
-            declared("a a", "experts rows columns", None, Stacked(Concatenated("experts", (1,)))), (2, 4, 6)
-        ),
+        bound(declared("a a", None, OF_EXPERTS, BY_EXPERT), 2, 4, 6),
         "assembled along 'experts', but its sources have the axes rows, columns",
     ),
-    "a vector transposed": (lambda: binding_of(declared("a", "rows", None, Transposed()), (4,)), "has 1 dimensions"),
+    "a vector transposed": (bound(declared("a", None, Transposed(), "rows"), 4), "has 1 dimensions"),
     "a name above the model": (lambda: source_name("a", "..w"), "is outside the model"),
-    "no operation": (
-        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("liner", "weight")), (4, 6)),
-        "liner",
-    ),
+    "no operation": (bound(consumed("liner", "weight"), 4, 6), "liner"),
     "an argument that is no weight": (
-        lambda: binding_of(Weight(("a",), "rows columns", consumer=Consumer("linear", "x")), (4, 6)),
+        bound(consumed("linear", "x"), 4, 6),
         "says of 'weight' that linear takes it as 'x', which is none of its weights",
     ),
 }
@@ -429,9 +407,7 @@ def test_numbers_of_8_bits_stay_as_they_are(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_numbers_of_8_bits_are_never_converted(
-    tmp_path: Path, embed: torch.dtype, scaled: torch.dtype, message: str
-) -> None:
+def test_8_bits_are_never_converted(tmp_path: Path, embed: torch.dtype, scaled: torch.dtype, message: str) -> None:
     narrow_checkpoint(tmp_path, embed, scaled)
     with pytest.raises(CheckpointError, match=message):
         hal.load_model(tmp_path, hal.open("cpu"), model_class=Narrow)

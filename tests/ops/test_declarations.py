@@ -52,20 +52,12 @@ class TestAxes:
             ({"x": "[...] width", "y": "width"}, [(4,), (4,)], None),
             ({"x": "... width", "y": "width"}, [(2, 4), (5,)], "y is [5], but declared `width`, where width is 4 in x"),
             ({"x": "... width", "y": "..."}, [(2, 3, 4), (2, 3)], None),
-            (
-                {"x": "... width", "y": "..."},
-                [(2, 3, 4), (3, 2)],
-                "y is [3, 2], but declared `...`, where ... is [2, 3] in x",
-            ),
+            ({"x": "... width", "y": "..."}, [(2, 3, 4), (3, 2)], "declared `...`, where ... is [2, 3] in x"),
             ({"x": "width width"}, [(3, 4)], "x is [3, 4], but declared `width width`, where width is 3 in x"),
             ({"x": "tokens 1"}, [(3, 1)], None),
             ({"x": "tokens 1"}, [(3, 2)], "x is [3, 2], but declared `tokens 1`, where 1 is 1"),
             ({"x": "sequences", "y": "sequences+1"}, [(3,), (4,)], None),
-            (
-                {"y": "sequences+1", "x": "sequences"},
-                [(3,), (3,)],
-                "y is [3], but declared `sequences+1`, where sequences+1 is 4",
-            ),
+            ({"y": "sequences+1", "x": "sequences"}, [(3,), (3,)], "declared `sequences+1`, where sequences+1 is 4"),
             ({"x": "merged", "y": "merged//2"}, [(8,), (4,)], None),
             ({"x": "merged", "y": "(merged-2)*2"}, [(8,), (11,)], "where (merged-2)*2 is 12"),
             ({"x": "width", "y": "1|width"}, [(8,), (1,)], None),
@@ -146,38 +138,29 @@ class TestDtypes:
     @pytest.mark.parametrize(
         ("dtypes", "given", "reason"),
         [
-            ({"x": FLOATING, "y": "x"}, (torch.bfloat16, torch.bfloat16), None),
-            (
-                {"x": FLOATING, "y": FLOATING},
-                (torch.bfloat16, torch.float32),
-                "x is bfloat16 and y is float32, but they are declared alike",
-            ),
-            (
-                {"x": FLOATING, "y": "x"},
-                (torch.float32, torch.bfloat16),
-                "x is float32 and y is bfloat16, but they are declared alike",
-            ),
-            ({"x": FLOATING, "y": torch.int32}, (torch.int32, torch.int32), "x is int32, but declared floating"),
-            ({"x": FLOATING, "y": torch.int32}, (torch.float32, torch.int64), "y is int64, but declared int32"),
-            ({"x": FLOATING, "y": (torch.int32, torch.int64)}, (torch.float32, torch.int64), None),
+            ({"x": FLOATING, "y": "x"}, "bfloat16 bfloat16", None),
+            ({"x": FLOATING, "y": FLOATING}, "bfloat16 float32", "x is bfloat16 and y is float32, but they are {}"),
+            ({"x": FLOATING, "y": "x"}, "float32 bfloat16", "x is float32 and y is bfloat16, but they are {}"),
+            ({"x": FLOATING, "y": torch.int32}, "int32 int32", "x is int32, but declared floating"),
+            ({"x": FLOATING, "y": torch.int32}, "float32 int64", "y is int64, but declared int32"),
+            ({"x": FLOATING, "y": (torch.int32, torch.int64)}, "float32 int64", None),
             (
                 {"x": FLOATING, "y": (torch.int32, torch.int64)},
-                (torch.float32, torch.int8),
-                "y is int8, but declared int32 or int64",
+                "float32 int8",
+                "int8, but declared int32 or int64",
             ),
-            ({"x": FLOATING, "y": (torch.float32, "x")}, (torch.bfloat16, torch.bfloat16), None),
+            ({"x": FLOATING, "y": (torch.float32, "x")}, "bfloat16 bfloat16", None),
             (
                 {"x": FLOATING, "y": (torch.float32, "x")},
-                (torch.bfloat16, torch.float16),
-                "y is float16, but declared bfloat16 or float32",
+                "bfloat16 float16",
+                ", but declared bfloat16 or float32",
             ),
         ],
     )
-    def test_what_they_take(
-        self, dtypes: dict[str, Any], given: tuple[torch.dtype, torch.dtype], reason: str | None
-    ) -> None:
+    def test_what_they_take(self, dtypes: dict[str, Any], given: str, reason: str | None) -> None:
         constraints = declared({"x": "rows", "y": "rows"}, dtypes)
-        assert constraints.unmet([torch.zeros(2, dtype=each) for each in given]) == reason
+        found = constraints.unmet([torch.zeros(2, dtype=getattr(torch, each)) for each in given.split()])
+        assert found is None if reason is None else str(found).endswith(reason.format("declared alike"))
 
     def test_an_argument_that_is_a_dtype(self) -> None:
         constraints = declared({"x": "rows"}, {"x": "dtype"}, dtype=torch.dtype)

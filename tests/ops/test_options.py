@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.catalogue import forgetting_operations
 from helpers.rewriting import trace
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -126,10 +127,9 @@ class TestNodes:
         x = torch.randn(2, 4)
         torch.testing.assert_close(run(x), twice(x))
 
+    @thorough(MODE, "inductor")
     @pytest.mark.parametrize("compiler", [{}, {"compiler": "inductor"}], ids=["hal", "inductor"])
-    def test_options_that_differ_between_calls(
-        self, declared: ops.Operation, cpu: hal.Backend, compiler: dict[str, str]
-    ) -> None:
+    def test_options_that_change(self, declared: ops.Operation, cpu: hal.Backend, compiler: dict[str, str]) -> None:
         """Dynamo makes a number symbolic that has changed once."""
 
         def call(x: Tensor, by: float, limit: int) -> Tensor:

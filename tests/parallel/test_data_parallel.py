@@ -67,9 +67,7 @@ def test_copies_penalize(trained: Path) -> None:
         ({"data": 2, "tensor": 2}, ["piecewise"]),
     ],
 )
-def test_copies_share_the_experts(
-    trained_experts: Path, experts: str, sizes: dict[str, int], compilers: list[str]
-) -> None:
+def test_copies_share_experts(trained_experts: Path, experts: str, sizes: dict[str, int], compilers: list[str]) -> None:
     _check(trained_experts, {**sizes, "experts": experts}, compilers)
 
 

@@ -170,9 +170,7 @@ COLLECTIVES = {
     [None, *(pytest.param(each, marks=pytest.mark.thorough(MODE)) for each in (1, 8))],
     ids="sequences={}".format,
 )
-def test_collectives_of_a_layer(
-    trained_experts: Path, sequences: int | None, mode: str, tensor: int, data: int
-) -> None:
+def test_a_layers_collectives(trained_experts: Path, sequences: int | None, mode: str, tensor: int, data: int) -> None:
     """A trace needs no other rank, so the groups have none. The exchange specializes no size."""
     from hal.device.group import forget_group, register_group
 

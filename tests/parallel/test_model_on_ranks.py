@@ -27,7 +27,7 @@ def test_ranks_give_what_one_gives(trained: Path) -> None:
     assert refused.startswith("this is not the first rank")
 
 
-@thorough(PROCESSES, r"\[1")
+@thorough(PROCESSES)
 @pytest.mark.parametrize("whose", [0, 1])
 def test_an_error_of_one_rank_ends_all(whose: int, trained: Path) -> None:
     first, second = succeeded(run(model_on_ranks.failing, 2, str(trained), whose, environ=ENVIRON, timeout=200))

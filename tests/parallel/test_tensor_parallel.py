@@ -76,6 +76,7 @@ def test_logits_and_memory(checkpoints: dict[str, Path], name: str, ranks: int) 
     assert all(torch.equal(rank["logits"], found[0]["logits"]) for rank in found)
 
 
+@thorough(MODE)
 def test_quantized_tables_and_output_projections(tmp_path: Path) -> None:
     """Their rows, of which the last rank has fewer, are cut, also where lookups read them, as of a tied GGUF file."""
     pytest.importorskip("gguf", reason="gguf writes the file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from helpers.thorough import DTYPE, thorough
 from torch import Tensor
 
 import hal
@@ -126,12 +127,11 @@ def check(rows: Rows, found: Tensor) -> int:
     return len(different)
 
 
+@thorough(DTYPE, r"\.float16\]")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("count", "vocab_size"), [(3000, 257), (500, 5000), (12, 151_936)])
 @pytest.mark.parametrize("seed", [11], ids="seed={}".format)
-def test_tokens_are_those_of_the_reference(
-    seed: int, count: int, vocab_size: int, dtype: torch.dtype, kernel: Kernel
-) -> None:
+def test_the_references_tokens(seed: int, count: int, vocab_size: int, dtype: torch.dtype, kernel: Kernel) -> None:
     """Where a token differs, float64 must say that rounding decides; this is so in fewer than one of 500 rows."""
     rows = Rows.drawn(Draw(dtype, seed=seed), count, vocab_size)
     found = kernel(*rows.arguments)
@@ -183,7 +183,7 @@ def test_a_masked_token_is_never_drawn(given: dict[str, float], kernel: Kernel) 
     ("places", "value", "token"),
     [([7, 20], torch.inf, 7), (range(40), -torch.inf, 0), ([21], torch.nan, 0), (range(40), torch.nan, 0)],
 )
-def test_rows_without_a_finite_maximum(
+def test_no_finite_maximum(
     places: list[int], value: float, token: int, given: dict[str, float], kernel: Kernel
 ) -> None:
     """They give the reference's token, and the rows beside them stay as they are."""

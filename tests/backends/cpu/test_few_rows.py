@@ -18,7 +18,7 @@ from hal.backends.cpu.native.instruction_sets import compiler_flags
 from hal.backends.cpu.native.linear_kernels import LinearKernels
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.packing import FewRows, Layout, packed
-from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, OPERATION, thorough
 from torch import Tensor
 
 import hal
@@ -41,6 +41,7 @@ def tiles(emulated_tiles: ctypes.CDLL) -> LinearKernels:
     return LinearKernels(emulated_tiles)
 
 
+@thorough(OPERATION, r"\[(?!packed_linear_tiles--O1)")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is a part of x86 processors")
 @pytest.mark.parametrize(
     ("name", "level"),

@@ -189,7 +189,7 @@ def test_what_torch_computes_is_right_before_a_replay(native: hal.Backend) -> No
     torch.testing.assert_close(output, expected)
 
 
-def test_kernels_that_only_return_a_result_are_replayed_by_their_calls_of_torch(
+def test_kernels_without_out_are_replayed_by_their_calls_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A replay gives ``out`` to kernels that take it; that of a lookup, and some of packages, do not."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hal.backends.cpu import driver
 from hal.backends.cpu.thread_count import LONGEST_PATIENCE, PATIENCE, SETTLED, SharedThreadCount, ThreadCount
+from helpers.thorough import LONG, PROCESSES, thorough
 
 import hal
 from hal.device.host_cores import RunningThreads, cpu_quotas, usable_cores
@@ -196,6 +197,7 @@ def test_steps_beside_busy_processes_use_fewer_threads(no_other_backends: None, 
     assert torch.get_num_threads() == 2, "closing restores the number"
 
 
+@thorough(LONG)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts running threads")
 def test_a_backend_opened_beside_busy_processes_begins_with_fewer_threads(no_other_backends: None) -> None:
     torch.set_num_threads(2)
@@ -239,6 +241,7 @@ def test_quotas_and_affinity_limit_the_cores(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
 
 
+@thorough(PROCESSES, r"\[a (count|policy)")
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 @pytest.mark.parametrize(
     ("given", "expected"),

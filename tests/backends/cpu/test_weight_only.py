@@ -140,9 +140,7 @@ def test_what_is_not_finite_stays_in_its_row(
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_large_element_changes_its_block_only(
-    rows: int, kernels: WeightOnlyKernels, tiles: WeightOnlyKernels
-) -> None:
+def test_a_large_element_changes_its_block(rows: int, kernels: WeightOnlyKernels, tiles: WeightOnlyKernels) -> None:
     """Each block of 128 elements has a scale."""
     torch.manual_seed(0)
     weight, scale = weights(8, 64, 1024), torch.ones(64, 1)

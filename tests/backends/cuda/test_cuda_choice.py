@@ -247,7 +247,7 @@ class TestByLength:
             ([40], None, torch.zeros(2), "short"),
         ],
     )
-    def test_it_depends_on_the_longest(
+    def test_the_longest_decides(
         self, queries: list[int], softcap: float | None, sinks: Tensor | None, kind: str
     ) -> None:
         called: list[str] = []

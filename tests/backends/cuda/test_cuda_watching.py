@@ -76,9 +76,7 @@ def test_names_are_recorded(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) ->
     assert kernels[0].calls == 2
 
 
-def test_graphs_take_the_kernel_that_reads_lengths_on_the_device(
-    graph: CudaGraph, kernels: tuple[Kernel, Kernel]
-) -> None:
+def test_graphs_take_the_kernel_with_lengths_on_the_device(graph: CudaGraph, kernels: tuple[Kernel, Kernel]) -> None:
     """Long prefills included."""
     short, long = kernels
     call([40])
