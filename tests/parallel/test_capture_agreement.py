@@ -66,18 +66,14 @@ def _generate(rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]) 
             return texts, [shape.tokens for shape in form.shapes]
 
 
+@thorough(MODE, r"\[(?!memory-parallel0)")
 @pytest.mark.parametrize(
     ("lacks", "parallel", "sizes"),
     [
         ("memory", {"data": 2, "experts": "all_gather"}, [2, 8]),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough(MODE))
-            for case in (
-                ("streams", {"data": 2, "experts": "all_to_all"}, []),
-                ("memory", {"tensor": 2}, [2, 8]),
-                ("streams", {"tensor": 2}, []),
-            )
-        ),
+        ("streams", {"data": 2, "experts": "all_to_all"}, []),
+        ("memory", {"tensor": 2}, [2, 8]),
+        ("streams", {"tensor": 2}, []),
     ],
 )
 def test_all_ranks_leave_out_what_one_cannot_capture(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from helpers.rank_processes import run, succeeded
-from helpers.thorough import MODE, PROCESSES, thorough
+from helpers.thorough import PROCESSES, thorough
 from torch import Tensor, nn
 
 import hal
@@ -80,10 +80,7 @@ def _own_layers(rank: int, checkpoint: str, replaced: type[nn.Module], own: type
 
 
 @thorough(PROCESSES)
-@pytest.mark.parametrize(
-    ("replaced", "own"),
-    [(GroupedLinear, _OwnProduct), pytest.param(Experts, _OwnExperts, marks=pytest.mark.thorough(MODE))],
-)
+@pytest.mark.parametrize(("replaced", "own"), [(GroupedLinear, _OwnProduct), (Experts, _OwnExperts)])
 def test_layers_of_a_driver(trained_experts: Path, replaced: type[nn.Module], own: type[nn.Module]) -> None:
     alone = _own_layers(0, str(trained_experts), GroupedLinear, _OwnProduct, "")
     for mode in ("split", "all_gather"):
@@ -96,13 +93,6 @@ def test_layers_of_a_driver(trained_experts: Path, replaced: type[nn.Module], ow
         (GroupedLinear, _OwnDeclaration, "all_gather", "experts of _OwnDeclaration, which does not declare its weight"),
         (Experts, _AllExperts, "all_gather", "experts of _AllExperts, whose forward replaces that of hal.nn.Experts"),
         (GroupedLinear, _WithoutShard, "split", "_WithoutShard whose weight is declared to be shared in another way"),
-        pytest.param(
-            GroupedLinear,
-            _WithoutShard,
-            "all_gather",
-            "_WithoutShard whose weight is declared to be shared",
-            marks=pytest.mark.thorough(MODE),
-        ),
     ],
 )
 def test_layers_of_a_driver_that_ranks_cannot_share(

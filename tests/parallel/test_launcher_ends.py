@@ -91,22 +91,18 @@ COMMANDS = {
 }
 
 
-@thorough(EXHAUSTIVE, r"\[(generate-(9|15)|compare)")
+@thorough(EXHAUSTIVE, r"\[(generate-15|compare)")
+@thorough(PROCESSES, r"\[(?!generate-9)")
 @pytest.mark.parametrize(
     ("name", "number"),
     [
         ("generate", signal.SIGKILL),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough(PROCESSES))
-            for case in (
-                ("generate", signal.SIGTERM),
-                ("generate", signal.SIGINT),
-                ("generate, data parallel", signal.SIGHUP),
-                ("bench", signal.SIGTERM),
-                ("compare", signal.SIGKILL),
-                ("doctor", signal.SIGKILL),
-            )
-        ),
+        ("generate", signal.SIGTERM),
+        ("generate", signal.SIGINT),
+        ("generate, data parallel", signal.SIGHUP),
+        ("bench", signal.SIGTERM),
+        ("compare", signal.SIGKILL),
+        ("doctor", signal.SIGKILL),
     ],
 )
 def test_commands(endless: Path, tmp_path: Path, name: str, number: signal.Signals) -> None:

@@ -146,6 +146,7 @@ LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @thorough(EXHAUSTIVE, r"\[trained_experts-")
+@thorough(PROCESSES, r"torch.distributed|data-parallel|experts")
 @pytest.mark.shows("tensor parallelism", "the command")
 @pytest.mark.shows("data parallelism", "the command")
 @thorough(EXHAUSTIVE, r"all_to_all|\[trained-\('-m', 'hal_command'\)-\('--data")
@@ -153,35 +154,18 @@ LAUNCHED = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("name", "program", "options"),
     [
         ("trained", ("-m", "hal_command"), ("--tensor-parallel", "2")),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough(PROCESSES))
-            for case in (
-                ("trained", ("-m", "hal_command"), ("--data-parallel", "2")),
-                ("trained", LAUNCHED, ("--tensor-parallel", "2")),
-                ("trained_experts", ("-m", "hal_command"), ("--data-parallel", "2", "--experts", "dispatch")),
-                ("trained_experts", ("-m", "hal_command"), ("--tensor-parallel", "2", "--experts", "all_to_all")),
-            )
-        ),
+        ("trained", ("-m", "hal_command"), ("--data-parallel", "2")),
+        ("trained", LAUNCHED, ("--tensor-parallel", "2")),
+        ("trained_experts", ("-m", "hal_command"), ("--data-parallel", "2", "--experts", "dispatch")),
+        ("trained_experts", ("-m", "hal_command"), ("--tensor-parallel", "2", "--experts", "all_to_all")),
     ],
     ids=str,
 )
 def test_the_command(
     request: pytest.FixtureRequest, name: str, program: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
-    arguments = [
-        "generate",
-        str(request.getfixturevalue(name)),
-        "--prompt",
-        "def main():",
-        "--prompt",
-        "class Stack:",
-        "--max-new-tokens",
-        "12",
-        "--backend",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    asked = "--prompt=def main():", "--prompt=class Stack:", "--max-new-tokens=12", "--backend=cpu", "--dtype=float32"
+    arguments = ["generate", str(request.getfixturevalue(name)), *asked]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     texts = [
         subprocess.run(

@@ -41,9 +41,3 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert "there is no g++ on the PATH: install g++" in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-def test_an_option_that_is_wrong() -> None:
-    ran = in_a_process("cuda.memory(8)", devices="many")
-    assert ran.returncode == 2
-    assert ran.stderr == "emulated CUDA: EMULATED_CUDA_DEVICES is 'many', and must be a number from 0 to 16\n"
