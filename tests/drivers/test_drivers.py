@@ -223,43 +223,41 @@ def test_candidates_report_every_driver_and_never_raise(vendor: Vendor) -> None:
     ("target", "error", "message"),
     [
         (
-            "acme_driver:NextMinor",
+            "NextMinor",
             DriverIncompatible,
-            r"needs driver API 4\.3; .* has 4\.0 and lacks the additions of 4\.1, 4\.2, 4\.3; .* "
-            r"never call its prefetch",
+            r"API 4\.3; .* lacks the additions of 4\.1, 4\.2, 4\.3; .* prefetch",
         ),
         (
-            "acme_driver:NextMajor",
+            "NextMajor",
             DriverIncompatible,
-            r"written for driver API 5\.x; this torch-hal has 4\.0\n.* for API 4\.x, or a torch-hal with API 5\.x "
-            r"\(acme is registered by acme 1\.0\)$",
+            r"API 5\.x; .*\n.* with API 5\.x \(acme is registered by acme 1\.0\)$",
         ),
         (
-            "acme_driver:LastMajor",
+            "LastMajor",
             DriverIncompatible,
-            r"API 3\.x; this torch-hal has 4\.0: .*take weights in any form\n.* docs/how-to/moving-to-4\.md ",
+            r"API 3\.x; .* 4\.0: .*in any form\n.* docs/how-to/moving-to-4\.md ",
         ),
-        ("acme_driver:Unfinished", DriverIncompatible, "lacks open"),
-        ("acme_driver:Unrelated", DriverIncompatible, r"not a subclass of hal\.vendor\.Driver"),
-        ("acme_driver:Lettered", DriverIncompatible, r"variables = 'ACME_', .* not a tuple\n  remedy: .*\('ACME_',\)"),
-        ("acme_driver:Acne", DriverError, "cannot be imported: .* no attribute 'Acne'\n  remedy: .* entry point"),
-        ("acme_driver:Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
+        ("Unfinished", DriverIncompatible, "lacks open"),
+        ("Unrelated", DriverIncompatible, r"not a subclass of hal\.vendor\.Driver"),
+        ("Lettered", DriverIncompatible, r"variables = 'ACME_', .* not a tuple\n  remedy: .*\('ACME_',\)"),
+        ("Acne", DriverError, "cannot be imported: .* no attribute 'Acne'\n  remedy: .* entry point"),
+        ("Absent", DriverUnavailable, "there is no Acme card\n  remedy: buy one"),
         ("acme_broken:Driver", DriverError, "a_library_that_is_not_there"),
         ("acme_runtime:Driver", DriverError, "the driver acme cannot be imported: RuntimeError: the SDK is not init"),
         ("acme_missing:Driver", DriverError, "the driver acme cannot be imported: OSError: libacme_not_there"),
         ("acme_syntax:Driver", DriverError, "the driver acme cannot be imported: SyntaxError: "),
         ("acme_asserting:Driver", DriverError, "the driver acme cannot be imported: AssertionError: no card"),
         ("acme_exiting:Driver", DriverError, "the driver acme cannot be imported: SystemExit: 3"),
-        ("acme_driver:Constructed", DriverError, "creating the driver acme failed: RuntimeError: no card"),
-        ("acme_driver:Asking", DriverError, r"creating the driver acme failed: .*'card'\n .* Asking\(\) must take no"),
-        ("acme_driver:ExitingProbe", DriverError, r"the probe of the driver acme raised SystemExit\(3\)"),
-        ("acme_driver:ExitingOpen", DriverError, "opening the driver acme raised SystemExit: bye"),
-        ("acme_driver:BusyOpen", DriverError, "opening the driver acme raised RuntimeError: card 0 is busy"),
-        ("acme_driver:Otherwise", DriverIncompatible, "acme returned a backend with the name 'someone_else'"),
+        ("Constructed", DriverError, "creating the driver acme failed: RuntimeError: no card"),
+        ("Asking", DriverError, r"creating the driver acme failed: .*'card'\n .* Asking\(\) must take no"),
+        ("ExitingProbe", DriverError, r"the probe of the driver acme raised SystemExit\(3\)"),
+        ("ExitingOpen", DriverError, "opening the driver acme raised SystemExit: bye"),
+        ("BusyOpen", DriverError, "opening the driver acme raised RuntimeError: card 0 is busy"),
+        ("Otherwise", DriverIncompatible, "acme returned a backend with the name 'someone_else'"),
     ],
 )
 def test_what_cannot_be_used(vendor: Vendor, target: str, error: type[DriverError], message: str) -> None:
-    vendor.install(acme=target)
+    vendor.install(acme=target if ":" in target else f"acme_driver:{target}")
     with pytest.raises(error, match=message):
         hal.open("acme")
 
@@ -313,10 +311,7 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("variables", "message"),
         [
-            (
-                {"HAL_PICKY_CARD": "1", "HAL_PICKY_CRAD": "2"},
-                r"unknown key 'crad' .* picky driver \(options set by HAL_PICKY_CARD, HAL_PICKY_CRAD\)",
-            ),
+            ({"HAL_PICKY_CARD": "1", "HAL_PICKY_CRAD": "2"}, r"'crad' .*set by HAL_PICKY_CARD, HAL_PICKY_CRAD\)"),
             ({"HAL_PICKY_CRAD": "1"}, r"unknown key 'crad' .*set by HAL_PICKY_CRAD"),
             ({"HAL_PICKY_CARD": "one"}, r"expected int, found str 'one' .*set by HAL_PICKY_CARD"),
             ({"HAL_PICKY_CARD": "{one"}, "HAL_PICKY_CARD is not valid JSON"),

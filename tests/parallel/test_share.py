@@ -38,12 +38,7 @@ def test_more_ranks_than_heads_repeat_them(heads: int, factor: int) -> None:
 @pytest.mark.parametrize(
     ("share", "total", "ranks", "message"),
     [
-        (
-            Share(),
-            10,
-            4,
-            "4 ranks cannot share 10 elements equally\n.*--tensor-parallel, or parallel.tensor, .*: 1, 2, 5, 10$",
-        ),
+        (Share(), 10, 4, "4 ranks cannot share 10 elements equally\n.*, or parallel.tensor, .*: 1, 2, 5, 10$"),
         (Share(8), 24, 2, "2 ranks cannot share 3 heads of 8 elements equally\n.*divisor of 3: 1, 3$"),
         (Share(8), 16, 4, "4 ranks cannot share 2 heads"),
         (Share(8, repeat=True), 24, 4, "4 ranks cannot share 3 heads"),

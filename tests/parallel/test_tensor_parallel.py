@@ -115,30 +115,18 @@ def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, r
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "ranks", "counts"),
-    [  # 4 ranks repeat 2 key heads; 6 and 12 do not divide the width of the MLP.
-        (
-            "Qwen3ForCausalLM",
-            {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 40},
-            3,
-            "1, 2, 4",
-        ),
-        (
-            "Qwen3ForCausalLM",
-            {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 40},
-            6,
-            "1, 2, 4",
-        ),
-        ("Qwen3ForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 45}, 8, "1"),
-    ],
+    ("heads", "kv_heads", "inner", "ranks", "counts"),
+    [(12, 2, 40, 3, "1, 2, 4"), (12, 2, 40, 6, "1, 2, 4"), (8, 8, 45, 8, "1")],
 )
 def test_the_remedy_names_the_numbers_of_ranks_that_suit_all_weights(
-    architecture: str, changes: dict[str, Any], ranks: int, counts: str, tmp_path: Path
+    heads: int, kv_heads: int, inner: int, ranks: int, counts: str, tmp_path: Path
 ) -> None:
+    """4 ranks repeat 2 key heads; 6 and 12 do not divide the width of the MLP."""
     from hal.checkpoint.loading import check_shared
     from hal.config.settings import ParallelConfig
 
-    folder = random_checkpoint(tmp_path / "model", **{**DENSE, "head_dim": 8, **changes})
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner, "head_dim": 8}
+    folder = random_checkpoint(tmp_path / "model", **{**DENSE, **sizes})
     with pytest.raises(
         hal.HalError, match=rf"{ranks} ranks cannot share .*\n.* suit all weights of the model: {counts}$"
     ):
