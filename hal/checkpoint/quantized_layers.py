@@ -27,7 +27,7 @@ from hal.parallel.mesh import Mesh
 from hal.quantization.checkpoint_format import Quantization
 from hal.quantization.forms import INT8, INT8_DYNAMIC, check_width, name_of
 from hal.quantization.input_order import GROUPS
-from hal.quantization.int8_arithmetic import quantize_weight
+from hal.quantization.int8_arithmetic import int8_row_sums, quantize_weight
 from hal.quantization.stored_layer import StoredAs, StoredLayer, Tensors
 
 AUTO: Final = "auto"
@@ -244,6 +244,8 @@ def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:
     """
     weight = decoded["weight"]
     assert weight is not None
+    if stored.form.inputs == "static_int8":
+        decoded = _without_input_scale(stored, decoded)
     bias = {"bias": decoded.get("bias")}
     if stored.layer.num_experts is None:
         return {**_converted(stored, decoded, target), **bias}
@@ -252,6 +254,21 @@ def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:
         for expert in range(weight.shape[0])
     ]
     return {**{key: torch.stack([each[key] for each in found]) for key in found[0]}, **bias}
+
+
+def _without_input_scale(stored: StoredLayer, decoded: Tensors) -> Tensors:
+    """Return int8 rows with scales of weights and a floating-point bias, from those for a static input."""
+    weight, scale, given = decoded["weight"], decoded["weight_scale"], decoded["input_scale"]
+    assert weight is not None
+    assert scale is not None
+    assert given is not None
+    found, bias, offset = {"weight": weight, "weight_scale": scale / given[0]}, decoded["bias"], decoded["input_offset"]
+    if not stored.layer.biased:  # All that it holds is the offset's part.
+        return found
+    counts = torch.zeros_like(scale[..., 0], dtype=torch.int64) if bias is None else bias.long()
+    if offset is not None:
+        counts = counts + offset.flatten()[0] * int8_row_sums(weight)
+    return found | {"bias": (counts * scale.squeeze(-1).double()).float()}
 
 
 def _converted(stored: StoredLayer, decoded: Tensors, target: Form) -> dict[str, Tensor]:

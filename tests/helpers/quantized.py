@@ -18,6 +18,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.quantized_layers import linear_layers
 from hal.nn import CausalLM, Linear, Projection
 from hal.ops.forms import dequantize
+from hal.parallel import Mesh
 from helpers.checkpoints import random_checkpoint, write_json
 
 Format = Literal["compressed-tensors", "modelslim"]
@@ -180,8 +181,8 @@ def make_pair(
     return Pair(folder, float_folder, layers)
 
 
-def load(folder: Path, **config: Any) -> hal.nn.CausalLM:
-    return hal.load_model(folder, hal.open({"backend": "cpu", **config}))
+def load(folder: Path, mesh: Mesh | None = None, **config: Any) -> hal.nn.CausalLM:
+    return hal.load_model(folder, hal.open({"backend": "cpu", **config}, mesh=mesh or Mesh()))
 
 
 def logits(model: hal.nn.CausalLM, compiler: str = "eager") -> Tensor:

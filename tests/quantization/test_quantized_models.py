@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 from hal.models.qwen3 import Qwen3ForCausalLM
 from helpers import held_out, large_checkpoint
-from helpers.checkpoints import random_checkpoint, write_json
+from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
 from helpers.quantized import (
     DESCRIPTION,
     DOWN,
@@ -46,6 +46,7 @@ from helpers.quantized import (
     names_of,
     quantized,
     section,
+    wide,
 )
 from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
@@ -54,8 +55,10 @@ from torch import Tensor
 import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.cli import main
+from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import Linear, MergedLinear
+from hal.nn import Linear, MergedLinear, Projection
+from hal.parallel import Mesh
 from hal.quantization.forms import INT8_DYNAMIC, INT8_STATIC, NAMES
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -134,6 +137,30 @@ def test_parts_of_different_input_scales(format: Format, tmp_path: Path) -> None
     biases = torch.cat([layer.bias.double() for layer in layers if layer.bias is not None])
     unit = 0.05 * max(layer.scale.max().item() for layer in layers)
     assert (module(x) - torch.cat(wanted, dim=-1) - biases).abs().max() < unit + 1e-5
+
+
+@pytest.mark.parametrize("overrides", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_static_layers_are_converted(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """The input's scale and offset then have no part in the weights and the biases, whole and on ranks."""
+    pair = make_pair(tmp_path, format, "w8a8", attention_bias=True, **overrides)
+    plain = load(pair.float_folder)
+    exact = {path: each for path, each in plain.named_modules() if isinstance(each, Projection)}
+    for weights in ("dequantized", "w8a16", "w8a8_dynamic"):
+        found = load(pair.folder, quantized_weights=weights)
+        for path, layer in exact.items():
+            mine = found.get_submodule(path)
+            assert error(wide(mine) if mine.quantized else mine.weight, layer.weight) < 1e-6
+            if layer.bias is not None:
+                unit = max(0.03 * each.scale.max().item() for each in pair.layers.values())
+                assert mine.bias.dtype == torch.float32
+                assert (mine.bias - layer.bias).abs().max() <= unit / 2 + 1e-6
+    ranks = [Group("ranks", rank, 2, object()) for rank in range(2)]
+    parts = [load(pair.folder, Mesh(tensor=each), quantized_weights="dequantized") for each in ranks]
+    path = "model.layers.0.self_attn.o_proj"
+    found, layer = [each.get_submodule(path) for each in parts], plain.get_submodule(path)
+    assert error(torch.cat([each.weight for each in found], -1), layer.weight) < 1e-6
+    assert (sum(each.bias for each in found) - layer.bias).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("format", FORMATS)
