@@ -90,7 +90,8 @@ def input_order(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | 
     Returns:
         ``input_order``: the inputs, those of the first group first, of experts with a first dimension more; this rank's
             part. None if they have that order.
-        ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; or None.
+        ``input_groups``: the group of each of this rank's inputs, of experts with a first dimension more; absent where
+            the weight is not dequantized.
 
     Raises:
         CheckpointError: parts have different orders.
@@ -98,7 +99,7 @@ def input_order(stored: StoredLayer, key: str, name: str) -> dict[str, Tensor | 
     index = stored.tensors.get(key)
     if not stored.form.ordered:
         return {}
-    found: dict[str, Tensor | None] = {"input_order": None, GROUPS: None}
+    found: dict[str, Tensor | None] = {"input_order": None}
     if index is None:
         return found
     rows, parts = index.long().flatten(0, -2), index.shape[-2]

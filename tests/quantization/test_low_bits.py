@@ -247,6 +247,7 @@ def of_modelslim(folder: Path) -> Path:
     return quantized
 
 
+SCALES = ("scale", "scales", "scale_inv")
 COMPILED: dict[str, Callable[[Path], Path]] = {
     **{name: lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in FORMATS.items()},
     **{f"{name}-a8": lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in W4A8.items()},
@@ -266,6 +267,26 @@ def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
     """Of experts, which have dense layers beside them; inputs that are ordered, of dense layers."""
     quantized = COMPILED[name](tmp_path)
     assert error(logits(quantized, compiler), logits(quantized)) < 1e-5
+
+
+@thorough(MODE, r"\[(?!gptq-ordered)")
+@pytest.mark.parametrize("name", COMPILED)
+def test_weights_are_replaced(name: str, tmp_path: Path) -> None:
+    quantized = COMPILED[name](tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    scales = {each: tensors[each] for each in tensors if each.endswith(SCALES)}
+    larger = {  # those of float4 are exponents
+        name: (each.float() * 2).to(each.dtype) if each.is_floating_point() else each + 1
+        for name, each in scales.items()
+    }
+    with hal.open({"backend": "cpu", "options": {"pack_weights": False}}) as backend:
+        runner = hal.Runner(hal.load_model(quantized, backend), backend)
+        batch = runner.batch([TOKENS], [[1]])
+        before = runner.step(batch).logits.clone()
+        hal.replace_weights(runner, tensors | larger)
+        assert error(runner.step(batch).logits, before) > 1e-3
+        hal.replace_weights(runner, tensors)
+        assert torch.equal(runner.step(batch).logits, before)
 
 
 def test_experts_of_float8_in_one_tensor(cpu: hal.Backend, tmp_path: Path) -> None:
