@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hal.backends.cpu.native import build
 
+import hal
 from hal.config import CompileCache, cache_folder
+
+
+@pytest.fixture(scope="module")
+def native() -> hal.Backend:
+    """Return a backend with the C++ kernels; raise if they cannot be built."""
+    return hal.open({"backend": "cpu", "options": {"native": True}})
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

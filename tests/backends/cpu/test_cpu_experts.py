@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,19 +27,6 @@ def open_cpu(native: bool) -> hal.Backend:
     return hal.open({"backend": "cpu", "options": {"native": native}})
 
 
-@pytest.fixture(scope="module")
-def native() -> hal.Backend:
-    return open_cpu(native=True)
-
-
-@pytest.fixture(params=[1, 2], ids="threads={}".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def routed(draw: Draw, experts: Tensor, num_experts: int, hidden: int, width: int) -> list[Any]:
     """Return the arguments of expert_mlp."""
     return [
@@ -59,7 +45,7 @@ def chosen(draw: Draw, tokens: int, num_experts: int, top_k: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("hidden", "width"), SHAPES)
-def test_any_shape(hidden: int, width: int, dtype: torch.dtype, threads: int, native: hal.Backend) -> None:
+def test_any_shape(hidden: int, width: int, dtype: torch.dtype, threads: None, native: hal.Backend) -> None:
     draw = Draw(dtype, seed=hidden * width)
     for tokens, num_experts, top_k in ((1, 4, 1), (1, 8, 8), (2, 3, 2), (5, 16, 3), (19, 2, 2), (70, 3, 1)):
         arguments = routed(draw, chosen(draw, tokens, num_experts, top_k), num_experts, hidden, width)
@@ -67,7 +53,7 @@ def test_any_shape(hidden: int, width: int, dtype: torch.dtype, threads: int, na
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_tokens_to_one_expert(dtype: torch.dtype, threads: int, native: hal.Backend) -> None:
+def test_all_tokens_to_one_expert(dtype: torch.dtype, threads: None, native: hal.Backend) -> None:
     """The others have no tokens. 150 rows are more than the kernel multiplies at a time."""
     draw = Draw(dtype)
     for tokens in (1, 7, 150):
@@ -179,7 +165,7 @@ def test_rows_beyond_the_counts_change_nothing(native: bool, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "torch"])
-def test_a_tape_replays_other_routings(native: bool, threads: int) -> None:
+def test_a_tape_replays_other_routings(native: bool, threads: None) -> None:
     """The number of rows of each expert changes between replays: all to one, none to some."""
     backend, draw = open_cpu(native), Draw()
     logits, (x, gate_up, down, *_) = draw.normal(6, 8), routed(draw, chosen(draw, 6, 8, 2), 8, 48, 20)

@@ -53,12 +53,6 @@ def open_cpu(**options: Any) -> hal.Backend:
     return hal.open({"backend": "cpu", "options": options})
 
 
-@pytest.fixture(scope="module")
-def native() -> hal.Backend:
-    """Return the C++ kernels; raise if they cannot be built."""
-    return open_cpu(native=True)
-
-
 def attended(
     query: Tensor,
     caches: Sequence[Tensor],
@@ -141,6 +135,7 @@ def check_mixed_steps(kernel: Kernel, heads: tuple[int, int], head_dim: int, dty
             assert_agree(ATTENTION, dtype, found, expected)
 
 
+@thorough(DTYPE, r"\.float16\]")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 40), ((4, 1), 64), ((6, 2), 80)])
 def test_long_prompts(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend) -> None:
@@ -393,31 +388,6 @@ def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
     torch.testing.assert_close(native.kernels["paged_attention"](*arguments), expected)
 
 
-@thorough(PROCESSES)
-def test_without_a_compiler(tmp_path: Path, trained: Path) -> None:
-    """The torch kernels are used with a warning. If C++ was requested, opening fails with a remedy."""
-    program = f"""
-import logging, hal
-logging.basicConfig()
-backend = hal.open({{"backend": "cpu", "options": OPTIONS}})
-runner = hal.Runner(hal.load_model({str(trained)!r}, backend), backend)
-print([token.token_id for token in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=4))])
-"""
-    environment = {**os.environ, "PATH": str(tmp_path), "HAL_CACHE_DIR": str(tmp_path / "cache"), "CXX": ""}
-
-    def run(options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program.replace("OPTIONS", repr(options))]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-    default, off, on = run({}), run({"native": False}), run({"native": True})
-    assert default.returncode == off.returncode == 0, default.stderr
-    assert default.stdout == off.stdout
-    assert "runs without its C++ kernels" in default.stderr
-    assert "C++" not in off.stderr
-    assert "DriverUnavailable" in on.stderr
-    assert "install g++" in on.stderr
-
-
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
@@ -559,7 +529,7 @@ def test_what_is_compiled_needs_no_compiler(compiled: Path, tmp_path: Path, monk
 def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(DriverUnavailable, match="there is no no-such-compiler"):
+    with pytest.raises(DriverUnavailable, match=r"there is no no-such-compiler on the PATH\n.*install g\+\+"):
         build.load.__wrapped__()
     monkeypatch.setenv("CXX", "g++ -DCHOSEN")
     assert build._compiler() == [shutil.which("g++"), "-DCHOSEN"]

@@ -23,6 +23,9 @@ SIZES = ((96, 64), (50, 33), (17, 1), (1, 130), (300, 576), (16, 2050))
 """Outputs and width. The fifth weight is multiplied by all threads."""
 
 
+pytestmark = pytest.mark.usefixtures("threads")
+
+
 @pytest.fixture(params=["best", pytest.param("avx2", marks=thorough(MODE))])
 def kernels(request: pytest.FixtureRequest) -> Int8Kernels:
     """Return the kernels, with instructions for integers, if the processor has them, and without."""
@@ -32,14 +35,6 @@ def kernels(request: pytest.FixtureRequest) -> Int8Kernels:
     except DriverUnavailable as missing:
         pytest.skip(str(missing))
     return Int8Kernels(build.load(highest))
-
-
-@pytest.fixture(params=[1, 2], ids="{} threads".format, autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

@@ -22,11 +22,6 @@ from hal.ops.forms import FLOAT, Form, dequantize
 from hal.ops.kernels.form_kernels import FormKernels, plain
 
 
-@pytest.fixture(scope="module")
-def native() -> hal.Backend:
-    return hal.open({"backend": "cpu", "options": {"native": True}})
-
-
 def pieces(graph: Graph) -> list[int]:
     """Return the number of kernels of each call of a replay; 0 for a call of Python."""
     assert isinstance(graph, Tape)

@@ -208,6 +208,7 @@ def test_experts(dtype: torch.dtype, kernels: WeightOnlyKernels) -> None:
     check_experts(kernels, dtype)
 
 
+@thorough(MODE, "tiles")
 @pytest.mark.parametrize("name", ["kernels", "tiles"])
 def test_every_number_of_float4_and_every_exponent(name: str, request: pytest.FixtureRequest) -> None:
     """Of one row and of many, with and without products of integers; powers of two are exact."""
