@@ -76,6 +76,46 @@ class Attend:
         return {"kv_lens_host": torch.tensor(lens, dtype=torch.int32), "query_start_loc_host": self.starts}
 
 
+def paged_sample(
+    draw: Draw,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: tuple[int, int] = (2, 1),
+    head_dim: int = 64,
+    block_size: int = 8,
+    sinks: bool = False,
+    padding: int = 0,
+    spare: int = 1,
+    integers: torch.dtype = torch.int32,
+    **options: Any,
+) -> Sample:
+    """Draw paged_attention: shuffled blocks, NaN in unwritten slots, and a query that is a view of a packed projection.
+
+    ``padding`` tokens follow the last sequence's; ``spare`` columns of the table are more than any sequence needs.
+    """
+    num_heads, kv_heads = heads
+    columns = -(-max(kv_lens) // block_size) + spare
+    table = draw.permutation(len(kv_lens) * columns + 2)[: len(kv_lens) * columns].view(len(kv_lens), columns)
+    caches = [draw.normal(len(kv_lens) * columns + 2, block_size, kv_heads, head_dim) for _ in range(2)]
+    free = torch.ones(len(kv_lens) * columns + 2, block_size, dtype=torch.bool)
+    for row, length in zip(table.long(), kv_lens, strict=True):
+        places = torch.arange(length)
+        free[row[places // block_size], places % block_size] = False
+    for cache in caches:
+        cache[free] = torch.nan
+    starts, lens = torch.tensor([0, *query_lens]).cumsum(0).to(integers), torch.tensor(kv_lens, dtype=integers)
+    packed = draw.normal(sum(query_lens) + padding, num_heads + 2 * kv_heads, head_dim)
+    return (
+        packed[:, :num_heads],
+        *caches,
+        table.to(integers),
+        *(starts, lens) * 2,
+        draw.normal(num_heads) if sinks else None,
+        ops.AttentionOptions(head_dim**-0.5, **options),
+    )
+
+
 def with_blind_queries(draw: Draw) -> Iterator[Sample]:
     """Yield samples of ``scaled_dot_product_attention`` in which some queries attend to no key."""
     for batch, heads, kv_heads, queries, keys, causal, masked in (

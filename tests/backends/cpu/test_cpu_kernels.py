@@ -26,6 +26,7 @@ from hal.backends.cpu.native.kernels import NATIVE
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Layout, Measured, Packing, linear
+from helpers.attending import paged_sample
 from helpers.reference import prompts
 from helpers.thorough import DRAW, DTYPE, EXHAUSTIVE, MODE, PROCESSES, thorough
 from torch import Tensor
@@ -88,14 +89,10 @@ def test_kernels_of_torch_meet_the_reference(seed: int, name: str, dtype: torch.
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 6), (14, 2)])
 def test_decode_attention(heads: tuple[int, int], window: int | None, dtype: torch.dtype, native: hal.Backend) -> None:
     """Test lengths around the chunk size, shuffled blocks, and batches smaller and larger than the thread count."""
-    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=3)
+    draw = Draw(dtype, seed=3)
     for lengths in ([1], [4, 0, 5], [3] * 9, [130, 1, 64, 63, 65, 0]):
-        columns = -(-max(lengths) // 16)
-        table = draw.permutation(len(lengths) * columns + 3)[: len(lengths) * columns].view(len(lengths), columns)
-        caches = [draw.normal(len(lengths) * columns + 3, 16, kv_heads, 32) for _ in range(2)]
-        starts, lens = (torch.tensor(each, dtype=torch.int32) for each in (range(len(lengths) + 1), lengths))
-        query = draw.normal(len(lengths), num_heads + 2, 32)[:, 1:-1]
-        arguments = attended(query, caches, table.int(), starts, lens, 0.2, window=window)
+        given = {"heads": heads, "head_dim": 32, "block_size": 16, "window": window}
+        arguments = paged_sample(draw, [1] * len(lengths), lengths, **given)
         expected = ATTENTION.reference(*arguments)
         for kernel in (native.kernels["paged_attention"], by_torch.paged_attention):
             assert_agree(ATTENTION, dtype, kernel(*arguments), expected)
@@ -111,24 +108,16 @@ def test_mixed_steps(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, 
 
 def check_mixed_steps(kernel: Kernel, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """Sequences of one query, of few and of many, of none, and as many queries as sequences."""
-    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=5)
-    many = FEW // 96 + 1
+    draw, many = Draw(dtype, seed=5), FEW // 96 + 1
     for counts, lengths in (
         ([1, 3, many, 0, 1, 5], [40, 3, 96, 7, 1, 70]),
         ([many, many], [many, 100]),
         ([2, 0, 1], [9, 4, 33]),
         ([4, 1], [64, 65]),
     ):
-        columns = -(-max(lengths) // 16)
-        blocks = len(lengths) * columns
-        table = draw.permutation(blocks + 3)[:blocks].view(len(lengths), columns).int()
-        caches = [draw.normal(blocks + 3, 16, kv_heads, head_dim) for _ in range(2)]
-        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-        lens = torch.tensor(lengths, dtype=torch.int32)
-        query = draw.normal(sum(counts), num_heads + 2, head_dim)[:, 1:-1]
-        for options in ({}, {"window": 6}, {"causal": False}, {"softcap": 2.0}):
-            sinks = draw.normal(num_heads) if "causal" in options or "softcap" in options else None
-            arguments = attended(query, caches, table, starts, lens, 0.3, sinks, **options)
+        for options in ({}, {"window": 6}, {"causal": False, "sinks": True}, {"softcap": 2.0, "sinks": True}):
+            given = {"heads": heads, "head_dim": head_dim, "block_size": 16, **options}
+            arguments = paged_sample(draw, counts, lengths, **given)
             expected = ATTENTION.reference(*arguments)
             found = torch.full(expected.shape, torch.nan, dtype=dtype)
             kernel(*arguments, out=found)
@@ -154,22 +143,9 @@ def test_attention_by_tiles(emulated_tiles: ctypes.CDLL) -> None:
 
 def check_long_prompts(kernel: Kernel, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """Longer than a tile of keys and a task's queries, also after a cached prefix; what is not theirs is NaN."""
-    (num_heads, kv_heads), draw = heads, Draw(dtype, seed=9)
-    counts, lengths = [530, 1, 130], [530, 700, 1201]
-    blocks = [-(-length // 32) for length in lengths]
-    table = torch.full((3, max(blocks)), sum(blocks), dtype=torch.int32)
-    order = draw.permutation(sum(blocks)).int()
-    caches = [draw.normal(sum(blocks) + 1, 32, kv_heads, head_dim) for _ in range(2)]
-    for row, (each, length) in enumerate(zip(order.split(blocks), lengths, strict=True)):
-        table[row, : blocks[row]] = each
-        for cache in caches:
-            cache[each[-1], (length - 1) % 32 + 1 :] = torch.nan
-    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    query = draw.normal(sum(counts), num_heads, head_dim)
-    for given in ({}, {"window": 600}, {"causal": False}, {"causal": False, "window": 3}, {"softcap": 0.5}):
-        sinks = draw.normal(num_heads) if {"window", "softcap"} & {*given} else None
-        arguments = attended(query, caches, table, starts, lens, 0.1, sinks, **given)
+    for options in ({}, {"window": 600}, {"causal": False}, {"causal": False, "window": 3}, {"softcap": 0.5}):
+        given = {"heads": heads, "head_dim": head_dim, "block_size": 32, "sinks": "causal" not in options, **options}
+        arguments = paged_sample(Draw(dtype, seed=9), [530, 1, 130], [530, 700, 1201], **given)
         expected = ATTENTION.reference(*arguments)
         assert_agree(ATTENTION, dtype, kernel(*arguments), expected)
 

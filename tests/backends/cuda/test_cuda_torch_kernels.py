@@ -10,7 +10,7 @@ import torch
 from hal.backends.cuda.attention import TorchAttention
 from hal.backends.cuda.flashinfer.plans import Plan, Shape, pages_of
 from hal.backends.cuda.libraries import KERNELS, int8_product
-from helpers.attending import with_blind_queries
+from helpers.attending import paged_sample, with_blind_queries
 from helpers.thorough import DRAW, thorough
 from torch import Tensor
 
@@ -49,25 +49,6 @@ def test_queries_that_attend_to_no_key(seed: int, dtype: torch.dtype) -> None:
         assert_agree(operation, dtype, found, expected, f"seed {seed}")
 
 
-def attention_case(draw: Draw, lengths: list[int], *, with_sinks: bool = False, **options: Any) -> tuple[Any, ...]:
-    """Return arguments of a decode, in blocks of 8."""
-    rows, columns = len(lengths), -(-max(lengths) // 8) + 1
-    kv_lens, starts = torch.tensor(lengths, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
-    caches = draw.normal(rows * columns, 8, 2, 16), draw.normal(rows * columns, 8, 2, 16)
-    table = draw.permutation(rows * columns).view(rows, columns)
-    return (
-        draw.normal(rows, 6, 16),
-        *caches,
-        table,
-        starts,
-        kv_lens,
-        starts,
-        kv_lens,
-        draw.normal(6) if with_sinks else None,
-        AttentionOptions(0.3, **options),
-    )
-
-
 @pytest.mark.parametrize("lengths", [[1], [8, 9, 7], [0, 16, 0], [0, 0]], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 8, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -77,14 +58,10 @@ def test_decodes_two_ways(lengths: list[int], window: int | None, softcap: float
 
     Both ignore unfilled slots, even if they hold NaN.
     """
-    case = attention_case(Draw(seed=7), lengths, with_sinks=with_sinks, window=window, softcap=softcap)
+    given = {"heads": (6, 2), "head_dim": 16, "sinks": with_sinks, "window": window, "softcap": softcap}
+    case = paged_sample(Draw(seed=7), [1] * len(lengths), lengths, **given)
     query, keys, values, table, starts, kv_lens, _, _, *options = case
     expected = ops.operation("paged_attention").reference(*case)
-    for row, length in enumerate(lengths):
-        slots = torch.arange(table.shape[1] * 8)
-        unused = table[row, slots // 8].long() * 8 + slots % 8
-        for cache in (keys, values):
-            cache.view(-1, 2, 16)[unused[length:]] = float("nan")
     found = decode(query, keys, values, table, kv_lens, *options)
     again = one_by_one(query, keys, values, table, starts.tolist(), lengths, *options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

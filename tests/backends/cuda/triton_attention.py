@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,60 +9,15 @@ import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from hal.backends.cuda.triton.attention import MAX_SPLITS, Tiles, attend, blocks, splits, tiles
+from helpers.attending import paged_sample as drawn
 from helpers.triton_checking import DEVICE, DTYPES, check, every_dtype
 from torch import Tensor
 
 from hal import ops
 from hal.errors import OperationError
-from hal.ops import AttentionOptions, Draw, Sample
+from hal.ops import AttentionOptions, Draw
 
 BLOCK = 8
-
-
-def drawn(
-    draw: Draw,
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    *,
-    heads: tuple[int, int] = (2, 1),
-    head_dim: int = 64,
-    block_size: int = BLOCK,
-    window: int | None = None,
-    causal: bool = True,
-    softcap: float | None = None,
-    sinks: bool = False,
-    padding: int = 0,
-    spare: int = 1,
-    integers: torch.dtype = torch.int32,
-) -> Sample:
-    """Draw arguments: shuffled blocks, NaN in unwritten slots, and a query that is a view of a packed projection.
-
-    ``padding`` tokens follow the last sequence's; ``spare`` columns of the table are more than any sequence needs.
-    """
-    num_heads, kv_heads = heads
-    columns = -(-max(kv_lens) // block_size) + spare
-    table = draw.permutation(len(kv_lens) * columns + 2)[: len(kv_lens) * columns].view(len(kv_lens), columns)
-    caches = [draw.normal(len(kv_lens) * columns + 2, block_size, kv_heads, head_dim) for _ in range(2)]
-    for cache in caches:
-        free = torch.ones(cache.shape[:2], dtype=torch.bool)
-        for row, length in zip(table.long(), kv_lens, strict=True):
-            for position in range(length):
-                free[row[position // block_size], position % block_size] = False
-        cache[free] = float("nan")
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(integers)
-    lens = torch.tensor(kv_lens, dtype=integers)
-    packed = draw.normal(sum(query_lens) + padding, num_heads + 2 * kv_heads, head_dim)
-    return (
-        packed[:, :num_heads],
-        *caches,
-        table.to(integers),
-        starts,
-        lens,
-        starts,
-        lens,
-        draw.normal(num_heads) if sinks else None,
-        AttentionOptions(head_dim**-0.5, window=window, causal=causal, softcap=softcap),
-    )
 
 
 def cut(tiling: Tiles, parts: int) -> Any:
