@@ -16,6 +16,7 @@ import attrs
 import pytest
 import torch
 import triton
+from hal.backends.cuda.triton import KERNELS
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -106,6 +107,23 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiling]:
 def compiling(request: pytest.FixtureRequest, driver: Compiling) -> Compiling:
     driver.capability = request.param
     return driver
+
+
+def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
+    """Return what a call of an operation's kernel compiles."""
+    before = len(driver.compiled)
+    KERNELS[name](*arguments)
+    return driver.compiled[before:]
+
+
+def check_fits(kernel: Compiled, spilled: int = 0) -> None:
+    assert kernel.spilled <= spilled, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+
+
+def check_product(kernel: Compiled, spilled: int = 0) -> None:
+    check_fits(kernel, spilled)
+    assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "it moves less than 16 bytes at once"
+    assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

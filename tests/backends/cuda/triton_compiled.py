@@ -12,7 +12,7 @@ import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from helpers.triton_checking import EXPERTS, RECURRENT
-from helpers.triton_compiling import Compiling, empty
+from helpers.triton_compiling import Compiling, check_fits, check_product, compiled, empty
 
 from hal.bench.shapes import SHAPES
 from hal.ops import AttentionOptions
@@ -69,10 +69,8 @@ def test_rows_fit_and_move_16_bytes_at_once(compiling: Compiling) -> None:
     arguments = rows()
     assert arguments.keys() | EXPERTS | RECURRENT | {"linear", "paged_attention"} == KERNELS.keys()
     for name, sample in arguments.items():
-        before = len(compiling.compiled)
-        KERNELS[name](*sample)
-        (kernel,) = compiling.compiled[before:]
-        assert kernel.spilled == 0, f"{name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+        (kernel,) = compiled(compiling, name, *sample)
+        check_fits(kernel)
         assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{name} loads less than 16 bytes at a time"
         assert re.search(r"st\.global[.\w:]*\.v4\.b32|st\.global[.\w:]*\.v2\.b32", kernel.ptx), name
 
@@ -111,12 +109,7 @@ def test_attention_fits(head_dim: int, dtype: torch.dtype, compiling: Compiling)
     kernels = compiling.compiled[before:]
     assert {kernel.name for kernel in kernels} == {"_attend", "_combine"}
     for kernel in kernels:
-        assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
-    for kernel in (each for each in kernels if each.name == "_attend"):
-        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), (
-            "keys are loaded less than 16 bytes at a time"
-        )
-        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products do not use tensor cores"
+        (check_product if kernel.name == "_attend" else check_fits)(kernel)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, torch.bfloat16), (128, torch.float32), (256, torch.float32)])
@@ -127,7 +120,7 @@ def test_attention_that_may_spill_a_little(head_dim: int, dtype: torch.dtype, dr
     attend(4096, SEQUENCES, head_dim, dtype, with_sinks=True, softcap=50.0)
     assert len(driver.compiled) == before + 4
     for kernel in driver.compiled[before:]:
-        assert kernel.spilled <= 128, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+        check_fits(kernel, 128)
 
 
 def test_consumer_gpus_have_the_shared_memory(driver: Compiling) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
-from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
+from helpers.triton_compiling import Compiled, Compiling, Launcher, check_fits, check_product, compiled, empty
 from torch import Tensor
 
 from hal.bench.shapes import SHAPES
@@ -41,12 +41,6 @@ def scales() -> tuple[Tensor, Tensor]:
     return torch.ones(NUM_EXPERTS, 2 * WIDTH, 1), torch.ones(NUM_EXPERTS, HIDDEN, 1)
 
 
-def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
-    before = len(driver.compiled)
-    KERNELS[name](*arguments)
-    return driver.compiled[before:]
-
-
 def grouped(driver: Compiling, form: Form, x: Tensor, weight: Tensor, counts: Tensor, scale: Tensor) -> list[Compiled]:
     return compiled(driver, "grouped_linear", x, weight, counts, None, scale, None, None, None, form)
 
@@ -59,9 +53,7 @@ def check_products(kernels: list[Compiled], spilled: int) -> None:
     products = [kernel for kernel in kernels if kernel.name == "_project"]
     assert products
     for kernel in products:
-        assert kernel.spilled <= spilled, f"spills {kernel.spilled} bytes of {kernel.registers} registers"
-        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "it moves less than 16 bytes at once"
-        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
+        check_product(kernel, spilled)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -104,7 +96,7 @@ def test_float32_fits(compiling: Compiling) -> None:
     """Without tensor cores, whose float32 is shorter."""
     for tokens in TOKENS:
         for kernel in compiled(compiling, "expert_mlp", *float_mlp(tokens, torch.float32)):
-            assert kernel.spilled == 0, f"{kernel.name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+            check_fits(kernel)
             assert not re.search(r"tf32", kernel.ptx)
 
 

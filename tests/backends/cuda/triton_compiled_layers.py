@@ -13,7 +13,7 @@ import pytest
 import torch
 from hal.backends.cuda.triton import KERNELS
 from helpers.triton_checking import RECURRENT
-from helpers.triton_compiling import Compiled, Compiling, Launcher, empty
+from helpers.triton_compiling import Compiling, Launcher, check_fits, check_product, compiled, empty
 from torch import Tensor
 
 from hal.ops.forms import Form
@@ -23,12 +23,6 @@ pytest_plugins = ("helpers.triton_compiling",)
 KEY_HEADS, HEADS, HEAD_DIM = 16, 32, 128
 CHANNELS = (2 * KEY_HEADS + HEADS) * HEAD_DIM
 HIDDEN, INNER = 4096, 12288
-
-
-def compiled(driver: Compiling, name: str, *arguments: Any) -> list[Compiled]:
-    before = len(driver.compiled)
-    KERNELS[name](*arguments)
-    return driver.compiled[before:]
 
 
 def steps(sequences: int, saves: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -57,7 +51,7 @@ def test_a_decode_fits_and_moves_16_bytes_at_once(compiling: Compiling) -> None:
     assert arguments.keys() == RECURRENT
     for name, sample in arguments.items():
         (kernel,) = compiled(compiling, name, *sample)
-        assert kernel.spilled == 0, f"{name} spills {kernel.spilled} bytes of {kernel.registers} registers"
+        check_fits(kernel)
         if name != "delta_rule_gates":
             assert re.search(r"ld\.global[.\w:]*\.v4\.b32", kernel.ptx), f"{name} loads less than 16 bytes at a time"
 
@@ -100,9 +94,7 @@ def test_low_bits_fit(rows: int, compiling: Compiling) -> None:
         (Form("float4", columns=32, scales="e8m0"), torch.bfloat16),
     ):
         (kernel,) = compiled(compiling, "linear", *packed(rows, form, dtype))
-        assert kernel.spilled == 0, f"{form} spills {kernel.spilled} bytes of {kernel.registers} registers"
-        assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", kernel.ptx), "it moves less than 16 bytes at once"
-        assert re.search(r"mma\.sync|wgmma", kernel.ptx), "products are not the tensor cores'"
+        check_product(kernel)
 
 
 def test_one_compilation_serves_all_decodes(driver: Compiling) -> None:
