@@ -519,15 +519,6 @@ class TestTorchCompile:
             torch.compiler.reset()
             assert (compiled(*arguments) < 3).all()
 
-    def test_a_chosen_pass_is_no_missed_rewrite(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
-        ran = []
-        hal.Backend("own", cpu.device, kernels={}, rewrites=(ran.append,)).activate()
-        with torch.inference_mode(), caplog.at_level("WARNING", "hal.compile"):
-            torch.compile(lambda x: x + 1, backend="hal", options={"passes": {"append": True}})(torch.ones(3))
-        assert ran
-        assert not caplog.messages
-        cpu.activate()
-
     def test_a_backends_own_function(self, cpu: hal.Backend, caplog: pytest.LogCaptureFixture) -> None:
         arguments = torch.randn(2, 4), torch.randn(2, 4), torch.ones(4), 1e-6
         own = cpu.ops.add_rms_norm

@@ -33,12 +33,11 @@ def drawn(form: Form, rows: int, width: int, out: int, dtype: torch.dtype, *, bi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(each, marks=further) for each in DTYPES[::2])])
 def test_declared_samples(dtype: torch.dtype) -> None:
-    forms = set()
-    for sample in ops.operation("linear").samples(Draw(dtype, seed=0)):
-        if LINEAR.taking(sample[-1]) is not None:
-            agree(dtype, sample)
-            forms.add(sample[-1])
-    assert len(forms) > 12
+    """Every other sample: bfloat16 has those that the other dtypes leave out."""
+    samples = [each for each in ops.operation("linear").samples(Draw(dtype, seed=0)) if LINEAR.taking(each[-1])]
+    for sample in samples[DTYPES.index(dtype) % 2 :: 2]:
+        agree(dtype, sample)
+    assert len({sample[-1] for sample in samples[DTYPES.index(dtype) % 2 :: 2]}) > 12
 
 
 @pytest.mark.parametrize(
