@@ -11,6 +11,7 @@ import attrs
 import pytest
 import torch
 from helpers import rank_processes
+from helpers.thorough import MODE, thorough
 from torch import Tensor
 
 import hal
@@ -96,6 +97,7 @@ def check_plan(rank: int, kind: type[Wasteful], compiler: str, captures: float, 
     return True
 
 
+@thorough(MODE, r"\[Wasteful-eager")
 @pytest.mark.parametrize(
     ("kind", "compiler", "captures", "garbage"),
     [(Wasteful, "eager", 0, 0), (Wasteful, "graph", (32 + 4) * 1.15, 0), (Collecting, "eager", 0, 100)],
