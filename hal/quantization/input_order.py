@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal.errors import CheckpointError
 from hal.nn import ValueCheck, Weight
-from hal.nn.linear import IN
+from hal.nn.linear import EXPERTS, IN
 from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.stored_layer import StoredLayer
 
@@ -32,7 +32,7 @@ def group_index(stored: StoredLayer, name: str, **options: Any) -> Weight:
     return stored.layer.declare(
         name,
         IN,
-        every_rank=not stored.any_groups,
+        every_rank=not stored.any_groups and stored.layer.shard != EXPERTS,
         optional=not stored.form.ordered,
         checks=_checks(stored),
         stored=(torch.int32, torch.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -443,15 +444,27 @@ def test_ranks_cut_inside_groups(name: str, converted: str, cpu: hal.Backend, tm
     assert bool(inside) == (converted == "kept")
 
 
-@thorough(EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows)")
-@each_format
+HELD = FORMATS | {f"{name}-ordered": each for name, each in ORDERED.items()}
+
+
+@thorough(
+    EXHAUSTIVE, r"\[(gptq-8|gptq_v2|gptq-rows|packed-8|fp8-e8m0|compressed-fp8-blocks|packed-rows|whole-8-bits-o)"
+)
+@pytest.mark.parametrize("format", HELD.values(), ids=HELD.keys())
 def test_ranks_that_hold_whole_experts(format: Format, tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, format, **SPARSE)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        """Give an expert other orders."""
+        tensors.update({name: each.flip(0) for name, each in tensors.items() if re.search(r"\.2\.\w+\..*g_idx", name)})
+
+    if format.ordered:
+        change_tensors(quantized, change)
     whole, parts = kept_layers(load(quantized)), [kept_layers(each) for each in ranks(quantized, "all_gather")]
     stacked = [path for path, layer in whole.items() if layer.num_experts is not None]
     assert len(stacked) == 4
     for path in stacked:
-        for name in ("weight", "weight_scale"):
+        for name in ("weight", "weight_scale", *(["input_order"] if format.ordered else [])):
             mine = torch.cat([getattr(each[path], name) for each in parts])
             assert torch.equal(mine.float(), getattr(whole[path], name).float())
 
