@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.drivers.registry import read_config
     from hal.errors import HalError
-    from hal.execution.host_copy import HostCopy
     from hal.execution.memory_plan import MemoryPlan, plan_memory
     from hal.execution.replace_weights import replace_weights
     from hal.execution.runner import Runner
     from hal.execution.state_spec import state_spec
-    from hal.execution.step_output import StepOutput
+    from hal.execution.step_output import HostCopy, StepOutput
     from hal.generation.generate import Piece, generate
     from hal.generation.llm.completion import Completion, Score, TokenLogprob
     from hal.generation.llm.language_model import LLM
@@ -54,7 +53,7 @@ _HOME = {
     "EncoderConfig": "hal.config",
     "Completion": "hal.generation.llm.completion",
     "Config": "hal.config",
-    "HostCopy": "hal.execution.host_copy",
+    "HostCopy": "hal.execution.step_output",
     "HalError": "hal.errors",
     "LLM": "hal.generation.llm.language_model",
     "MemoryPlan": "hal.execution.memory_plan",

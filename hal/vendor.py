@@ -12,21 +12,18 @@ from hal.public_names import imported_on_use
 from hal.version import API_VERSION
 
 if TYPE_CHECKING:
-    from hal.device.device import Device
+    from hal.device.device import Device, Event, MemoryStats, Stream
     from hal.device.graph import Graph
     from hal.device.host_device import HostDevice
     from hal.device.host_values import HostValues
     from hal.device.limits import Limits
-    from hal.device.memory import MemoryStats
-    from hal.device.stream import Event, Stream
     from hal.drivers.backend import Backend
     from hal.drivers.compiler import Compiler, Outputs, PhaseForm, Plan
     from hal.drivers.driver import Driver, Probe
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
     from hal.execution.context import FormContext
-    from hal.ops.kernels.form_kernels import AddedKernel, FormKernels
-    from hal.ops.kernels.partial_kernel import PartialKernel
+    from hal.ops.kernels.partial_kernel import AddedKernel, FormKernels, PartialKernel
     from hal.ops.kernels.prepared_arguments import PreparingKernel
 
 __all__ = [
@@ -60,29 +57,29 @@ __all__ = [
 __getattr__ = imported_on_use(
     __name__,
     {
-        "AddedKernel": "hal.ops.kernels.form_kernels",
+        "AddedKernel": "hal.ops.kernels.partial_kernel",
         "Backend": "hal.drivers.backend",
         "Bucket": "hal.execution.capture.captured_form",
         "CapturedForm": "hal.execution.capture.captured_form",
         "Compiler": "hal.drivers.compiler",
         "Device": "hal.device.device",
         "Driver": "hal.drivers.driver",
-        "Event": "hal.device.stream",
+        "Event": "hal.device.device",
         "PhaseForm": "hal.drivers.compiler",
         "FormContext": "hal.execution.context",
-        "FormKernels": "hal.ops.kernels.form_kernels",
+        "FormKernels": "hal.ops.kernels.partial_kernel",
         "FullGraphForm": "hal.execution.capture.full_graph",
         "Graph": "hal.device.graph",
         "GraphMaker": "hal.execution.capture.full_graph",
         "HostDevice": "hal.device.host_device",
         "HostValues": "hal.device.host_values",
         "Limits": "hal.device.limits",
-        "MemoryStats": "hal.device.memory",
+        "MemoryStats": "hal.device.device",
         "Outputs": "hal.drivers.compiler",
         "PartialKernel": "hal.ops.kernels.partial_kernel",
         "Plan": "hal.drivers.compiler",
         "PreparingKernel": "hal.ops.kernels.prepared_arguments",
         "Probe": "hal.drivers.driver",
-        "Stream": "hal.device.stream",
+        "Stream": "hal.device.device",
     },
 )

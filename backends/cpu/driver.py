@@ -24,8 +24,8 @@ from hal.errors import ConfigError, DriverUnavailable
 from hal.ops import operation
 from hal.ops.forms import FLOAT
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
-from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import FormKernels
 
 from . import kernels, low_bits
 from .native.arguments import DTYPES, bound

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
-from hal.ops.kernels.form_kernels import Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import Takes, plain
 from hal.ops.projection import floating_bias, int8_matmul
 
 from . import packing

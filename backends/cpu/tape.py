@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hal.device.device import Stream
 from hal.device.graph import Graph
-from hal.device.stream import Stream
 from hal.errors import CaptureError, GraphError
 
 from .launch import Launch, storage_of, tensors_of

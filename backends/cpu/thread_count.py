@@ -14,7 +14,7 @@ from collections import deque
 
 import torch
 
-from hal.device.host_cores import RunningThreads, affinity_cores, usable_cores
+from hal.device.host_capacity import RunningThreads, affinity_cores, usable_cores
 
 PERIOD = 0.005
 """Least seconds between two counts of running threads."""

@@ -8,8 +8,8 @@ import attrs
 
 from hal import ops
 from hal.errors import ConfigError, nearest
-from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import FormKernels
 
 REFERENCE = "reference"
 """The value in the option ``kernels`` that runs an operation without a kernel."""

@@ -85,7 +85,7 @@ class CudaBackend(Backend):
 
         from hal.device.device import Device
 
-        from .gpu import limits
+        from .libraries import limits
 
         attention = chosen.get("paged_attention")
         super().__init__(
@@ -183,8 +183,7 @@ class CudaDriver(Driver):
         chosen = read(CudaOptions, options, "options of the cuda driver")
         import torch
 
-        from .gpu import OLDEST
-        from .libraries import kernels_for
+        from .libraries import OLDEST, kernels_for
 
         try:
             torch.cuda.init()

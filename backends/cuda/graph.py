@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.device.device import Stream
 from hal.device.graph import Graph
-from hal.device.stream import Stream
 from hal.errors import GraphError, HalError, HostValueError
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel

@@ -1,4 +1,4 @@
-"""The libraries of kernels, and detection of those that can be used with this machine's GPU."""
+"""The libraries of kernels, and those that this machine's GPU can use, and its limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,34 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
+from hal.device.limits import Limits
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
-from hal.ops.kernels.form_kernels import FormKernels, plain
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import FormKernels, plain
 from hal.ops.projection import int8_matmul
 
 from .attention import ByLength, TorchAttention, capturing, dense
 from .choice import Chosen, Library, choose
+
+OLDEST = (7, 5)
+"""The compute capability of the Turing generation, the oldest that torch's builds for CUDA 13 support."""
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+BLOCK_SIZES_OF_PAGES = (256, 512, 128, 64, 32, 16)
+"""Block sizes for torch's attention, which reads blocks of 256 tokens in place and gathers others."""
+
+
+def limits(capability: tuple[int, int], *, pages: bool) -> Limits:
+    """Return the limits of a GPU.
+
+    Args:
+        capability: the compute capability, major and minor.
+        pages: whether attention prefers blocks that flash attention reads in place.
+    """
+    halves = (torch.bfloat16, torch.float16) if capability >= (8, 0) else (torch.float16,)
+    return Limits(
+        dtypes=(*halves, torch.float32), block_sizes=BLOCK_SIZES_OF_PAGES if pages else (), capture_sizes=CAPTURE_SIZES
+    )
+
 
 MIN_ROWS, MULTIPLE = 17, 8
 """torch._int_mm's limits: the minimum rows of the left matrix, and the divisor of its other dimensions."""

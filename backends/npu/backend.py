@@ -25,7 +25,6 @@ from .device import NpuDevice
 from .emulator import is_active, trace
 from .graph import NpuGraph
 from .kernels import (
-    dense_attention,
     experts,
     fractal,
     packed_attention,
@@ -116,7 +115,7 @@ class NpuBackend(Backend):
             mlps = quantized_experts.QuantizedExperts(device.torch, fuses=fuses)
             table |= experts.kernels() | mlps.kernels()
         fused = FusedCollectives(device.torch, generation, options.mc2_rows, options.nz_weights)
-        table |= {**fused.kernels, **dense_attention.kernels(device.torch), **packed_attention.kernels(device.torch)}
+        table |= {**fused.kernels, **packed_attention.kernels(device.torch)}
         self._exchange = ExpertExchange(device.torch) if generation.distributes_experts else None
         if self._exchange is not None:
             table |= self._exchange.kernels()

@@ -13,9 +13,8 @@ from typing import Any
 import attrs
 import torch
 
-from hal.device.device import Device
+from hal.device.device import Device, MemoryStats
 from hal.device.host_capacity import host_memory
-from hal.device.memory import MemoryStats
 from hal.errors import HalError
 
 from .emulator.activation import is_active

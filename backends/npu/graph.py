@@ -22,14 +22,22 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hal import ops
+from hal.device.device import Stream
 from hal.device.graph import Graph
-from hal.device.stream import Stream
 from hal.errors import CaptureError, CommunicationError, GraphError, HalError, HostValueError
 
-from .capture_watch import CaptureWatch, HostCall
 from .device import UPDATING, NpuDevice, native_stream
 from .failures import explain, explain_in_capture, first_line
-from .lengths import PackedLengths, Update, counts_blocks, packed_lengths, updates_of, updates_queries
+from .lengths import (
+    CaptureWatch,
+    HostCall,
+    PackedLengths,
+    Update,
+    counts_blocks,
+    packed_lengths,
+    updates_of,
+    updates_queries,
+)
 
 RECOVERY_TIMEOUT = 60
 """Seconds to let a failed replay finish. After that, waiting for the device raises the device's own error."""

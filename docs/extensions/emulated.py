@@ -11,8 +11,7 @@ from itertools import groupby
 
 from docutils import nodes
 from hal.backends.npu.emulator.build import SOURCES
-from hal.backends.npu.emulator.catalogue import families
-from hal.backends.npu.emulator.read_refusals import ORGANIZATIONS, Refusal, references, refusals
+from hal.backends.npu.emulator.read_refusals import ORGANIZATIONS, Refusal, families, references, refusals
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 

@@ -12,7 +12,7 @@ from hal.bench.llama_side import QUANTIZED
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
 from hal.bench.timing import Agreement, noisy
-from hal.device.host_cores import crowded
+from hal.device.host_capacity import crowded
 
 FORMAT = 1
 """Version of the JSON format; incremented when a key is removed or changes its meaning."""

@@ -22,7 +22,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
 from hal.checkpoint.random_weights import RandomCheckpoint, meta_model
 from hal.config import read
-from hal.drivers.compiler_registry import EAGER
+from hal.drivers.compiler import EAGER
 from hal.step import SEQUENCE
 
 

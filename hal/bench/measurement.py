@@ -24,7 +24,7 @@ from hal.bench.timing import Agreement, Summary, check, interleave
 from hal.bench.transformers_side import TransformersSide
 from hal.bench.workload import Contender, Inputs, Side
 from hal.config import environment_options
-from hal.device.host_cores import other_running_threads, usable_cores
+from hal.device.host_capacity import other_running_threads, usable_cores
 from hal.drivers.backend import Backend
 from hal.progress import Rounds, Say, going_on, silent, since_start
 

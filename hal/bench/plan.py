@@ -16,7 +16,7 @@ from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import bounds, read
 from hal.config.optional_libraries import check_version
 from hal.device.host_capacity import check_threads
-from hal.drivers.compiler_registry import EAGER
+from hal.drivers.compiler import EAGER
 from hal.drivers.registry import read_config
 from hal.errors import ConfigError, HalError, nearest
 from hal.nn import CausalLM

@@ -12,8 +12,7 @@ from torch import nn
 from hal.drivers.backend import Backend, LayerMaker
 from hal.errors import DriverIncompatible
 from hal.nn import CausalLM
-from hal.nn.weights.share import EQUALLY, Share
-from hal.nn.weights.weight import Weight
+from hal.nn.weights.weight import EQUALLY, Share, Weight
 
 log = logging.getLogger("hal.checkpoint")
 

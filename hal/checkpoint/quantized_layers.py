@@ -20,8 +20,7 @@ from hal.device.limits import UNLIMITED, Limits
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
 from hal.nn.linear import EXPERTS
-from hal.nn.weights.share import EQUALLY
-from hal.nn.weights.weight import source_name
+from hal.nn.weights.weight import EQUALLY, source_name
 from hal.ops.forms import FLOAT, Form, dequantize
 from hal.parallel.mesh import Mesh
 from hal.quantization.checkpoint_format import Quantization

@@ -16,8 +16,7 @@ from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.device.group import SOLO, Group
 from hal.errors import ConfigError, ModelError, nearest
 from hal.nn.weights.assembly import Interval, Region
-from hal.nn.weights.share import MOST_RANKS, TENSOR, unshared
-from hal.nn.weights.weight import Consumer, Weight, default_weight, source_name
+from hal.nn.weights.weight import MOST_RANKS, TENSOR, Consumer, Weight, default_weight, source_name, unshared
 from hal.parallel.mesh import Mesh
 
 

@@ -222,7 +222,7 @@ def _without_kernel(on: Backend) -> list[str]:
     """Return the fused operations that the backend has no rewrite for, because it has no kernel for them."""
     from hal import ops
     from hal.compile.optimize import all_passes
-    from hal.drivers.compiler_registry import pass_name
+    from hal.drivers.compiler import pass_name
 
     listed = set(map(pass_name, all_passes(on)))
     return sorted(each.name for each in ops.catalogue().values() if each.fused and each.name not in listed)

@@ -26,7 +26,7 @@ from hal.config import CompilationConfig
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
 from hal.progress import Say, going_on, silent, since_start
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 EAGER = "eager"
 

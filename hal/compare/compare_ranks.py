@@ -28,7 +28,7 @@ from hal.device.group import Group
 from hal.drivers.backend import Backend
 from hal.nn import CausalLM
 from hal.nn.linear import IN, OUT
-from hal.nn.weights.share import EQUALLY, Share
+from hal.nn.weights.weight import EQUALLY, Share
 from hal.ops import Operation
 from hal.ops.rounding import DRIFT_RATIO, Disturbance, drift
 from hal.parallel.launch import agreed

@@ -15,7 +15,7 @@ from hal.errors import BatchError
 from hal.execution.runner import Runner
 from hal.nn import CausalLM
 from hal.step import StateMemory
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 FILL = 16.0
 """Initial value of all cache slots. It is nonzero, as in reused blocks, so that a premature read changes results."""

@@ -21,12 +21,10 @@ from hal.compile.recognize.recognition import recognition_passes
 from hal.compile.rewrite.rewrite import Rewrite, fusions
 from hal.compile.trace import StepSizes, TracedStep, trace_step
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import Outputs
-from hal.drivers.compiler_registry import pass_name
+from hal.drivers.compiler import Outputs, pass_name
 from hal.errors import ConfigError, nearest
 from hal.nn import CausalLM
-from hal.ops.kernels.form_kernels import FormKernels
-from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel
 from hal.step.rows import NONE, Rows
 from hal.step.state import StateMemory
 

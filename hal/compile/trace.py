@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from hal import ops
 from hal.compile.fx.make_graph import make_graph
-from hal.compile.recognize.complex_pairs import polar
+from hal.compile.recognize.rotations import polar
 from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.nn import CausalLM, Encoder

@@ -43,9 +43,8 @@ from hal.device.capture_checks import (
     failure_of,
     innermost_modes,
 )
+from hal.device.device import Stream, out_of_memory_message
 from hal.device.host_values import HostValue, HostValues
-from hal.device.memory import out_of_memory_message
-from hal.device.stream import Stream
 from hal.errors import CaptureError, ClosedError, GraphError, HalError, HostValueError
 
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from hal.device.device import Device
+from hal.device.device import Device, Event, MemoryStats, Stream
 from hal.device.host_capacity import host_memory
-from hal.device.memory import MemoryStats
-from hal.device.stream import Event, Stream
 
 
 class HostStream(Stream):

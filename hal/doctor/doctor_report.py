@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hal.config.optional_libraries import DISTRIBUTION
-from hal.device.host_cores import crowded
+from hal.device.host_capacity import crowded
 from hal.doctor.findings import Check, Device, Driver, Findings, Ranks
 
 Table = tuple[Sequence[str], list[Sequence[str]]]

@@ -15,7 +15,7 @@ from typing import Any
 import cattrs
 
 from hal.config.child_process import Ending
-from hal.device.host_cores import other_running_threads, usable_cores
+from hal.device.host_capacity import other_running_threads, usable_cores
 from hal.doctor import host_facts
 from hal.doctor.driver_processes import Told, examine_in_parallel, examine_ranks
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures

@@ -28,10 +28,10 @@ from hal.drivers.backend_checks import (
 )
 from hal.drivers.backend_operations import BackendOps, ReferenceFallbacks, closed_resolver, with_added
 from hal.drivers.backend_resources import BackendResources
-from hal.drivers.compiler import Compiler
-from hal.drivers.compiler_registry import (
+from hal.drivers.compiler import (
     EAGER,
     SPLITTING_OPS,
+    Compiler,
     check_aliases,
     check_compilation,
     check_compilers,
@@ -41,9 +41,8 @@ from hal.drivers.compiler_registry import (
 )
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
-from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel
 from hal.ops.kernels.prepared_arguments import check_kernel
 from hal.parallel import collectives
 from hal.parallel.mesh import Mesh, joined

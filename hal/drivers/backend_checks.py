@@ -13,7 +13,7 @@ from torch import nn
 from hal import ops
 from hal.device.device import Device
 from hal.device.limits import Limits
-from hal.drivers.compiler_registry import pass_name
+from hal.drivers.compiler import pass_name
 from hal.errors import CompileError, ConfigError, DriverIncompatible
 from hal.step.state import KEY_VALUE
 

@@ -11,8 +11,8 @@ from hal.config.plugins import Plugin, Plugins
 from hal.device.closing import Uses
 from hal.errors import ClosedError, ConfigError, MissingKernel
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.form_kernels import AddedKernel
 from hal.ops.kernels.kernel_table import Kernel, Resolver
+from hal.ops.kernels.partial_kernel import AddedKernel
 
 log = logging.getLogger("hal.drivers")
 

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
-from hal.device.device import Device
+from hal.device.device import Device, Stream, out_of_memory_message
 from hal.device.graph import Captures, Graph
-from hal.device.memory import out_of_memory_message
-from hal.device.stream import Stream
 from hal.errors import ConfigError, DeviceError, DeviceOutOfMemory, DriverIncompatible, HalError
 from hal.step.state import StateMemory, StateSpec, canonical_states
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hal.config import Config
-from hal.device.memory import out_of_memory_message
+from hal.device.device import out_of_memory_message
 from hal.drivers.backend import Backend
 from hal.drivers.backend_checks import check_opened
 from hal.drivers.driver import Driver, Probe

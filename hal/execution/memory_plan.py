@@ -11,16 +11,15 @@ import torch
 
 from hal.config.bounds import SEQUENCES, check_count
 from hal.drivers.backend import Backend
-from hal.drivers.compiler_registry import EAGER
+from hal.drivers.compiler import EAGER
 from hal.errors import ConfigError
-from hal.execution.capture.capture_budget import MARGIN
-from hal.execution.capture.capture_sizes import capture_sizes, prompt_tokens_to_capture, queries_to_capture
+from hal.execution.capture.capture_sizes import MARGIN, capture_sizes, prompt_tokens_to_capture, queries_to_capture
 from hal.execution.encoding import most_tokens
 from hal.execution.state_spec import check_fits, check_placed, longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
 from hal.step import LAST, StateSpec
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 from hal.step.padding import padding_batch
 from hal.step.rows import taken
 

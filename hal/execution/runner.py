@@ -20,8 +20,7 @@ from hal.config.bounds import SEQUENCES, check_count
 from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import PhaseForm
-from hal.drivers.compiler_registry import EAGER, OPTIMIZED
+from hal.drivers.compiler import EAGER, OPTIMIZED, PhaseForm
 from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
@@ -40,10 +39,9 @@ from hal.execution.steps import Steps
 from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM, EncoderItem
 from hal.step import LAST, Batch, Bounds, StateMemory, Wanted
-from hal.step.block_allocator import BlockAllocator, SlotAllocator
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.block_allocator import BlockAllocator, PrefixCache, SlotAllocator
+from hal.step.fields import DUMMY_BLOCK
 from hal.step.input_batch import InputBatch
-from hal.step.prefix_cache import PrefixCache
 
 _inside: ContextVar[Runner | None] = ContextVar("hal_runner", default=None)
 """The runner in whose :meth:`Runner.running` this thread is."""

@@ -19,9 +19,9 @@ from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.nn import CausalLM
 from hal.step import StateMemory, StateSpec
-from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.block_allocator import SavedStates
+from hal.step.fields import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.page_layout import paged_states
-from hal.step.prefix_cache import SavedStates
 from hal.step.state import SEQUENCE
 
 SAVED_INTERVAL = 256

@@ -13,8 +13,8 @@ from torch import Tensor
 from hal import ops
 from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
-from hal.execution.host_copy import HostCopy
 from hal.execution.runner import Runner
+from hal.execution.step_output import HostCopy
 from hal.generation.logits_processing import (
     PenaltyTable,
     add_biases,
@@ -28,8 +28,7 @@ from hal.generation.prompt_inputs import step_fields
 from hal.generation.request import Request, Token
 from hal.generation.sampling_params import SamplingParams
 from hal.step import NONE, to_device
-from hal.step.block_allocator import BlockAllocator
-from hal.step.prefix_cache import PrefixCache
+from hal.step.block_allocator import BlockAllocator, PrefixCache
 
 _plain, _row = attrgetter("plain"), attrgetter("row")  # without a call of Python for each request
 

@@ -6,7 +6,6 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 
 from hal.nn.attention import Attention
 from hal.nn.axis_placement import AxisPlacement, Block, check_items, frames, place_blocks
-from hal.nn.axis_rotary import AxisRotaryEmbedding, AxisSections
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -38,12 +37,11 @@ from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
-from hal.nn.rotary import RotaryEmbedding
+from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
 from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
-from hal.nn.weights.share import Share
-from hal.nn.weights.weight import Consumer, TiedUse, ValueCheck, Weight, WeightUse
+from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, WeightUse
 
 __all__ = [
     "FULL",

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.device.group import Group
 from hal.errors import ConfigError
-from hal.nn.weights.share import Share
-from hal.nn.weights.weight import Weight
+from hal.nn.weights.weight import Share, Weight
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
 from hal.step.state import LayerStates, key_value_states

@@ -23,7 +23,7 @@ from hal.nn.linear import Linear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
 from hal.nn.self_attention import Angles, Norm, SelfAttention
-from hal.nn.weights.share import PADDED
+from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
 
 

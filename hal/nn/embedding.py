@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.device.group import Group
 from hal.nn.linear import OUT, Linear
-from hal.nn.weights.share import PADDED
-from hal.nn.weights.weight import Consumer, TiedUse, Weight
+from hal.nn.weights.weight import PADDED, Consumer, TiedUse, Weight
 
 
 class Embedding(nn.Module):

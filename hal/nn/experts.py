@@ -17,8 +17,7 @@ from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import EXPERTS, IN, OUT, Projection
 from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
 from hal.nn.weights.assembly import MergedTransposed
-from hal.nn.weights.share import EQUALLY, Share
-from hal.nn.weights.weight import Consumer, Weight
+from hal.nn.weights.weight import EQUALLY, Consumer, Share, Weight
 from hal.parallel.mesh import Mesh
 
 

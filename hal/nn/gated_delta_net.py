@@ -17,8 +17,7 @@ from hal.nn.model import LayerState
 from hal.nn.rope_parameters import SIZE
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.assembly import Merged
-from hal.nn.weights.share import Share, unshared
-from hal.nn.weights.weight import Consumer, Weight
+from hal.nn.weights.weight import Consumer, Share, Weight, unshared
 from hal.step.model_batches import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates, State
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.device.group import Group
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Stacked, Whole
-from hal.nn.weights.share import EQUALLY, Share
-from hal.nn.weights.weight import Consumer, Weight
+from hal.nn.weights.weight import EQUALLY, Consumer, Share, Weight
 from hal.ops.forms import FLOAT, Form
 
 OUT, IN = "out_features", "in_features"

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
-from hal.nn.weights.share import EQUALLY, Share
-from hal.nn.weights.weight import Weight
+from hal.nn.weights.weight import EQUALLY, Share, Weight
 
 
 class RMSNorm(nn.Module):

@@ -15,8 +15,7 @@ from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
 from hal.nn.rotary import RotaryEmbedding
-from hal.nn.weights.share import Share
-from hal.nn.weights.weight import Weight
+from hal.nn.weights.weight import Share, Weight
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
 from hal.step.state import LayerStates

@@ -7,10 +7,10 @@ from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu
 from hal.ops.attention import AttentionOptions, paged_attention
 from hal.ops.cache import store_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
-from hal.ops.declaration.samples import Draw, Sample
-from hal.ops.dense_attention import scaled_dot_product_attention
+from hal.ops.dense_attention import packed_attention, scaled_dot_product_attention
 from hal.ops.experts.dispatch import expert_combine, expert_dispatch
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
 from hal.ops.experts.quantized import quant_expert_mlp_dynamic, quant_expert_mlp_static
@@ -22,18 +22,18 @@ from hal.ops.fused_collectives import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from hal.ops.fused_quantization import (
-    add_rms_norm_dynamic_quantize,
-    add_rms_norm_quantize,
-    silu_and_mul_dynamic_quantize,
-    silu_and_mul_quantize,
-)
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
-from hal.ops.packed_attention import packed_attention
 from hal.ops.projection import embedding, linear
-from hal.ops.quantization import dynamic_quantize, quantize
+from hal.ops.quantization import (
+    add_rms_norm_dynamic_quantize,
+    add_rms_norm_quantize,
+    dynamic_quantize,
+    quantize,
+    silu_and_mul_dynamic_quantize,
+    silu_and_mul_quantize,
+)
 from hal.ops.quantized_cache import quantized_paged_attention, store_quantized_kv_cache
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import OperationError
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 
 
 def _silu_samples(draw: Draw) -> Iterator[Sample]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hal.device.group import SOLO, group
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 
 
 def _samples_of_any_rank(draw: Draw) -> Iterator[Sample]:

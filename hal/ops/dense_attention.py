@@ -1,4 +1,4 @@
-"""Attention over keys and values in plain tensors, as engines without a paged cache pass them."""
+"""Attention without a cache: over padded and over packed sequences, as encoders compute it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -107,4 +107,94 @@ def scaled_dot_product_attention(
         weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     weights = weights.masked_fill(~visible, 0.0)
     attended: Tensor = (weights @ value.float().unsqueeze(2)).flatten(1, 2)
+    return attended.to(query.dtype)
+
+
+def _packed_samples(draw: Draw) -> Iterator[Sample]:
+    for lengths, heads, kv_heads, head_dim, causal, padding in (
+        ((5,), 4, 4, 64, False, 0),
+        ((16, 16, 16), 2, 2, 72, False, 0),  # equal lengths, and a head that is no multiple of 16
+        ((3, 12, 1), 4, 2, 80, False, 0),
+        ((7, 4), 4, 1, 128, True, 0),
+        ((4, 0, 9), 2, 2, 32, False, 0),  # an empty sequence
+        ((6, 2, 0), 3, 3, 24, True, 5),  # rows of padding
+    ):
+        tokens = sum(lengths) + padding
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        yield (
+            draw.normal(tokens, heads, head_dim),
+            *(draw.normal(tokens, kv_heads, head_dim) for _ in range(2)),
+            starts.to(draw.device),
+            starts,
+            head_dim**-0.5,
+            causal,
+        )
+    merged = draw.normal(10, 3 * 64)  # views into a merged projection
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32)
+    query, key, value = (each.view(10, 2, 32) for each in merged.split(64, dim=-1))
+    yield query, key, value, starts.to(draw.device), starts, 0.3, False
+
+
+@op(
+    samples=_packed_samples,
+    axes={
+        "query": "tokens num_heads head_dim",
+        "key": "tokens num_kv_heads head_dim",
+        "value": "tokens num_kv_heads head_dim",
+        "query_start_loc": "starts",
+        "query_start_loc_host": "starts",
+        "return": "tokens num_heads head_dim",
+    },
+    dtypes={
+        "query": FLOATING,
+        "key": "query",
+        "value": "query",
+        "query_start_loc": torch.int32,
+        "query_start_loc_host": torch.int32,
+        "return": "query",
+    },
+    rowwise=None,  # A row depends on all rows of its sequence.
+    host=("query_start_loc_host",),
+)
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """Attend within each of several sequences, whose tokens follow each other. There is no cache.
+
+    Sequence ``i`` has the rows from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Query heads share key heads
+    in groups of ``num_heads / num_kv_heads``. Scores and softmax are computed in float32, and the result is rounded
+    once. Rows past the last sequence return 0, and no query reads them.
+
+    Args:
+        query: ``[tokens, num_heads, head_dim]``, floating.
+        key: ``[tokens, num_kv_heads, head_dim]``, of query's dtype.
+        value: as ``key``.
+        query_start_loc: ``[sequences + 1]``, int32, ascending from 0. A sequence may be empty.
+        query_start_loc_host: a CPU copy of ``query_start_loc``.
+        scale: factor of the scores.
+        causal: whether a query attends only to tokens up to its own.
+
+    Returns:
+        ``[tokens, num_heads, head_dim]``, of query's dtype.
+
+    Source: Vaswani et al., *Attention Is All You Need*, 2017; Dao, *FlashAttention-2*, 2023, for the packed form.
+    """
+    tokens, kv_heads = query.shape[0], key.shape[1]
+    token = torch.arange(tokens, device=query.device)
+    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    outside = token >= query_start_loc[-1]
+    visible = (owner[:, None] == owner) & ~outside
+    if causal:
+        visible = visible & (token <= token[:, None])
+    grouped = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    keys, values = (each.float().masked_fill(outside[:, None, None], 0.0).transpose(0, 1) for each in (key, value))
+    scores = grouped @ keys.transpose(1, 2).unsqueeze(1) * scale
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible | outside[:, None], 0.0)
+    attended: Tensor = (weights @ values.unsqueeze(1)).permute(2, 0, 1, 3).reshape(query.shape)
     return attended.to(query.dtype)

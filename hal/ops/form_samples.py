@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 from hal.ops.forms import Form
 
 INT8 = Form("int8")

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from hal.device.group import SOLO
 from hal.ops.collectives import all_gather_rows, all_reduce, reduce_scatter
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, operation
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import add_rms_norm
 from hal.ops.projection import linear
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
-from hal.ops.declaration.samples import Draw, Sample
 
 
 def _rms_norm_samples(draw: Draw) -> Iterator[Sample]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import OperationError
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.form_samples import drawn_bias, drawn_input, drawn_weight, result_dtype, samples_of_forms
 from hal.ops.forms import FLOAT, Form, dequantize, scale_values, spread
 

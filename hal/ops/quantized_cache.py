@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hal.ops.attention import AttentionOptions, attend_to, attention_sample
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.forms import float8_bits, float8_values
 from hal.ops.quantization import NEAR_TIES, SCALES
 

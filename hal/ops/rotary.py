@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hal.ops.cache import cache_sample, store_kv_cache
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.norm import rms_norm
 
 

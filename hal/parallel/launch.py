@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from hal.config.child_process import ChildProcess, signal_name
 from hal.config.process_keeper import ProcessKeeper
-from hal.device.host_capacity import check_ranks, host_memory
-from hal.device.host_cores import usable_cores
+from hal.device.host_capacity import check_ranks, host_memory, usable_cores
 from hal.errors import CommunicationError
 from hal.parallel.launcher_variables import is_rank, launched
 from hal.parallel.mesh import Mesh, explained

@@ -16,7 +16,7 @@ from hal.device.group import SOLO, Group
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import GroupedLinear, Linear, Weight
 from hal.nn.linear import IN, OUT
-from hal.nn.weights.share import TENSOR
+from hal.nn.weights.weight import TENSOR
 from hal.ops.forms import Form, dequantize
 from hal.quantization.int8_arithmetic import AGAIN, Activation
 

@@ -17,12 +17,20 @@ import torch
 from torch import Tensor
 
 from hal.errors import BatchError, nearest
-from hal.step.batch_inputs import Bounds, check_not_empty, check_size, check_slots, integers_of, length_of, tensor_of
-from hal.step.dummies import dummy_slots, equal_starts
-from hal.step.fields import BatchBase, field, fields_of, host_twin
+from hal.step.batch_inputs import (
+    Bounds,
+    check_not_empty,
+    check_size,
+    check_slots,
+    check_values,
+    checked_fields,
+    integers_of,
+    length_of,
+    tensor_of,
+)
+from hal.step.fields import BatchBase, dummy_slots, equal_starts, field, fields_of, host_twin
 from hal.step.new_tokens import NewTokens
 from hal.step.shape import StepShape
-from hal.step.tensor_checks import check_values, checked_fields
 
 if TYPE_CHECKING:
     from hal.step.page_layout import CacheGroups

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hal.errors import BatchError
 from hal.step.batch_inputs import Bounds, integers_of, length_of
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 MORE = "end the sequence, or make the input batch with a larger max_length"
 """What to do about a row without room."""

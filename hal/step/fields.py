@@ -1,4 +1,4 @@
-"""Declarations of batch fields: the axes, dtype, padding and host twin of each tensor of a step.
+"""Declarations of batch fields: the axes, dtype, padding and host twin of each tensor of a step; the values of padding.
 
 A batch class declares each tensor once::
 
@@ -223,3 +223,20 @@ def _format_axis(axis: FieldAxis) -> str:
     if axis.name is None:
         return str(axis.extra)
     return f"{axis.name} + {axis.extra}" if axis.extra else axis.name
+
+
+DUMMY_BLOCK = 0
+"""The block that padding rows write to. No sequence may own it."""
+DUMMY_SLOT = 0
+"""The slot that padding rows write to. No sequence may own it."""
+
+
+def dummy_slots(padding: Padding) -> Tensor:
+    """Return the cache slots of padding tokens."""
+    offsets = torch.arange(padding.sizes["tokens"], dtype=torch.int32) % padding.block_size
+    return DUMMY_BLOCK * padding.block_size + offsets
+
+
+def equal_starts(padding: Padding) -> Tensor:
+    """Return ``query_start_loc`` of sequences with equally many queries."""
+    return torch.arange(padding.sizes["sequences"] + 1, dtype=torch.int32) * padding.queries

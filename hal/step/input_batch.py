@@ -17,11 +17,9 @@ from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of, rows_of
 from hal.step.block_table import MORE, BlockTable
-from hal.step.dummies import DUMMY_SLOT
-from hal.step.fields import fields_of
+from hal.step.fields import DUMMY_SLOT, fields_of
 from hal.step.model_batches import SlotBatch
-from hal.step.new_tokens import NewTokens
-from hal.step.pending_tokens import PENDING, PendingTokens
+from hal.step.new_tokens import PENDING, NewTokens, PendingTokens
 from hal.step.staging import Staging
 
 _COLUMNS = 8

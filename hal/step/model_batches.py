@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hal.step.batch import Batch
-from hal.step.dummies import DUMMY_SLOT
-from hal.step.fields import BatchBase, Padding, field, fields_of, host_twin, suffixed
+from hal.step.fields import DUMMY_SLOT, BatchBase, Padding, field, fields_of, host_twin, suffixed
 from hal.step.page_layout import CacheGroups
 from hal.step.shape import StepShape
 

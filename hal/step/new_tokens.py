@@ -1,4 +1,4 @@
-"""The new tokens of a step: where each is in its sequence and in the cache, as arrays."""
+"""The new tokens of a step: their places in sequences and in the cache, and those that only the device knows yet."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import Any
 
 import attrs
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from hal.device.device import Device
+from hal.errors import BatchError
 from hal.step.fields import suffixed
+from hal.step.host_copies import to_device
 
 
 @attrs.frozen(eq=False)
@@ -54,3 +59,62 @@ class NewTokens:
             host[suffixed("block_table", group)][:] = table
         host["query_start_loc"][:] = self.starts
         host["kv_lens"][:] = self.ends
+
+
+PENDING = -1
+"""The token id of a pending token on the host."""
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+class PendingTokens:
+    """The pending token of each row of an :class:`hal.step.InputBatch`, on the device. Nothing waits for the device.
+
+    Args:
+        max_sequences: the most rows.
+        device: the device of the tokens.
+    """
+
+    def __init__(self, max_sequences: int, device: Device) -> None:
+        self._tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device.torch)
+        self._numbers = np.arange(max_sequences)
+
+    @staticmethod
+    def check(tokens: object, count: int) -> None:
+        """Raise BatchError unless ``tokens`` is a tensor of ``count`` integers."""
+        if not isinstance(tokens, Tensor) or tokens.dtype not in _INTEGERS:
+            found = tokens.dtype if isinstance(tokens, Tensor) else repr(tokens)
+            raise BatchError(f"tokens is {found!s:.70}, not a tensor of integers", "pass the tokens that were sampled")
+        if tokens.shape != (count,):
+            raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
+
+    def put(self, index: Any, tokens: Tensor) -> None:
+        """Keep the tokens of some rows.
+
+        Args:
+            index: the rows, as a slice or an array.
+            tokens: one for each row.
+        """
+        if isinstance(index, slice):
+            self._tokens[index].copy_(tokens)
+        else:
+            self._tokens[to_device(index, self._tokens.device)] = tokens.to(torch.int64)
+
+    def insert(self, token_ids: Tensor, where: Any, rows: Any) -> None:
+        """Write the pending tokens of a batch into its token ids.
+
+        Args:
+            token_ids: ``[tokens]``, on the device.
+            where: whether each token is pending.
+            rows: the row of each token.
+        """
+        with torch.inference_mode():
+            if where.all() and np.array_equal(rows, self._numbers[: len(rows)]):
+                token_ids.copy_(self._tokens[: len(rows)])
+                return
+            places = to_device(np.stack((where.nonzero()[0], rows[where])), token_ids.device)
+            token_ids[places[0]] = self._tokens[places[1]]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give the tokens of some rows to other rows."""
+        device = self._tokens.device
+        self._tokens[to_device(targets, device)] = self._tokens[to_device(sources, device)]

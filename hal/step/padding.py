@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hal.step.batch import Batch
-from hal.step.dummies import DUMMY_BLOCK
-from hal.step.fields import Field, Padding, fields_of
+from hal.step.fields import DUMMY_BLOCK, Field, Padding, fields_of
 from hal.step.shape import StepShape
 
 

@@ -10,8 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.device.device import Device
-from hal.device.stream import Event
+from hal.device.device import Device, Event
 from hal.step.batch import Batch
 from hal.step.fields import Field, fields_of
 

@@ -159,8 +159,8 @@ class StateMemory:
 
     In the canonical layout, a state per token is ``[num_blocks, block_size, ...]`` and a state per sequence is
     ``[num_slots, ...]``, contiguous. A backend with another layout needs a kernel for every operation that reads or
-    writes such a state. Padding rows write to block :data:`~hal.step.dummies.DUMMY_BLOCK` and slot
-    :data:`~hal.step.dummies.DUMMY_SLOT`.
+    writes such a state. Padding rows write to block :data:`~hal.step.fields.DUMMY_BLOCK` and slot
+    :data:`~hal.step.fields.DUMMY_SLOT`.
 
     Attributes:
         spec: what it holds.

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hal.errors import DeviceOutOfMemory
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 from hal.testing.case import Case, NotApplicable, require
 from hal.testing.compared_call import same_bits
 from hal.testing.target import Target, dtype_name

@@ -12,7 +12,7 @@ from torch import Tensor
 from hal import ops
 from hal.drivers.backend import Backend
 from hal.errors import HostValueError
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 from hal.ops.tolerance import assert_agree, error
 from hal.step.state import StateSpec
 from hal.testing.case import require

@@ -16,7 +16,7 @@ from hal.checkpoint.loading import load_model
 from hal.drivers.backend import Backend
 from hal.execution.runner import Runner
 from hal.nn import WeightUse
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 from hal.ops.rounding import check_logits
 from hal.ops.tolerance import assert_agree
 from hal.step.state import StateSpec, canonical_states

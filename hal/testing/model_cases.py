@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from hal.checkpoint.loading import load_model
-from hal.drivers.compiler_registry import EAGER
+from hal.drivers.compiler import EAGER
 from hal.execution.runner import Runner
 from hal.generation.generate import generate
 from hal.generation.sampling_params import SamplingParams

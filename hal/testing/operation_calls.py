@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hal.ops.declaration.axes import LEADING, STEP_AXES, Shape
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.forms import FLOAT
 
 Transform = Callable[[Sample], Sample]

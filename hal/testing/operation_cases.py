@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from hal import ops
 from hal.drivers.backend import Backend
+from hal.ops.declaration.constraints import Draw, uncovered_axes
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw, uncovered_axes
 from hal.ops.kernels.kernel_table import Kernel
 from hal.testing.case import Case, Failure
 from hal.testing.compared_call import ComparedCall, poison, same_bits, storages

@@ -30,9 +30,9 @@ from hal.nn.linear import IN, OUT
 from hal.nn.mlp import MLP, GatedMLP
 from hal.nn.norm import RMSNorm
 from hal.nn.router import Router, SparseMLP
-from hal.nn.weights.share import EQUALLY
+from hal.nn.weights.weight import EQUALLY
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import NotApplicable, require
 from hal.testing.target import dtype_name

@@ -16,7 +16,7 @@ from hal.drivers.backend import active_backend
 from hal.execution.runner import Runner
 from hal.ops.rounding import ReferenceLogits
 from hal.step import ALL, LAST
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 from hal.testing.random_checkpoint import checkpoint
 from hal.testing.target import reference_backend
 

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hal.device.device import Device
-from hal.device.stream import Event, Stream
+from hal.device.device import Device, Event, Stream
 from hal.testing.case import Case, require
 from hal.testing.target import Target
 

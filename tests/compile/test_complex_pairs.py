@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hal.compile.recognize.complex_pairs import complex_pairs, polar
+from hal.compile.recognize.rotations import complex_pairs, polar
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from hal import ops
 from hal.compile.rewrite.proof import check_rewrite
 from hal.compile.rewrite.rewrite import fusions
 from hal.compile.trace import StepSizes, trace_step
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 from hal.step import Batch
 
 FUSED = [name for name, operation in ops.catalogue().items() if operation.fused]

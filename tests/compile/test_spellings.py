@@ -19,7 +19,7 @@ from hal.compile.fx.arithmetic import POWER_DTYPES, RESPELLED, Reading, readings
 from hal.compile.fx.clean import common_subexpressions
 from hal.compile.rewrite.rewrite import Rewrite
 from hal.compile.rewrite_report import PassReport
-from hal.ops.declaration.samples import Draw
+from hal.ops.declaration.constraints import Draw
 
 aten = torch.ops.aten
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ from vllm import LLM, SamplingParams
 
 import hal
 from hal.engines.vllm.worker import HalWorker
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 REQUESTS = 16
 FOUND: Counter[str] = Counter()

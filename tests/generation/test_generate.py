@@ -20,7 +20,7 @@ import hal
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.errors import BatchError, ConfigError, NumericsError
 from hal.step.block_allocator import BlockAllocator
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 GREEDY = [hal.SamplingParams(max_new_tokens=8 + 3 * row) for row in range(8)]  # They end at different steps.
 SAMPLED = [

@@ -17,8 +17,7 @@ from torch import Tensor
 import hal
 from hal.errors import ConfigError
 from hal.step import NONE
-from hal.step.block_allocator import BlockAllocator
-from hal.step.prefix_cache import PrefixCache, SavedStates
+from hal.step.block_allocator import BlockAllocator, PrefixCache, SavedStates
 
 VOCAB, INTERVAL = 96, 32
 

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from hal import ops
 from hal.compile.pass_manager import PassManager, Report
 from hal.compile.rewrite.rewrite import Rewrite, of_operation
+from hal.ops.declaration.constraints import Draw
 from hal.ops.declaration.operation import Operation
-from hal.ops.declaration.samples import Draw
 from hal.ops.kernels.kernel_table import Kernel
 
 

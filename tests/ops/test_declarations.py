@@ -14,8 +14,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.compile.pass_manager import PassManager
-from hal.compile.rewrite.proof import check_rewrite
-from hal.compile.rewrite.proof_samples import violations
+from hal.compile.rewrite.proof import check_rewrite, violations
 from hal.compile.rewrite.rewrite import Rewrite
 from hal.errors import CompileError, DriverIncompatible, OperationError
 from hal.ops import FLOATING, Draw, Sample, fused_op, op

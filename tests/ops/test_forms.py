@@ -15,7 +15,7 @@ from hal.errors import OperationError
 from hal.ops import Draw
 from hal.ops.form_samples import drawn_input, drawn_weight
 from hal.ops.forms import FLOAT, Form, dequantize
-from hal.ops.kernels.form_kernels import FormKernels, plain
+from hal.ops.kernels.partial_kernel import FormKernels, plain
 from hal.ops.kernels.prepared_arguments import check_kernel
 
 

@@ -24,7 +24,7 @@ from hal.compile.rewrite.rewrite import of_operation
 from hal.errors import MissingKernel, OperationError
 from hal.ops import FLOATING, Draw, GatedActivation, Sample
 from hal.ops.forms import Form
-from hal.ops.kernels.form_kernels import plain
+from hal.ops.kernels.partial_kernel import plain
 from hal.vendor import FormKernels, PartialKernel
 
 ATTENTION = ops.operation("paged_attention")

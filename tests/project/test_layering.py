@@ -126,7 +126,7 @@ def test_the_sources_are_layered(repository: Path) -> None:
         ("hal/nn/linear.py", "weight.is_mkldnn", "knows a vendor's is_mkldnn"),
         ("hal/config/settings.py", "ALIASES = {'npugraph': 'graph'}", "knows a vendor's npugraph"),
         (
-            "hal/drivers/compiler_registry.py",
+            "hal/drivers/compiler.py",
             "NAMES = ['atb._npu_paged_attention']",
             "knows a vendor's atb._npu_paged_attention",
         ),

@@ -17,7 +17,7 @@ from torch import Tensor
 import hal
 from hal.device.group import Group
 from hal.nn import CausalLM
-from hal.ops.kernels.form_kernels import FormKernels
+from hal.ops.kernels.partial_kernel import FormKernels
 from hal.parallel import Mesh
 
 pytestmark = pytest.mark.usefixtures("toys_installed")

@@ -76,7 +76,7 @@ def test_engines_use_public_names_only(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("from hal.drivers.compiler_registry import EAGER", "hal.drivers.compiler_registry.EAGER"),
+        ("from hal.drivers.compiler import EAGER", "hal.drivers.compiler.EAGER"),
         ("from hal.step import fields_of", "hal.step.fields_of"),
         ("from hal import generation", "hal.generation"),
         ("import hal.checkpoint.loading", "hal.checkpoint.loading"),

@@ -10,7 +10,7 @@ import torch
 
 import hal
 from hal.step import SlotBatch, fields_of
-from hal.step.dummies import DUMMY_BLOCK, DUMMY_SLOT
+from hal.step.fields import DUMMY_BLOCK, DUMMY_SLOT
 from hal.step.padding import extended, padding_batch
 
 BLOCK = 16

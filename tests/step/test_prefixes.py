@@ -14,8 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 import hal
 from hal.errors import DeviceError, NumericsError
-from hal.step.block_allocator import BlockAllocator
-from hal.step.prefix_cache import PrefixCache
+from hal.step.block_allocator import BlockAllocator, PrefixCache
 
 SIZE = 16
 

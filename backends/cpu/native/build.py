@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from hal.config import CompileCache, cache_folder, compiler_key, content_key
-from hal.device.host_cores import usable_cores
+from hal.device.host_capacity import usable_cores
 from hal.errors import ConfigError, DriverUnavailable
 
 from .instruction_sets import InstructionSet, compiler_flags

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hal.errors import OperationError
-from hal.ops.kernels.form_kernels import FormKernels, Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import FormKernels, Takes, plain
 
 from .. import low_bits
 from ..grouped import by_expert

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from hal.device.group import Group, when_forgotten
-from hal.device.host_cores import usable_cores
+from hal.device.host_capacity import usable_cores
 from hal.errors import CommunicationError
 from hal.ops.kernels.kernel_table import Kernel
 from hal.parallel import collectives

@@ -7,8 +7,8 @@ the kernels run on CPU tensors in Triton's interpreter, slowly.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import FormKernels
 
 from .activation import (
     clipped_silu_and_mul,
@@ -19,12 +19,10 @@ from .activation import (
 )
 from .attention import paged_attention
 from .cache import store_kv_cache
-from .experts.mlp import expert_mlp
 from .experts.permutation import expert_permute, expert_unpermute
-from .experts.projections import grouped_linear
-from .experts.quantized import quant_expert_mlp_dynamic, quant_expert_mlp_static
+from .experts.projections import expert_mlp, grouped_linear, quant_expert_mlp_dynamic, quant_expert_mlp_static
 from .experts.routing import topk_route
-from .low_bits.projections import linear, takes
+from .low_bits.product import linear, takes
 from .norm import add_rms_norm, add_rms_norm_dynamic_quantize, add_rms_norm_quantize, rms_norm
 from .quantization import dynamic_quantize, quantize
 from .recurrent.convolution import causal_conv1d

@@ -89,3 +89,16 @@ def unit_stride(x: Tensor) -> Tensor:
 def warps(elements: int) -> int:
     """Return the number of warps for a tile of ``elements``: 16 elements per thread, up to 16 warps."""
     return min(max(elements // 512, 1), 16)
+
+
+def slots(read_slots: Tensor, write_slots: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Return the slots to read and to write, contiguous, and the number of slots that a sequence writes."""
+    read = read_slots.contiguous()
+    return (read, read, 1) if write_slots is None else (read, write_slots.contiguous(), write_slots.shape[-1])
+
+
+def same_sequences(read_slots: Tensor, written: Tensor, saves: int, query_start_loc: Tensor) -> bool:
+    """Return whether the slots and starts are int32, and of the same sequences."""
+    sequences = read_slots.shape[0]
+    fits = read_slots.dim() == 1 and written.numel() == sequences * saves and query_start_loc.shape == (sequences + 1,)
+    return fits and all(each.dtype is torch.int32 for each in (read_slots, written, query_start_loc))

@@ -23,7 +23,7 @@ from hal.ops import AttentionOptions
 
 from .arguments import INTEGERS, require, unit_stride
 from .interpreter import bound, dot, rounded
-from .sequences import owner
+from .tiles import owner
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_SPLITS = 64

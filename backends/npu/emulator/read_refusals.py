@@ -1,7 +1,8 @@
-"""The list of the emulated CANN's refusals and their sources, read from its C++ code, for the documentation.
+"""The lists of emulated operations and of refusals, read from the C++ code, for the documentation.
 
-A statement such as ``DOCUMENTED("ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md");`` names the source of the refusals after
-it, up to the end of its block or the next such statement. ``src/runtime/source.h`` defines the statements.
+A source defines an operation with ``ACLNN(Name)``, or with a local macro that expands to it. A statement such as
+``DOCUMENTED("ops-nn: norm/rms_norm/docs/aclnnRmsNorm.md");`` names the source of the refusals after it, up to the
+end of its block or the next such statement. ``src/runtime/source.h`` defines the statements.
 """
 
 from __future__ import annotations
@@ -13,7 +14,60 @@ from pathlib import Path
 import attrs
 
 from .build import SOURCES
-from .catalogue import arguments_of, title_of
+
+QUOTED = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'")
+DEFINE = re.compile(r"^[ \t]*#define (\w+)\(([^)]*)\)(.*)$", re.MULTILINE)
+
+
+def families(sources: Path = SOURCES / "ops") -> dict[str, list[str]]:
+    """Return the names of aclnn functions by the title of their source; see :func:`title_of`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(sources.glob("*.cpp")):
+        text = path.read_text(encoding="utf-8")
+        names = sorted({f"aclnn{name}" for name in operations(text)})
+        if names:
+            found.setdefault(title_of(text), []).extend(names)
+    return found
+
+
+def operations(text: str) -> Iterator[str]:
+    """Yield the operations that a source defines, after expanding its macros."""
+    text = text.replace("\\\n", " ")
+    macros = {name: (re.split(r"\s*,\s*", parameters), body) for name, parameters, body in DEFINE.findall(text)}
+    text = DEFINE.sub("", text)
+    while macros and (call := re.search(rf"\b({'|'.join(macros)})\(", text)):
+        parameters, body = macros[call[1]]
+        arguments, end = arguments_of(text, call.end())
+        for parameter, argument in zip(parameters, arguments, strict=False):
+            body = re.sub(rf"\b{re.escape(parameter)}\b", argument.replace("\\", r"\\"), body)
+        text = f"{text[: call.start()]} {re.sub(r'[ ]*##[ ]*', '', body)} {text[end:]}"
+    yield from re.findall(r"\bACLNN\(\s*(\w+)", text)
+
+
+def arguments_of(text: str, at: int) -> tuple[list[str], int]:
+    """Return the arguments of a call whose parenthesis opens before ``at``, and the end of the call."""
+    arguments, depth = [""], 1
+    while depth:
+        if literal := QUOTED.match(text, at):
+            arguments[-1] += literal[0]
+            at = literal.end()
+            continue
+        character = text[at]
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 1:
+            arguments.append("")
+        elif depth:
+            arguments[-1] += character
+        at += 1
+    return [each.strip() for each in arguments], at
+
+
+def title_of(text: str) -> str:
+    """Return the first sentence of a source's first comment."""
+    comment = re.match(r"(?:// .*\n)+", text)
+    words = " ".join(line.removeprefix("// ") for line in comment[0].splitlines()) if comment else "Others"
+    return re.split(r"(?<=[a-z0-9])[.:;] ", words)[0].rstrip(".")
+
 
 KINDS = {"DOCUMENTED": "documented", "UNDEFINED": "undefined", "OURS": "ours"}
 """Kinds by macro: CANN or torch_npu documents it; hardware's behavior is undefined; the emulated CANN requires it."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hal.ops.declaration.operation import operation
 from hal.ops.kernels import torch_kernels
-from hal.ops.kernels.form_kernels import Takes, plain
 from hal.ops.kernels.kernel_table import Kernel
+from hal.ops.kernels.partial_kernel import Takes, plain
 
 from ..soc import LEAST_GROUP, Generation
 from . import experts, kernels, quantized, quantized_experts, w4a8

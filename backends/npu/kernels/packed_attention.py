@@ -1,6 +1,6 @@
-"""Attention over packed sequences without a cache, with npu_fused_infer_attention_score.
+"""Attention without a cache, over plain and over packed sequences, with npu_fused_infer_attention_score.
 
-Source: torch_npu's documentation of ``npu_fused_infer_attention_score``.
+Source: torch_npu's documentation of ``npu_fused_infer_attention_score`` and ``npu_fusion_attention``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hal import ops
 from hal.ops.kernels.kernel_table import Kernel
+from hal.vendor import PreparingKernel
 
 from .attention import CAUSAL, MASK_SIZE, MAX_PACKED, PACKED_DTYPE
 
@@ -41,12 +42,11 @@ class PackedAttention:
     capture, which reads lengths on the device. The reference runs for float32 and larger heads.
 
     Args:
-        device: the NPU.
+        causal_mask: hides what the operator's causal mode hides.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        # Copied to the device here, because a capture does not allow the copy.
-        self._causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu_(1).to(device)
+    def __init__(self, causal_mask: Tensor) -> None:
+        self._causal_mask = causal_mask
         self._reference = _Reference()
 
     def __call__(
@@ -139,5 +139,57 @@ def _padded(head_dim: int, *, packed: bool) -> int:
 
 
 def kernels(device: torch.device) -> dict[str, Kernel]:
-    """Return the kernel, by operation."""
-    return {"packed_attention": PackedAttention(device)}
+    """Return the kernels, by operation. A compiled model inverts each mask once, for all layers."""
+    # Copied to the device here, because a capture does not allow the copy.
+    causal_mask = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu_(1).to(device)
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: bool,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.scaled_dot_product_attention`. The mask is True where a query does not attend.
+
+        One launch; in a capture that of npu_fusion_attention, because torch_npu expects to update the other's lengths
+        at each replay. The reference runs for other dtypes than bfloat16 and float16, for a mask with ``causal``,
+        and with softcaps or sinks, which the operator lacks.
+        """
+        queries, hides = query.shape[2], causal and query.shape[2] > 1
+        composed = softcap is not None or sinks is not None or query.dtype not in DTYPES
+        if composed or (mask is not None and hides) or not query.numel():
+            plain = None if mask is None else mask.logical_not()
+            return ops.operation("scaled_dot_product_attention").reference(  # type: ignore[no-any-return]
+                query, key, value, plain, scale, causal, softcap, sinks
+            )
+        masked: dict[str, Any] = {}
+        if hides:
+            masked = {"atten_mask": causal_mask, "sparse_mode": CAUSAL}
+        elif mask is not None:
+            masked = {"atten_mask": mask.contiguous()}
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        if torch_npu.npu.is_current_stream_capturing():
+            return torch_npu.npu_fusion_attention(  # type: ignore[no-any-return]
+                query, key, value, query.shape[1], "BNSD", scale=scale, **masked
+            )[0]
+        if queries == 1 and mask is not None:
+            masked["atten_mask"] = masked["atten_mask"][:, 0, 0]
+        return torch_npu.npu_fused_infer_attention_score(  # type: ignore[no-any-return]
+            query,
+            key,
+            value,
+            num_heads=query.shape[1],
+            num_key_value_heads=key.shape[1],
+            input_layout="BNSD",
+            scale=scale,
+            **masked,
+        )[0]
+
+    return {
+        "packed_attention": PackedAttention(causal_mask),
+        "scaled_dot_product_attention": PreparingKernel(scaled_dot_product_attention, {"mask": torch.logical_not}),
+    }

@@ -17,7 +17,7 @@ from torch import Tensor
 from hal.compile.lower import lower, source_of
 from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
-from hal.device.stream import Stream
+from hal.device.device import Stream
 from hal.drivers.compiler import Outputs
 from hal.errors import CaptureError, HalError
 from hal.execution.capture.full_graph import FullGraphForm, GraphMaker

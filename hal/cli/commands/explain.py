@@ -190,7 +190,7 @@ def _explain_encoder(model: CausalLM, on: Backend) -> None:
         HalError: what a runner would raise.
     """
     from hal.compile.trace import StepSizes
-    from hal.drivers.compiler_registry import EAGER
+    from hal.drivers.compiler import EAGER
     from hal.execution.capture.capture_sizes import embeddings_to_capture
     from hal.execution.optimized_model import optimized_step
 
@@ -216,7 +216,7 @@ def _explain_encoder(model: CausalLM, on: Backend) -> None:
 def _print_encoder_launches(context: FormContext) -> None:
     import torch
 
-    from hal.drivers.compiler_registry import EAGER, OPTIMIZED
+    from hal.drivers.compiler import EAGER, OPTIMIZED
     from hal.execution.steps import Steps
     from hal.execution.uncaptured import Uncaptured
 

@@ -97,8 +97,7 @@ def _open(candidate: Candidate, options: dict[str, Any]) -> Backend | _Closed:
 def _cell(operation: Operation, found: Backend | _Closed) -> str | None:
     if isinstance(found, _Closed):
         return None
-    from hal.ops.kernels.form_kernels import FormKernels
-    from hal.ops.kernels.partial_kernel import PartialKernel
+    from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel
 
     if operation.name in found.kernels:
         source, kernel = found.sources.get(operation.name), found.kernels[operation.name]

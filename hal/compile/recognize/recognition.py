@@ -13,15 +13,14 @@ from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
 from hal.compile.fx.symbolic_sizes import same_shape, value
 from hal.compile.recognize import decoder_layers
-from hal.compile.recognize.complex_pairs import complex_pairs
 from hal.compile.recognize.experts import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
-from hal.compile.recognize.rotations import rotations
+from hal.compile.recognize.rotations import complex_pairs, rotations
 from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls
 from hal.compile.rewrite.rewrite import Rewrite
 from hal.compile.rewrite_report import PassReport
 from hal.drivers.backend import Backend
-from hal.drivers.compiler_registry import pass_name
+from hal.drivers.compiler import pass_name
 
 aten = torch.ops.aten
 log = logging.getLogger("hal.compile")

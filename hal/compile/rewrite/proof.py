@@ -18,7 +18,7 @@ from hal.compile.rewrite.proof_samples import as_list, violations
 from hal.compile.rewrite.rewrite import Rewrite, prepare
 from hal.compile.rewrite_report import PassReport
 from hal.errors import CompileError
-from hal.ops.declaration.samples import Draw, Sample, uncovered_axes
+from hal.ops.declaration.constraints import Draw, Sample, uncovered_axes
 from hal.ops.tolerance import assert_agree
 
 

@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hal.compile.fx.normalize import same_shape
 from hal.errors import CompileError
 from hal.ops.declaration.axes import LEADING, Axis
-from hal.ops.declaration.constraints import Constraints, format_shape
+from hal.ops.declaration.constraints import Constraints, Draw, Sample, format_shape
 from hal.ops.declaration.dtypes import FLOATING, Dtypes, format_dtypes
-from hal.ops.declaration.samples import Draw, Sample
 
 DRAWN = (torch.float32, torch.bfloat16)
 OTHERS = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8)

@@ -21,10 +21,9 @@ from hal.compile.rewrite.pattern import outputs_of, trace_forms, trace_pattern
 from hal.compile.rewrite.proof_samples import DRAWN, check_sides, forms_of
 from hal.drivers.backend import Backend
 from hal.errors import CompileError, OperationError
-from hal.ops.declaration.constraints import Constraints
+from hal.ops.declaration.constraints import Constraints, Draw, Sample
 from hal.ops.declaration.operation import Operation
 from hal.ops.declaration.parse_constraints import constraints_of
-from hal.ops.declaration.samples import Draw, Sample
 
 Applicable = Callable[..., str | None]
 

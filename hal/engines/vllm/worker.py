@@ -22,7 +22,7 @@ from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
 from hal.step import SEQUENCE
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 log = logging.getLogger("vllm.hal")
 

@@ -21,8 +21,7 @@ from hal.config.bounds import CAPTURES
 from hal.device.graph import Graph
 from hal.drivers.compiler import PhaseForm, Plan
 from hal.errors import CaptureError, ConfigError, DeviceOutOfMemory, GraphError
-from hal.execution.capture.capture_budget import CaptureBudget
-from hal.execution.capture.capture_sizes import tokens_to_capture
+from hal.execution.capture.capture_sizes import CaptureBudget, tokens_to_capture
 from hal.execution.context import FormContext
 from hal.execution.state_spec import free_memory
 from hal.nn import CausalLM

@@ -21,7 +21,7 @@ from hal.execution.runner import Runner
 from hal.execution.state_spec import longest_sequence, spec_of, states_per_sequence
 from hal.nn import CausalLM
 from hal.parallel.launch import gathered
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 SHARE = 0.9
 """The fraction of a device's memory that is used."""

@@ -21,7 +21,7 @@ from hal.execution.runner import Runner
 from hal.generation.llm.prompt_pass import PromptPass
 from hal.generation.request import Request, Token, checked
 from hal.generation.scheduler import Scheduler
-from hal.parallel.rank_messages import RankMessages
+from hal.parallel.host_values import RankMessages
 
 P = TypeVar("P", bound=PromptPass)
 

@@ -19,10 +19,10 @@ import torch
 
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.declaration_checks import NOT_DECLARED, check_declaration, check_rowwise, read_constraints
 from hal.ops.declaration.node_form import NodeForm
 from hal.ops.declaration.rebind import generate_function, rebind
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.forms import Form
 from hal.ops.kernels import kernel_table
 from hal.ops.kernels.kernel_table import Kernel, Resolver

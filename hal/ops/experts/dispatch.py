@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hal.device.group import SOLO, group
 from hal.ops.collectives import all_to_all
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.experts.routing import ROUTINGS, WEIGHTS, expert_permute, expert_unpermute, routing
 
 BASE = 256

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu_and_mul, silu_and_mul
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
 from hal.ops.form_samples import drawn_bias, drawn_input, drawn_weight, result_dtype, samples_of_forms
 from hal.ops.forms import FLOAT, Form, dequantize

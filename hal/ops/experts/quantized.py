@@ -7,14 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op
-from hal.ops.declaration.samples import Draw, Sample
 from hal.ops.experts.grouped import grouped_linear
 from hal.ops.experts.routing import ROUTINGS, expert_permute, expert_unpermute, routing
 from hal.ops.form_samples import INT8_DYNAMIC, INT8_STATIC
-from hal.ops.fused_quantization import ROUNDED_BEFORE, silu_and_mul_dynamic_quantize, silu_and_mul_quantize
-from hal.ops.quantization import dynamic_quantize, quantize
+from hal.ops.quantization import (
+    ROUNDED_BEFORE,
+    dynamic_quantize,
+    quantize,
+    silu_and_mul_dynamic_quantize,
+    silu_and_mul_quantize,
+)
 
 SCALES = (torch.float32, torch.bfloat16)
 """Dtypes of weights' scales: float32, or bfloat16 where a driver prepared them so."""

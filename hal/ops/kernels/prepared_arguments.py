@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hal.errors import OperationError, nearest
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.form_kernels import FormKernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import PartialKernel
+from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ from hal.backends.cpu.thread_count import LONGEST_PATIENCE, PATIENCE, SETTLED, S
 from helpers.thorough import LONG, PROCESSES, thorough
 
 import hal
-from hal.device.host_cores import RunningThreads, cpu_quotas, usable_cores
+from hal.device.host_capacity import RunningThreads, cpu_quotas, usable_cores
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from hal import ops
 from hal.errors import ConfigError
 from hal.ops.form_samples import INT8_DYNAMIC
 from hal.ops.forms import FLOAT, Form
-from hal.ops.kernels.form_kernels import FormKernels, plain
+from hal.ops.kernels.partial_kernel import FormKernels, plain
 
 TORCH = Library("torch", {"rms_norm": torch.add, "paged_attention": torch.sub})
 TRITON = Library("triton", {"rms_norm": torch.mul, "paged_attention": torch.div, "silu_and_mul": torch.neg})

@@ -6,8 +6,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hal.backends.cuda.driver import CudaDriver
-from hal.backends.cuda.gpu import CAPTURE_SIZES, limits
 from hal.backends.cuda.graph import nbytes_spanned, weakly
+from hal.backends.cuda.libraries import CAPTURE_SIZES, limits
 from hal.backends.cuda.probe import INSTALL, probe
 
 import hal

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..arguments import require, unit_stride
 from ..interpreter import INTERPRETED, dot, rounded
 from ..quantization import to_int8
-from ..tiles_of_experts import most_tiles, rows_of_tile
+from ..tiles import most_tiles, rows_of_tile
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights.
+"""Projections with packed weights: products of few rows, and which kernel or function of torch takes which arguments.
 
 A program reads a tile of packed weights, widens it in registers to the activations' dtype, and multiplies it with
 tensor cores. So a product takes about the time of reading the packed weights.
@@ -11,11 +11,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from ..arguments import unit_stride
+from hal.ops.forms import Form
+from hal.ops.kernels.partial_kernel import plain
+from hal.ops.projection import floating_bias
+
+from ..arguments import require_form, unit_stride
 from ..interpreter import dot, rounded
-from ..tiles_of_experts import most_tiles, rows_of_tile
-from .unpack import FLOAT4, IN_ONE, INT4, Packed, factors, numbers, of_blocks, scaled
+from ..tiles import most_tiles, rows_of_tile
+from .unpack import FLOAT4, IN_ONE, INT4, Packed, factors, numbers, of_blocks, scaled, widened
 
 MANY = 64
 """The most rows, of experts on average, that multiply packed weights. For more, a launch widens the weight first."""
@@ -208,3 +213,41 @@ def project_packed(
         num_stages=chosen.stages,
     )
     return result
+
+
+INT8S = 128
+"""What int8 numbers are at most."""
+
+
+def takes(form: Form) -> bool:
+    """Return whether :func:`linear` takes a form. By the weights of other forms, cuBLAS multiplies as they are."""
+    return not plain(form) and not form.exact
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    x_scale: Tensor | None,
+    dtype: torch.dtype | None,
+    form: Form,
+) -> Tensor:
+    """See :func:`hal.ops.linear`. For many rows, a launch widens the weight, and torch multiplies.
+
+    Scaled weights of groups and blocks are rounded to the result's dtype, and of many int8 rows the product.
+    """
+    require_form("linear", form, x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype)
+    bias = floating_bias(bias, weight_scale, form)
+    dtype, count = dtype or x.dtype, x.numel() // max(x.shape[-1], 1)
+    packed = Packed.of(form, weight, weight_scale, weight_zero_point)
+    if packed is not None and count <= MANY:
+        chosen = tiles(count, dtype.itemsize, packed.kind, len(weight))
+        return project_packed(x, packed, bias, chosen, x_scale=x_scale, dtype=dtype)
+    wide = widened(form, packed, weight, weight_scale, weight_zero_point, dtype)
+    if x_scale is None:
+        return functional.linear(x.to(dtype), wide, None if bias is None else bias.to(dtype))
+    # A power of two keeps numbers exact, and the product within float16.
+    product = functional.linear(x.to(dtype) / INT8S, wide) * (x_scale * INT8S).unsqueeze(-1)
+    return (product if bias is None else product + bias).to(dtype)

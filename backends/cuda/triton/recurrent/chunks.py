@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interpreter import INTERPRETED, bound, rounded
-from ..sequences import owner
+from ..tiles import owner
 
 CHUNK = 64
 """Tokens of a chunk. The sum of decays within a chunk is float32, which bounds its size."""

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import require, unit_stride, warps
+from ..arguments import require, same_sequences, slots, unit_stride, warps
 from ..interpreter import rounded
-from ..sequences import owner
-from .arguments import same_sequences, slots
+from ..tiles import owner
 
 CHANNELS = 128
 """The most channels of a program."""

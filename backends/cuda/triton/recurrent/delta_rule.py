@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..arguments import require, unit_stride
+from ..arguments import require, same_sequences, slots, unit_stride
 from ..interpreter import bound, rounded
-from .arguments import same_sequences, slots
 from .chunks import by_chunks
 
 FEW = 8

@@ -15,7 +15,7 @@ from helpers.npu.compare import DTYPES, FAMILIES, MODES, Case
 from helpers.thorough import AGAIN, DRAW, DTYPE, EXHAUSTIVE, FAMILY, MODE, thorough
 
 import hal
-from hal.step.dummies import DUMMY_BLOCK
+from hal.step.fields import DUMMY_BLOCK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hal.backends.npu.emulator import activation, catalogue, read_refusals, symbols
+from hal.backends.npu.emulator import activation, read_refusals, symbols
 from hal.backends.npu.emulator.build import SOURCES, Toolchain
 from helpers import ROOT
 from helpers.emulator.children import python
@@ -29,7 +29,7 @@ def test_the_python_of_the_page_runs(clean: dict[str, str]) -> None:
 
 
 def test_the_listed_operations_are_the_emulated_ones() -> None:
-    listed = [name for names in catalogue.families().values() for name in names]
+    listed = [name for names in read_refusals.families().values() for name in names]
     assert len(listed) == len(set(listed))
 
     built = symbols.defined(activation.loaded()[0].with_name("libopapi.so"))
@@ -47,11 +47,11 @@ def test_a_macro_is_followed() -> None:
 TWO(Neg, out.set(at::neg(self)))
 ACLNN(Other)
 """
-    assert sorted(catalogue.operations(text)) == ["InplaceNeg", "Neg", "Other"]
+    assert sorted(read_refusals.operations(text)) == ["InplaceNeg", "Neg", "Other"]
 
 
 def test_every_family_has_a_title() -> None:
-    families = catalogue.families(SOURCES / "ops")
+    families = read_refusals.families(SOURCES / "ops")
     assert "Others" not in families
     assert all(title and len(title) < 150 for title in families)
 
