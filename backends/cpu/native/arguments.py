@@ -78,6 +78,11 @@ class Bindings:
         return NativeFunction(self.library, name, result, arguments)
 
 
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Return the address of each tensor's elements, or None for None."""
+    return [None if each is None else each.data_ptr() for each in tensors]
+
+
 def rows(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """Return x with unit stride in its last dimension, and ``(rows per group, group stride, row stride)``."""
     if x.stride(-1) != 1 or x.dim() not in (2, 3):

@@ -13,7 +13,7 @@ from hal.ops import AttentionOptions
 
 from ..kernels import paged_attention as composed_attention
 from ..kernels import quantized_paged_attention as composed_quantized_attention
-from .arguments import DTYPES, Bindings, empty, integers, require, rows
+from .arguments import DTYPES, Bindings, addresses, empty, integers, require, rows
 
 ATTENTION_KERNELS = ("paged_attention", "quantized_paged_attention", "store_quantized_kv_cache")
 FEW = 1 << 11
@@ -64,14 +64,7 @@ class AttentionKernels(Bindings):
                 require(fits, name, key, each)
         key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
         wrong = self._store(
-            key.data_ptr(),
-            value.data_ptr(),
-            *(None if each is None else each.data_ptr() for each in given),
-            keys.data_ptr(),
-            values.data_ptr(),
-            key_scales.data_ptr(),
-            value_scales.data_ptr(),
-            slots.data_ptr(),
+            *addresses(key, value, *given, keys, values, key_scales, value_scales, slots),
             DTYPES[key.dtype],
             QUANTIZED[keys.dtype],
             key.shape[0],
@@ -204,26 +197,11 @@ class AttentionKernels(Bindings):
         query, (_, outer, inner) = rows(query)
         y = empty(query.shape, query) if out is None else out
         work = FEW if tokens > sequences else UNLIMITED
+        sizes = sequences, tokens, heads, kv_heads, head_dim, num_blocks, block_size, max_blocks, outer, inner
         wrong = self._attention(
-            query.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            table.data_ptr(),
-            starts.data_ptr(),
-            lens.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            y.data_ptr(),
+            *addresses(query, keys, values, table, starts, lens, sinks, y),
             DTYPES[query.dtype],
-            sequences,
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            num_blocks,
-            block_size,
-            max_blocks,
-            outer,
-            inner,
+            *sizes,
             options.scale,
             options.softcap or 0.0,
             options.causal,

@@ -13,7 +13,7 @@ from hal.errors import OperationError
 from hal.ops import GatedActivation
 
 from ..grouped import wrong_counts
-from .arguments import DTYPES, Bindings, empty, integers, require
+from .arguments import DTYPES, Bindings, addresses, empty, integers, require
 
 ACTIVATIONS = (None, "none", "tanh")
 """Values of ``approximate`` in the order of Gating in experts.cpp. The clipped activation follows."""
@@ -61,10 +61,7 @@ class ExpertKernels(Bindings):
         new = torch.empty(tokens, top_k, dtype=logits.dtype), torch.empty(tokens, top_k, dtype=torch.int32)
         weights, experts = new if out is None else out
         self._route(
-            scores.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            weights.data_ptr(),
-            experts.data_ptr(),
+            *addresses(scores, bias, weights, experts),
             DTYPES[logits.dtype],
             tokens,
             num_experts,
@@ -94,17 +91,8 @@ class ExpertKernels(Bindings):
             torch.empty(rows, dtype=torch.int32),
         )
         y, counts, positions = new if out is None else out
-        wrong = self._permute(
-            x.data_ptr(),
-            experts.data_ptr(),
-            y.data_ptr(),
-            counts.data_ptr(),
-            positions.data_ptr(),
-            tokens,
-            experts.shape[1],
-            num_experts,
-            width * x.element_size(),
-        )
+        sizes = tokens, experts.shape[1], num_experts, width * x.element_size()
+        wrong = self._permute(*addresses(x, experts, y, counts, positions), *sizes)
         _refuse(wrong, "expert_permute", experts, num_experts)
         return y, counts, positions
 
@@ -122,10 +110,7 @@ class ExpertKernels(Bindings):
         rows, weights = rows.contiguous(), weights.contiguous()
         y = empty((tokens, width), rows) if out is None else out
         wrong = self._unpermute(
-            rows.data_ptr(),
-            positions.data_ptr(),
-            weights.data_ptr(),
-            y.data_ptr(),
+            *addresses(rows, positions, weights, y),
             DTYPES[rows.dtype],
             weights.dtype is torch.float32,
             tokens,
@@ -161,18 +146,12 @@ class ExpertKernels(Bindings):
         x, weight, counts = x.contiguous(), weight.contiguous(), counts.contiguous()
         bias = None if bias is None else bias.contiguous()
         y = empty((x.shape[0], out_features), x) if out is None else out
+        sizes = x.shape[0], num_experts, out_features, width
         wrong = self._grouped(
-            x.data_ptr(),
-            weight.data_ptr(),
-            counts.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
+            *addresses(x, weight, counts, bias, y),
             DTYPES[x.dtype],
             bias is not None and bias.dtype is torch.float32,
-            x.shape[0],
-            num_experts,
-            out_features,
-            width,
+            *sizes,
         )
         if wrong:
             raise wrong_counts(counts, x.shape[0])
@@ -211,14 +190,9 @@ class ExpertKernels(Bindings):
         if wide:  # Both have one dtype in C++.
             biases = [None if bias is None else bias.float() for bias in biases]
         y = empty(x.shape, x) if out is None else out
+        sizes = tokens, hidden, width, num_experts, experts.shape[1]
         wrong = self._mlp(
-            x.data_ptr(),
-            gate_up.data_ptr(),
-            down.data_ptr(),
-            weights.data_ptr(),
-            experts.data_ptr(),
-            *(None if bias is None else bias.data_ptr() for bias in biases),
-            y.data_ptr(),
+            *addresses(x, gate_up, down, weights, experts, *biases, y),
             DTYPES[x.dtype],
             weights.dtype is torch.float32,
             wide,
@@ -226,11 +200,7 @@ class ExpertKernels(Bindings):
             activation.alpha or 0.0,
             activation.limit or 0.0,
             activation.interleaved,
-            tokens,
-            hidden,
-            width,
-            num_experts,
-            experts.shape[1],
+            *sizes,
         )
         _refuse(wrong, "expert_mlp", experts, num_experts)
         return y

@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.ops.forms import Form
 
 from ..low_bits import exact_linear
-from .arguments import DTYPES, Bindings, require
+from .arguments import DTYPES, Bindings, addresses, require
 
 INT8_KERNELS = ("dynamic_quantize", "quantize")
 MOST_ROWS = 64
@@ -74,10 +74,7 @@ class Int8Kernels(Bindings):
         added = None if bias is None else bias.data_ptr()
         of_sums = bias is not None and bias.dtype is torch.int32
         self._linear(
-            x.data_ptr(),
-            None if x_scale is None else x_scale.data_ptr(),
-            weight.data_ptr(),
-            scale.data_ptr(),
+            *addresses(x, x_scale, weight, scale),
             added if of_sums else None,
             None if of_sums else added,
             y.data_ptr(),

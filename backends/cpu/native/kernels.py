@@ -20,7 +20,7 @@ from hal.ops.kernels.partial_kernel import FormKernels, Takes, plain
 
 from .. import low_bits
 from ..grouped import by_expert
-from .arguments import DTYPES, Bindings, empty, integers, packed, require, rows
+from .arguments import DTYPES, Bindings, addresses, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .int8_kernels import INT8_KERNELS, Int8Kernels
@@ -105,19 +105,8 @@ class _Library(Bindings):
         x, (heads, outer, inner) = rows(x)
         weight = weight.contiguous()
         y = empty(x.shape, x) if out is None else out
-        self._rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            DTYPES[x.dtype],
-            weight.dtype is torch.float32,
-            x.numel() // width,
-            heads,
-            width,
-            outer,
-            inner,
-            eps,
-        )
+        sizes = x.numel() // width, heads, width, outer, inner
+        self._rms_norm(*addresses(x, weight, y), DTYPES[x.dtype], weight.dtype is torch.float32, *sizes, eps)
         return y
 
     def add_rms_norm(
@@ -130,11 +119,7 @@ class _Library(Bindings):
         x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
         y, hidden = (empty(x.shape, x), empty(x.shape, x)) if out is None else out
         self._add_rms_norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            hidden.data_ptr(),
+            *addresses(x, residual, weight, y, hidden),
             DTYPES[x.dtype],
             weight.dtype is torch.float32,
             x.numel() // width,
@@ -164,23 +149,13 @@ class _Library(Bindings):
         key, (kv_heads, *key_strides) = rows(key)
         cos, sin = cos.contiguous(), sin.contiguous()
         new = (empty(query.shape, query), empty(key.shape, key)) if out is None else out
+        sizes = tokens, heads, kv_heads, head_dim, cos.shape[1], *query_strides, *key_strides
         self._rotary(
-            query.data_ptr(),
-            key.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            new[0].data_ptr(),
-            new[1].data_ptr(),
+            *addresses(query, key, cos, sin, new[0], new[1]),
             DTYPES[query.dtype],
             cos.dtype is torch.float32,
             interleaved,
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            cos.shape[1],
-            *query_strides,
-            *key_strides,
+            *sizes,
         )
         return new
 
@@ -230,11 +205,7 @@ class _Library(Bindings):
         require(slots.shape == key.shape[:1], "store_kv_cache", key, indices=(slots,))
         key, value, size = packed(key), packed(value), key.element_size()
         wrong = self._store(
-            key.data_ptr(),
-            value.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            slots.data_ptr(),
+            *addresses(key, value, key_cache, value_cache, slots),
             key.shape[0],
             key_cache.shape[0] * key_cache.shape[1],
             row * size,
@@ -276,8 +247,7 @@ class _Library(Bindings):
         y = empty(query.shape, query) if out is None else out
         wrong = self._packed_attention(
             *(each.data_ptr() for each, _ in given),
-            starts.data_ptr(),
-            y.data_ptr(),
+            *addresses(starts, y),
             DTYPES[query.dtype],
             len(starts) - 1,
             tokens,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hal.ops.logits import check_words
 
-from .arguments import DTYPES, Bindings, empty, require, rows
+from .arguments import DTYPES, Bindings, addresses, empty, require, rows
 
 LOGITS_KERNELS = ("mask_logits", "penalize")
 
@@ -46,13 +46,7 @@ class LogitsKernels(Bindings):
         repetition, frequency, presence = (each.contiguous() for each in penalties)
         y = torch.empty(logits.shape, dtype=torch.float32) if out is None else out
         self._penalize(
-            logits.data_ptr(),
-            counts.data_ptr(),
-            prompted.data_ptr(),
-            repetition.data_ptr(),
-            frequency.data_ptr(),
-            presence.data_ptr(),
-            y.data_ptr(),
+            *addresses(logits, counts, prompted, repetition, frequency, presence, y),
             DTYPES[logits.dtype],
             *logits.shape,
             stride,
@@ -112,12 +106,6 @@ class SamplingKernels(Bindings):
         columns = [each.contiguous() for each in parameters]
         tokens = torch.empty(logits.shape[0], dtype=torch.int64) if out is None else out
         self._sample(
-            logits.data_ptr(),
-            *(column.data_ptr() for column in columns),
-            tokens.data_ptr(),
-            DTYPES[logits.dtype],
-            logits.shape[0],
-            logits.shape[1],
-            stride,
+            *addresses(logits, *columns, tokens), DTYPES[logits.dtype], logits.shape[0], logits.shape[1], stride
         )
         return tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hal.errors import OperationError
 
-from .arguments import DTYPES, Bindings, empty, require, rows
+from .arguments import DTYPES, Bindings, addresses, empty, require, rows
 
 RECURRENT_KERNELS = ("causal_conv1d", "delta_rule_gates", "gated_delta_rule", "gated_rms_norm", "l2_norm")
 WIDEST = 9
@@ -60,24 +60,9 @@ class RecurrentKernels(Bindings):
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         read_slots, written, starts = (each.contiguous() for each in (read_slots, written, query_start_loc))
         y = empty(x.shape, x) if out is None else out
+        sizes = tokens, read_slots.shape[0], saves, window.shape[0], channels, width, stride
         wrong = self._conv(
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            window.data_ptr(),
-            read_slots.data_ptr(),
-            written.data_ptr(),
-            starts.data_ptr(),
-            y.data_ptr(),
-            DTYPES[x.dtype],
-            silu,
-            tokens,
-            read_slots.shape[0],
-            saves,
-            window.shape[0],
-            channels,
-            width,
-            stride,
+            *addresses(x, weight, bias, window, read_slots, written, starts, y), DTYPES[x.dtype], silu, *sizes
         )
         _check("causal_conv1d", wrong, read_slots, written, starts, window.shape[0])
         return y
@@ -121,28 +106,12 @@ class RecurrentKernels(Bindings):
         read_slots, written, starts = (each.contiguous() for each in indices)
         y = empty(value.shape, value) if out is None else out
         strides = (*query_strides, *key_strides, *value_strides, beta_stride)
+        sizes = tokens, read_slots.shape[0], saves, state.shape[0], key_heads, heads, key_dim, value_dim, *strides
         wrong = self._rule(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            decay.data_ptr(),
-            beta.data_ptr(),
-            state.data_ptr(),
-            read_slots.data_ptr(),
-            written.data_ptr(),
-            starts.data_ptr(),
-            y.data_ptr(),
+            *addresses(query, key, value, decay, beta, state, read_slots, written, starts, y),
             DTYPES[query.dtype],
             state.dtype is torch.float32,
-            tokens,
-            read_slots.shape[0],
-            saves,
-            state.shape[0],
-            key_heads,
-            heads,
-            key_dim,
-            value_dim,
-            *strides,
+            *sizes,
             scale,
         )
         _check("gated_delta_rule", wrong, read_slots, written, starts, state.shape[0])
@@ -159,17 +128,7 @@ class RecurrentKernels(Bindings):
         factor, dt_bias = factor.contiguous(), dt_bias.contiguous()
         made = (torch.empty(a.shape, dtype=torch.float32), empty(a.shape, a)) if out is None else out
         self._gates(
-            a.data_ptr(),
-            b.data_ptr(),
-            factor.data_ptr(),
-            dt_bias.data_ptr(),
-            made[0].data_ptr(),
-            made[1].data_ptr(),
-            DTYPES[a.dtype],
-            tokens,
-            heads,
-            stride_a,
-            stride_b,
+            *addresses(a, b, factor, dt_bias, made[0], made[1]), DTYPES[a.dtype], tokens, heads, stride_a, stride_b
         )
         return made
 
@@ -195,20 +154,8 @@ class RecurrentKernels(Bindings):
         gate, (_, *gate_strides) = rows(gate)
         weight = weight.contiguous()
         y = empty(x.shape, x) if out is None else out
-        self._gated(
-            x.data_ptr(),
-            gate.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            DTYPES[x.dtype],
-            weight.dtype is torch.float32,
-            x.numel() // max(width, 1),
-            heads,
-            width,
-            *strides,
-            *gate_strides,
-            eps,
-        )
+        sizes = x.numel() // max(width, 1), heads, width, *strides, *gate_strides
+        self._gated(*addresses(x, gate, weight, y), DTYPES[x.dtype], weight.dtype is torch.float32, *sizes, eps)
         return y
 
 

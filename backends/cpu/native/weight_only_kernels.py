@@ -15,7 +15,7 @@ from hal.ops.forms import Form
 
 from .. import low_bits
 from ..grouped import by_expert, wrong_counts
-from .arguments import DTYPES, Bindings, empty, require
+from .arguments import DTYPES, Bindings, addresses, empty, require
 
 NUMBERS = {"int8": 0, "int4": 1, "float4": 2}
 """Codes of what a weight holds in C++."""
@@ -77,20 +77,9 @@ class WeightOnlyKernels(Bindings):
         x = x if x.dim() == 2 else x.reshape(-1, width)
         x = x if x.stride(1) == 1 else x.contiguous()
         weight, bias, scale, zero = _contiguous(weight, bias, *factors)
+        sizes = x.shape[0], width, features, form.group(width), x.stride(0)
         self._weight_only(
-            x.data_ptr(),
-            weight.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            DTYPES[x.dtype],
-            *_codes(scale, zero, bias, form),
-            x.shape[0],
-            width,
-            features,
-            form.group(width),
-            x.stride(0),
+            *addresses(x, weight, scale, zero, bias, y), DTYPES[x.dtype], *_codes(scale, zero, bias, form), *sizes
         )
         return y
 
@@ -129,22 +118,12 @@ class WeightOnlyKernels(Bindings):
         y = empty((rows, features), x) if out is None else out
         x, counts = x if x.stride(1) == 1 else x.contiguous(), counts.contiguous()
         weight, bias, scale, zero = _contiguous(weight, bias, *factors)
+        sizes = rows, num_experts, width, features, form.group(width), x.stride(0)
         wrong = self._grouped(
-            x.data_ptr(),
-            weight.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            counts.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
+            *addresses(x, weight, scale, zero, counts, bias, y),
             DTYPES[x.dtype],
             *_codes(scale, zero, bias, form),
-            rows,
-            num_experts,
-            width,
-            features,
-            form.group(width),
-            x.stride(0),
+            *sizes,
         )
         if wrong:
             raise wrong_counts(counts, rows)
@@ -205,21 +184,15 @@ class WeightOnlyKernels(Bindings):
         weight, _, scale, zero = _contiguous(weight, None, scale, zero)
         rows, width = y.shape
         scales, zeros, _, numbers = _codes(scale, zero, None, form)
+        sizes = rows, width, weight.shape[0], form.group(width)
         outside = self._embedding(
-            None if ids is None else ids.data_ptr(),
-            weight.data_ptr(),
-            scale.data_ptr(),
-            None if zero is None else zero.data_ptr(),
-            y.data_ptr(),
+            *addresses(ids, weight, scale, zero, y),
             DTYPES[y.dtype],
             scales,
             zeros,
             numbers,
             ids is not None and ids.dtype is torch.int64,
-            rows,
-            width,
-            weight.shape[0],
-            form.group(width),
+            *sizes,
         )
         return bool(outside)
 
