@@ -12,11 +12,10 @@ from hal.public_names import imported_on_use
 from hal.version import API_VERSION
 
 if TYPE_CHECKING:
-    from hal.device.device import Device, Event, MemoryStats, Stream
+    from hal.device.device import Device, Event, Limits, MemoryStats, Stream
     from hal.device.graph import Graph
     from hal.device.host_device import HostDevice
     from hal.device.host_values import HostValues
-    from hal.device.limits import Limits
     from hal.drivers.backend import Backend
     from hal.drivers.compiler import Compiler, Outputs, PhaseForm, Plan
     from hal.drivers.driver import Driver, Probe
@@ -73,7 +72,7 @@ __getattr__ = imported_on_use(
         "GraphMaker": "hal.execution.capture.full_graph",
         "HostDevice": "hal.device.host_device",
         "HostValues": "hal.device.host_values",
-        "Limits": "hal.device.limits",
+        "Limits": "hal.device.device",
         "MemoryStats": "hal.device.device",
         "Outputs": "hal.drivers.compiler",
         "PartialKernel": "hal.ops.kernels.partial_kernel",

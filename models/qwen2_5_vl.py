@@ -30,8 +30,7 @@ from hal.nn import (
     text_config,
     vision_config,
 )
-from hal.nn.axis_placement import merged
-from hal.nn.encoder import VIDEO
+from hal.nn.encoder import VIDEO, merged
 from hal.nn.mlp import ACTIVATIONS
 from hal.step import EncoderBatch, field, host_twin
 from hal.step.model_batches import padding_last

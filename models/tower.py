@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.config import read_model_config
 from hal.nn import ActivationName, Encoder, EncoderItem, Linear
-from hal.nn.axis_placement import check_items
-from hal.nn.encoder import IMAGE
+from hal.nn.encoder import IMAGE, check_items
 
 EPS = 1e-6
 """Epsilon of a tower's norms."""

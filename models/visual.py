@@ -23,8 +23,7 @@ from hal.nn import (
     frames,
     place_blocks,
 )
-from hal.nn.axis_placement import expanded
-from hal.nn.encoder import IMAGE, VIDEO
+from hal.nn.encoder import IMAGE, VIDEO, expanded
 from hal.step import AxesBatch, AxesSlotBatch, Batch, SlotBatch, embedding_batch
 
 from .tower import Tower

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hal.config import read
+from hal.device.device import CACHE_DTYPES, Limits
 from hal.device.graph import Graph
 from hal.device.host_device import HostDevice
-from hal.device.limits import CACHE_DTYPES, Limits
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
@@ -29,7 +29,7 @@ from hal.ops.kernels.partial_kernel import FormKernels
 
 from . import kernels, low_bits
 from .native.arguments import DTYPES, bound
-from .native.instruction_sets import InstructionSet
+from .native.build import InstructionSet
 from .packing import ROWS, Packing, packed
 from .thread_count import SHARED
 

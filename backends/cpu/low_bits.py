@@ -1,6 +1,7 @@
 """Kernels of projections and lookups with weights in any form, which call torch.
 
-A tape records each as one call, and gives it ``out``.
+A tape records each as one call, and gives it ``out``. Those of grouped projections call one of a projection for each
+expert with rows, whose number is a value.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.errors import OperationError
 from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
@@ -21,8 +23,58 @@ from hal.ops.kernels.partial_kernel import Takes, plain
 from hal.ops.projection import floating_bias, int8_matmul
 
 from . import packing
-from .grouped import by_expert
 from .kernels import int8_product, multiplies_int8
+
+
+def by_expert(linear: Kernel) -> Callable[..., Tensor]:
+    """Return a kernel of ``grouped_linear`` from one of ``linear`` that takes ``out``."""
+
+    def grouped_linear(
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        bias: Tensor | None,
+        weight_scale: Tensor | None,
+        weight_zero_point: Tensor | None,
+        x_scale: Tensor | None,
+        dtype: torch.dtype | None,
+        form: Form,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        output = x.new_empty(x.shape[0], weight.shape[1], dtype=dtype) if out is None else out
+        for expert, start, end in spans(counts, x.shape[0]):
+            given = (each if each is None else each[expert] for each in (weight, bias, weight_scale, weight_zero_point))
+            of_rows = None if x_scale is None else x_scale[start:end]
+            linear(x[start:end], *given, of_rows, dtype, form, out=output[start:end])
+        return output
+
+    return grouped_linear
+
+
+def spans(counts: Tensor, rows: int) -> list[tuple[int, int, int]]:
+    """Return each expert with rows, its first row and its end.
+
+    Raises:
+        OperationError: a count is negative, or they add up to more than ``rows``.
+    """
+    found, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        if not 0 <= count <= rows - start:
+            raise wrong_counts(counts, rows)
+        if count:
+            found.append((expert, start, start + count))
+        start += count
+    return found
+
+
+def wrong_counts(counts: Tensor, rows: int) -> OperationError:
+    """Return the error for counts that the rows do not suffice for."""
+    return OperationError(
+        f"grouped_linear: the experts have {counts.tolist()} rows, but x has only {rows}",
+        "give the counts that expert_permute returned",
+    )
+
 
 WIDENED = 1 << 20
 """Elements of a weight that are widened at once."""

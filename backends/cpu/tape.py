@@ -6,8 +6,8 @@ of a capture use in turn. A functional ATen call is recorded as its ``out=`` var
 memory that the capture wrote. A view is not recorded, because its memory does not move. Finally, the memory plan lets
 results with disjoint lifetimes share memory.
 
-launch.py is one recorded call, recorder.py records the function, replay_plan.py plans the memory, and native_calls.py
-joins calls of C++ kernels.
+recorder.py records the function, launch.py is one recorded call and plans the memory, and native_calls.py joins calls
+of C++ kernels.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from hal.device.device import Stream
 from hal.device.graph import Graph
 from hal.errors import CaptureError, GraphError
 
-from .launch import Launch, storage_of, tensors_of
+from .launch import Launch, Pool, place, storage_of, tensors_of
 from .native_calls import replayed
 from .recorder import Recorder, recording
-from .replay_plan import Pool, place
 
 
 class Tape(Graph):

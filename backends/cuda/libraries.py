@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal import ops
-from hal.device.limits import Limits
+from hal.device.device import Limits
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.kernels.partial_kernel import FormKernels, plain

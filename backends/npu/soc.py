@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from hal.device.limits import CACHE_DTYPES, Limits
+from hal.device.device import CACHE_DTYPES, Limits
 from hal.errors import DriverUnavailable
 
 BLOCK_SIZES = (128, 256, 384, 512)

@@ -27,8 +27,8 @@ from hal.checkpoint.weight_filling import Filling, LayerFilling, WeightBuffers, 
 from hal.checkpoint.weight_replacement import LoadedWeights
 from hal.config.settings import CacheDType, ExpertsMode, ParallelConfig, QuantizedWeights
 from hal.config.untrusted_files import is_there
+from hal.device.device import UNLIMITED, Limits
 from hal.device.group import SOLO, Group
-from hal.device.limits import UNLIMITED, Limits
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Attention, CausalLM, Experts

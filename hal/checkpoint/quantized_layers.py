@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.config.settings import QuantizedWeights
+from hal.device.device import UNLIMITED, Limits
 from hal.device.group import SOLO, Group
-from hal.device.limits import UNLIMITED, Limits
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
 from hal.nn.linear import EXPERTS
@@ -26,7 +26,7 @@ from hal.parallel.mesh import Mesh
 from hal.quantization.checkpoint_format import Quantization
 from hal.quantization.forms import INT8, INT8_DYNAMIC, check_width, name_of
 from hal.quantization.input_order import GROUPS
-from hal.quantization.int8_arithmetic import int8_row_sums, quantize_weight
+from hal.quantization.integer_arithmetic import int8_row_sums, quantize_weight
 from hal.quantization.stored_layer import StoredAs, StoredLayer, Tensors
 
 AUTO: Final = "auto"

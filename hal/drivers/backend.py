@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.config import CompilationConfig, Config, load
-from hal.device.device import Device
-from hal.device.limits import DEFAULT_BLOCK_SIZE, Limits
+from hal.device.device import DEFAULT_BLOCK_SIZE, Device, Limits
 from hal.drivers.backend_checks import (
     check_arguments,
     check_block_size,

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hal import ops
-from hal.device.device import Device
-from hal.device.limits import Limits
+from hal.device.device import Device, Limits
 from hal.drivers.compiler import pass_name
 from hal.errors import CompileError, ConfigError, DriverIncompatible
 from hal.step.state import KEY_VALUE

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.device.device import to_device
 from hal.execution.runner import Runner
 from hal.nn import EncoderItem, Placement
 from hal.step.batch import Batch
 from hal.step.fields import fields_of
-from hal.step.host_copies import to_device
 from hal.step.padding import padding_batch
 
 

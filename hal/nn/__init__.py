@@ -4,8 +4,7 @@ Parameters have the names of Hugging Face checkpoints, so loading needs no per-m
 For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``torch.nn.Module`` types it as ``Any``.
 """
 
-from hal.nn.attention import Attention
-from hal.nn.axis_placement import AxisPlacement, Block, check_items, frames, place_blocks
+from hal.nn.attention import Angles, Attention, Norm, SelfAttention
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -29,7 +28,7 @@ from hal.nn.decoder_config import (
     vision_config,
 )
 from hal.nn.embedding import Embedding, QuantizedEmbedding
-from hal.nn.encoder import Encoder, EncoderItem, Placement
+from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import DeltaNetSizes, GatedDeltaNet, GatedRMSNorm, ShortConvolution
 from hal.nn.linear import Linear, MergedLinear, Projection
@@ -39,7 +38,6 @@ from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
-from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, WeightUse
 

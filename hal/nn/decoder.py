@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
+from hal.nn.attention import Angles, Norm, SelfAttention
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
 from hal.nn.gated_delta_net import GatedDeltaNet
 from hal.nn.linear import Linear
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
-from hal.nn.self_attention import Angles, Norm, SelfAttention
 from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
 

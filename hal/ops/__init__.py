@@ -5,7 +5,7 @@ Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on th
 
 from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
 from hal.ops.attention import AttentionOptions, paged_attention
-from hal.ops.cache import store_kv_cache
+from hal.ops.cache import quantized_paged_attention, store_kv_cache, store_quantized_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
@@ -34,7 +34,6 @@ from hal.ops.quantization import (
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
-from hal.ops.quantized_cache import quantized_paged_attention, store_quantized_kv_cache
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample

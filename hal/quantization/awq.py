@@ -17,8 +17,8 @@ from hal.nn.linear import IN, OUT
 from hal.ops.forms import INT4S, Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_groups
+from hal.quantization.integer_arithmetic import signed_weight, signed_zero_points, transposed, unsigned
 from hal.quantization.layer_patterns import ExcludedLayers
-from hal.quantization.packed_integers import signed_weight, signed_zero_points, transposed, unsigned
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 from hal.quantization.value_checks import FLOATS, POSITIVE
 

@@ -14,7 +14,7 @@ from hal.config.plugins import Plugins, instance_of
 from hal.errors import CheckpointError, ConfigError
 from hal.ops.forms import Form
 from hal.quantization.forms import NAMES
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.stored_layer import StoredAs, Writer
 
 

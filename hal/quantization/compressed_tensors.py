@@ -24,8 +24,8 @@ from hal.quantization.checkpoint_format import (
 )
 from hal.quantization.forms import INT8, INT8_STATIC, in_blocks, in_groups
 from hal.quantization.fp8 import Fp8Scales
-from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.int8_rows import CompressedStatic, Int8Rows
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.layer_patterns import LayerPattern, other_names
 from hal.quantization.packed_tensors import PackedTensors, WholeTensors
 from hal.quantization.stored_layer import StoredAs, Writer

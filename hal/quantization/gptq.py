@@ -20,9 +20,8 @@ from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_groups
 from hal.quantization.input_order import group_index, input_order, ordered
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN, in_one, signed_weight, signed_zero_points, transposed, unsigned
 from hal.quantization.layer_patterns import ExcludedLayers, LayerPattern, other_names
-from hal.quantization.packed_integers import in_one, signed_weight, signed_zero_points, transposed, unsigned
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 from hal.quantization.value_checks import FLOATS, POSITIVE
 

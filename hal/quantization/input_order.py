@@ -10,7 +10,7 @@ from torch import Tensor
 from hal.errors import CheckpointError
 from hal.nn import ValueCheck, Weight
 from hal.nn.linear import EXPERTS, IN
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.stored_layer import StoredLayer
 
 ROWS = 64

@@ -16,7 +16,7 @@ from hal.errors import CheckpointError
 from hal.nn import ValueCheck, Weight
 from hal.nn.linear import OUT
 from hal.ops.forms import Form
-from hal.quantization.int8_arithmetic import (
+from hal.quantization.integer_arithmetic import (
     AGAIN,
     INT32_MAX,
     Activation,

@@ -16,7 +16,7 @@ import regex
 
 from hal.errors import CheckpointError, ConfigError
 from hal.quantization.checkpoint_format import Quantization
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.stored_layer import StoredAs
 
 READ = (

@@ -23,8 +23,8 @@ from hal.nn.linear import OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization, Written, supported
 from hal.quantization.forms import INT8, INT8_DYNAMIC, INT8_STATIC, in_groups
-from hal.quantization.int8_arithmetic import AGAIN
 from hal.quantization.int8_rows import Int8Rows, ModelSlimStatic
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 from hal.quantization.value_checks import FLOATS, POSITIVE, SYMMETRIC
 

@@ -16,7 +16,7 @@ from hal.nn.linear import IN, OUT
 from hal.ops.forms import FLOAT4S
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import MXFP4
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 

@@ -12,7 +12,7 @@ from hal.nn import ValueCheck, Weight
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form, pack_int4
 from hal.quantization.input_order import group_index, input_order, ordered
-from hal.quantization.packed_integers import (
+from hal.quantization.integer_arithmetic import (
     in_one,
     packed_signed,
     quantize_groups,

@@ -18,7 +18,7 @@ from hal.nn import GroupedLinear, Linear, Weight
 from hal.nn.linear import IN, OUT
 from hal.nn.weights.weight import TENSOR
 from hal.ops.forms import Form, dequantize
-from hal.quantization.int8_arithmetic import AGAIN, Activation
+from hal.quantization.integer_arithmetic import AGAIN, Activation
 
 Tensors = Mapping[str, Tensor | None]
 """Tensors by name. One that the checkpoint lacks is None."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hal.nn import Projection, ValueCheck
-from hal.quantization.int8_arithmetic import AGAIN
+from hal.quantization.integer_arithmetic import AGAIN
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that scales keep."""

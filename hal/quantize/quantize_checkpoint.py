@@ -31,9 +31,8 @@ from hal.ops.forms import Form
 from hal.progress import Say, going_on, silent, since_start
 from hal.quantization.checkpoint_format import FORMATS, CheckpointFormat, Written, formats
 from hal.quantization.forms import GROUPED, NAMES, in_groups
-from hal.quantization.int8_arithmetic import Activation
+from hal.quantization.integer_arithmetic import Activation, row_ranges
 from hal.quantization.layer_patterns import ExcludedLayers
-from hal.quantization.packed_integers import row_ranges
 from hal.quantization.stored_layer import CalibratedWriter, FloatLayer, Writer
 from hal.quantize.calibration import input_ranges
 

@@ -3,10 +3,10 @@
 Code that counts tokens, pads a batch, or tracks the memory that a model writes reads these declarations.
 """
 
+from hal.device.device import to_device
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds
 from hal.step.fields import Field, field, fields_of, host_twin
-from hal.step.host_copies import to_device
 from hal.step.input_batch import InputBatch
 from hal.step.model_batches import (
     AxesBatch,

@@ -21,8 +21,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.device.device import to_device
 from hal.errors import BatchError, nearest
-from hal.step.host_copies import to_device
 
 AXES = ("tokens", "sequences", "blocks")
 """The axes of a batch whose sizes vary between steps."""

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hal.device.device import Device
+from hal.device.device import Device, to_device
 from hal.errors import BatchError
 from hal.step.fields import suffixed
-from hal.step.host_copies import to_device
 
 
 @attrs.frozen(eq=False)

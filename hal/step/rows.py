@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hal.device.device import to_device
 from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import int64_of
-from hal.step.host_copies import to_device
 from hal.step.shape import StepShape
 
 

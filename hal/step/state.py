@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.device.device import to_device
 from hal.errors import ModelError
-from hal.step.host_copies import to_device
 
 
 class Per(enum.Enum):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import hal
 from hal.compile.recognize import decoder_layers
-from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.recognize.decoder_layers import grouped_experts, routings
 from hal.compile.recognize.recognition import empty_parts, masked_assignments
 from hal.compile.recognize.rotations import rotations
 from hal.compile.rewrite.proof import check_rewrite

@@ -44,8 +44,13 @@ from hal.nn import Linear
 from hal.ops.forms import Form, dequantize
 from hal.quantization import packed_integers
 from hal.quantization.checkpoint_format import Written, formats
-from hal.quantization.int8_arithmetic import activation_for, quantize_weight
-from hal.quantization.packed_integers import packed_signed, quantize_groups, signed_weight
+from hal.quantization.integer_arithmetic import (
+    activation_for,
+    packed_signed,
+    quantize_groups,
+    quantize_weight,
+    signed_weight,
+)
 from hal.quantize.calibration import input_ranges
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 

@@ -1,4 +1,4 @@
-"""Compilation of the C++ kernels with the system's compiler, and their cache."""
+"""Compilation of the C++ kernels with the system's compiler for a processor's features, and their cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,80 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from hal.config import CompileCache, cache_folder, compiler_key, content_key
 from hal.device.host_capacity import usable_cores
 from hal.errors import ConfigError, DriverUnavailable
 
-from .instruction_sets import InstructionSet, compiler_flags
-from .processor import processor_line
+
+def processor_line() -> str:
+    """Return a line that lists the processor's features, or at least names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the features in Linux's names, such as avx2; empty on other systems."""
+    return _listed() - unusable_flags()
+
+
+def unusable_flags() -> frozenset[str]:
+    """Return the features that the system lists and the processor does not have: an emulated one has fewer."""
+    asked = {name.replace("_", ""): bool(has) for name, has in torch.cpu.get_capabilities().items()}
+    return frozenset(name for name in _listed() if not asked.get(name.replace("_", ""), True))
+
+
+def _listed() -> frozenset[str]:
+    return frozenset(processor_line().partition(":")[2].split())
+
+
+InstructionSet = Literal["amx", "avx512_bf16", "avx512", "avx2", "sse4"]
+
+_WITHOUT_AMX = ("-mno-amx-tile",)
+_FLAGS: dict[InstructionSet, tuple[str, ...]] = {
+    "amx": (),
+    "avx512_bf16": _WITHOUT_AMX,
+    "avx512": (*_WITHOUT_AMX, "-mno-avx512bf16"),
+    "avx2": (*_WITHOUT_AMX, "-mno-avx512f"),
+    "sse4": (*_WITHOUT_AMX, "-mno-avx"),
+}
+_NEEDED: dict[InstructionSet, tuple[str, ...]] = {
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+    "avx512_bf16": ("avx512_bf16",),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx2": ("avx2", "fma"),
+    "sse4": ("sse4_2",),
+}
+
+
+def compiler_flags(highest: InstructionSet | None) -> tuple[str, ...]:
+    """Return the compiler's flags that limit instructions to a set and those below it; None allows all.
+
+    The compiler asks the processor itself, so that it also needs to know what an emulated processor lacks.
+
+    Raises:
+        DriverUnavailable: the processor does not have the set.
+    """
+    unusable = sorted(each for each in unusable_flags() if each.startswith(("avx", "amx")))
+    without = tuple("-mno-" + each.replace("amx_", "amx-").replace("_", "") for each in unusable)
+    if highest is None:
+        return without
+    flags = processor_flags()
+    missing = [name for name in _NEEDED[highest] if name not in flags]
+    if platform.machine() not in ("x86_64", "AMD64") or missing:
+        raise DriverUnavailable(
+            f"the cpu driver's option instructions is {highest}, but this processor, {platform.machine()}, has no "
+            f"{' or '.join(missing or _NEEDED[highest])}",
+            "omit the option, or choose a lower instruction set",
+        )
+    return (*without, *_FLAGS[highest])
+
 
 SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"

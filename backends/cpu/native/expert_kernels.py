@@ -12,7 +12,7 @@ from torch import Tensor
 from hal.errors import OperationError
 from hal.ops import GatedActivation
 
-from ..grouped import wrong_counts
+from ..low_bits import wrong_counts
 from .arguments import DTYPES, Bindings, addresses, empty, integers, require
 
 ACTIVATIONS = (None, "none", "tanh")

@@ -19,12 +19,11 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.kernels.partial_kernel import FormKernels, Takes, plain
 
 from .. import low_bits
-from ..grouped import by_expert
+from ..low_bits import by_expert
 from .arguments import DTYPES, Bindings, addresses, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
-from .int8_kernels import INT8_KERNELS, Int8Kernels
-from .linear_kernels import LinearKernels
+from .linear_kernels import INT8_KERNELS, Int8Kernels, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .weight_only_kernels import WeightOnlyKernels, in_groups

@@ -14,7 +14,7 @@ from hal.errors import OperationError
 from hal.ops.forms import Form
 
 from .. import low_bits
-from ..grouped import by_expert, wrong_counts
+from ..low_bits import by_expert, wrong_counts
 from .arguments import DTYPES, Bindings, addresses, empty, require
 
 NUMBERS = {"int8": 0, "int4": 1, "float4": 2}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
-from .native_library import native_library
+from .control import native_library
 
 Kind = Literal["kernel", "copy", "fill", "graph", "update", "prefetch", "host"]
 Phase = Literal["eager", "capture", "replay"]

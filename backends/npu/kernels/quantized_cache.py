@@ -23,10 +23,10 @@ import torch_npu
 from torch import Tensor
 
 from hal.ops import AttentionOptions
+from hal.ops.cache import FLOAT8, INTEGERS, LARGEST, widened_heads
 from hal.ops.forms import float8_bits, float8_values
 from hal.ops.kernels.composed_attention import widening
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantized_cache import FLOAT8, INTEGERS, LARGEST, widened_heads
 from hal.step.shape import one_query_each
 from hal.step.state import LayerStates, StateMemory, StateSpec
 from hal.vendor import PartialKernel, PreparingKernel
@@ -237,11 +237,11 @@ class Float8Numbers:
         self._smallest = torch.full((1,), SMALLEST).to(device)
 
     def widened(self, numbers: Tensor, scales: Tensor) -> Tensor:
-        """Return keys or values in float32; see :func:`hal.ops.quantized_cache.widened_heads`."""
+        """Return keys or values in float32; see :func:`hal.ops.cache.widened_heads`."""
         return self._numbers[numbers.int()] * scales.unsqueeze(-1)
 
     def quantized(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return numbers and scales; see :func:`hal.ops.quantized_cache.quantized_heads`.
+        """Return numbers and scales; see :func:`hal.ops.cache.quantized_heads`.
 
         A quotient is rounded to float16 first, which changes the result only next to the middle of two numbers.
         """

@@ -14,7 +14,7 @@ from hal.checkpoint.gguf.tensor_types import BITS, SHIFTED, SIZES, WIDE
 from hal.checkpoint.quantized_layers import KEPT, TARGETS, QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
-from hal.device.limits import Limits
+from hal.device.device import Limits
 from hal.nn import CausalLM, Embedding, Linear, QuantizedEmbedding, Weight
 from hal.ops.forms import FLOAT, Form, pack_int4
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors

@@ -13,7 +13,7 @@ from hal.compile.fx.alias_analysis import AliasAnalysis
 from hal.compile.fx.clean import common_subexpressions
 from hal.compile.fx.symbolic_sizes import same_shape, value
 from hal.compile.recognize import decoder_layers
-from hal.compile.recognize.experts import grouped_experts, routings
+from hal.compile.recognize.decoder_layers import grouped_experts, routings
 from hal.compile.recognize.merge_projections import MergeProjections
 from hal.compile.recognize.rotations import complex_pairs, rotations
 from hal.compile.recognize.torch_calls import RECOGNIZED, TorchCalls

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.ops.attention import AttentionOptions, alibi_slopes
+from hal.ops.cache import widened_heads
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.quantized_cache import widened_heads
 
 
 def decode(

@@ -22,8 +22,8 @@ from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.attention_kernels import FEW, AttentionKernels
+from hal.backends.cpu.native.build import processor_flags
 from hal.backends.cpu.native.kernels import NATIVE
-from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Layout, Measured, Packing, linear
 from helpers.attending import paged_sample

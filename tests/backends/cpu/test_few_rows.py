@@ -14,9 +14,8 @@ import pytest
 import torch
 from hal.backends.cpu import packing
 from hal.backends.cpu.native import build
-from hal.backends.cpu.native.instruction_sets import compiler_flags
+from hal.backends.cpu.native.build import compiler_flags, processor_flags
 from hal.backends.cpu.native.linear_kernels import LinearKernels
-from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.packing import FewRows, Layout, packed
 from helpers.thorough import EXHAUSTIVE, MODE, OPERATION, thorough
 from torch import Tensor

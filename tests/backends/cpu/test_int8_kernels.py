@@ -8,8 +8,8 @@ import pytest
 import torch
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.arguments import noting
-from hal.backends.cpu.native.instruction_sets import compiler_flags
-from hal.backends.cpu.native.int8_kernels import MOST_ROWS, Int8Kernels
+from hal.backends.cpu.native.build import compiler_flags
+from hal.backends.cpu.native.linear_kernels import MOST_ROWS, Int8Kernels
 from helpers.thorough import MODE, thorough
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hal.backends.cpu.native import instruction_sets, processor
+from hal.backends.cpu.native import build
 from helpers.thorough import PROCESSES, thorough
 from safetensors.torch import load_file
 
@@ -28,7 +28,7 @@ PROGRAM = """
 import sys
 import torch, hal
 from safetensors.torch import save_file
-from hal.backends.cpu.native.processor import processor_flags
+from hal.backends.cpu.native.build import processor_flags
 from hal.backends.cpu import packing
 from hal.doctor.checks import checks
 
@@ -59,11 +59,11 @@ def test_the_compiler_is_told_what_an_emulated_processor_lacks(monkeypatch: pyte
     features = ("amx_fp16", "amx_tile", "avx512_4vnniw", "avx512_fp16")
     lacks = [name for name in features if not torch.cpu.get_capabilities()[name]]
     assert lacks
-    monkeypatch.setattr(processor, "processor_line", lambda: f"flags : made_up sse2 {' '.join(lacks)}")
-    assert processor.processor_flags() == {"made_up", "sse2"}
+    monkeypatch.setattr(build, "processor_line", lambda: f"flags : made_up sse2 {' '.join(lacks)}")
+    assert build.processor_flags() == {"made_up", "sse2"}
     of_compiler = {"amx_fp16": "-mno-amx-fp16", "amx_tile": "-mno-amx-tile"}
     of_compiler |= {"avx512_4vnniw": "-mno-avx5124vnniw", "avx512_fp16": "-mno-avx512fp16"}
-    assert instruction_sets.compiler_flags(None) == tuple(of_compiler[name] for name in lacks)
+    assert build.compiler_flags(None) == tuple(of_compiler[name] for name in lacks)
 
 
 @pytest.mark.skipif(QEMU is None, reason="qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
