@@ -72,19 +72,9 @@ def paged_attention(
     into 0, which would hide a broken model; the reference runs in this case. Softcaps, sinks, chunks and position
     biases are composed of smaller operations.
     """
-    reference = partial(
-        ops.operation("paged_attention").reference,
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        kv_lens,
-        query_start_loc_host,
-        kv_lens_host,
-        sinks,
-        options,
-    )
+    cache = key_cache, value_cache, block_table
+    on_device, on_host = (query_start_loc, kv_lens), (query_start_loc_host, kv_lens_host)
+    reference = partial(ops.operation("paged_attention").reference, query, *cache, *on_device, *on_host, sinks, options)
     starts, lengths = query_start_loc_host.tolist(), kv_lens_host.tolist()
     num_blocks, block_size = key_cache.shape[:2]
     inside = bool(((block_table >= 0) & (block_table < num_blocks)).all())

@@ -45,11 +45,7 @@ def replayed(launches: Sequence[Launch]) -> list[Callable[[], Any]]:
 
 
 class NativeCalls:
-    """Consecutive calls of C++ kernels.
-
-    Args:
-        library: the library of the kernels.
-    """
+    """Consecutive calls of C++ kernels."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._replay = bound(library, "replay", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)

@@ -40,10 +40,6 @@ class ThreadCount:
     All CPU backends of a process share one, since torch has one number of threads. It changes the number of a thread
     that runs a step or loads weights, and of no other.
 
-    Args:
-        cores: the cores of the machine.
-        running: counts the running threads.
-
     Attributes:
         most: the most threads: torch's number, or fewer for a quota, if that number is torch's default.
     """

@@ -68,18 +68,9 @@ class ByLength:
         long = tokens > sequences and sinks is None and only_masks(options)
         long = long and int(query_start_loc_host.diff().max()) >= LONG_PREFILL
         attend = self._long if long else self.captured
-        attended: Tensor = attend(
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc,
-            kv_lens,
-            query_start_loc_host,
-            kv_lens_host,
-            sinks,
-            options,
-        )
+        cache = key_cache, value_cache, block_table
+        lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+        attended: Tensor = attend(query, *cache, *lengths, sinks, options)
         return attended
 
 

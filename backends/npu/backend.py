@@ -82,12 +82,6 @@ def communication_variables(timeout: int) -> dict[str, str]:
 class NpuBackend(Backend):
     """An opened NPU, created by :class:`~hal.backends.npu.driver.NpuDriver`.
 
-    Args:
-        options: the driver's options.
-        soc: the SoC name that torch_npu reports.
-        generation: the SoC's generation.
-        compilers: the driver's compilers.
-
     Raises:
         ConfigError: the options request a kernel that the SoC lacks, or contradict each other.
     """

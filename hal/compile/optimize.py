@@ -101,10 +101,6 @@ class OptimizedStep:
     def for_any_size(self, module: object, backend: Backend) -> Callable[..., Outputs]:
         """Return :meth:`lowered` with prepared arguments, for steps of any size.
 
-        Args:
-            module: the traced model or encoder, for errors.
-            backend: runs the steps.
-
         Raises:
             CompileError: the trace holds for some sizes only.
         """
@@ -151,11 +147,6 @@ def optimize_model(
 
 def optimize(trace: Callable[[], TracedStep], backend: Backend, passes: Mapping[str, bool]) -> OptimizedStep:
     """Trace a step and rewrite it for a backend.
-
-    Args:
-        trace: returns the traced step.
-        backend: supplies the passes.
-        passes: by name, False disables a pass.
 
     Raises:
         CompileError: the step cannot be traced, or a pass failed.

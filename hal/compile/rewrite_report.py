@@ -56,11 +56,7 @@ class Report:
         return next(each for each in self.passes if each.name == name)
 
     def below_expected(self, expected: Mapping[str, int]) -> list[str]:
-        """Return a warning, with the reasons, for each rewrite that was applied less often than expected.
-
-        Args:
-            expected: numbers by name.
-        """
+        """Return a warning, with the reasons, for each rewrite that was applied less often than expected."""
         applied: Counter[str] = Counter()
         reasons: dict[str, Counter[str]] = {}
         for each in self.passes:

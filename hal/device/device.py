@@ -176,9 +176,6 @@ class Device:
 
         ``hal bench`` measures its floor with it.
 
-        Args:
-            dtype: that of the elements multiplied.
-
         Returns:
             The function and the number, or None to use torch's matrix product.
         """

@@ -75,9 +75,6 @@ def _tasks() -> int:
 def task_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
     """Yield the limit and the number of the processes and threads of each Linux control group of this process.
 
-    Args:
-        root: the root of the file system.
-
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/pids.html beside it.
     """
     for folder, _ in control_groups("pids", root):
@@ -93,9 +90,6 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
     """Yield the limit and the usage of each Linux control group of this process, such as a container's, in bytes.
 
     The page cache does not count as used, because the kernel frees it on demand, as in its figure of available memory.
-
-    Args:
-        root: the root of the file system.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory.html beside it.
     """
@@ -133,9 +127,6 @@ def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that this process may use: those of its affinity, or fewer if a quota limits it.
 
     A container's limit of CPU time is a quota of its control groups. Half a core and more count as one.
-
-    Args:
-        root: the root of the file system.
     """
     return max(1, min([affinity_cores(), *(math.floor(quota + 0.5) for quota in cpu_quotas(root))]))
 
@@ -147,9 +138,6 @@ def affinity_cores() -> int:
 
 def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
     """Yield the quota of CPU time of each Linux control group of this process, in cores.
-
-    Args:
-        root: the root of the file system.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, and scheduler/sched-bwc.html beside it.
     """
@@ -191,9 +179,6 @@ class RunningThreads:
         """Return how many threads of other processes run or wait on average; None if the system does not count them.
 
         The caller's process must have no other running threads.
-
-        Args:
-            seconds: how long to count.
         """
         if not self.known:
             return None

@@ -74,12 +74,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(driver: Any, given: Mapping[str, Any]) -> None:
-    """Raise DriverIncompatible unless each argument of a :class:`hal.Backend` has the required type.
-
-    Args:
-        driver: the driver's name, not validated yet.
-        given: the arguments, by name.
-    """
+    """Raise DriverIncompatible unless each argument of a :class:`hal.Backend` has the required type."""
     who = f"the driver {driver}" if _is_text(driver) else "a backend"
     for argument, value in given.items():
         is_right, wanted = _ARGUMENTS[argument]

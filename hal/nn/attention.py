@@ -84,9 +84,6 @@ class Attention(nn.Module):
     def split(self, tensor: Group) -> None:
         """Keep the states of this rank's heads from now on. Ranks repeat key heads if there are more ranks than heads.
 
-        Args:
-            tensor: the ranks that split each layer.
-
         Raises:
             ConfigError: the ranks cannot share the key heads, or the heads have position biases.
         """
@@ -235,11 +232,7 @@ class SelfAttention(nn.Module):
         return self.attention.options.causal
 
     def split(self, tensor: Group) -> None:
-        """Compute this rank's heads from now on, which the projections say.
-
-        Args:
-            tensor: the ranks that split each layer.
-        """
+        """Compute this rank's heads from now on, which the projections say."""
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""

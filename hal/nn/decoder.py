@@ -92,14 +92,7 @@ class DecoderLayer(nn.Module):
                 self.add_module(name, norm(config.hidden_size))
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape.
-
-        Args:
-            hidden: the tokens.
-            angles: of the attention's rotary embedding.
-            batch: the step.
-            state: of the attention.
-        """
+        """Map ``[tokens, hidden_size]`` to the same shape."""
         normed = self._norm(self.norms.before_attention, hidden)
         attended = self.self_attn(normed, angles, batch, state)
         after_attention = hidden + self._output(self.norms.after_attention, attended)

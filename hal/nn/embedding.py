@@ -59,11 +59,7 @@ class Embedding(nn.Module):
         return self.weight.shape[0]
 
     def split(self, tensor: Group) -> None:
-        """Look up this rank's rows from now on, and add the ranks' results.
-
-        Args:
-            tensor: the ranks that split each layer.
-        """
+        """Look up this rank's rows from now on, and add the ranks' results."""
         self.group = tensor.name
         self.first, _ = PADDED.interval(self.vocab_size, tensor.rank, tensor.size)
 

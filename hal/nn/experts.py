@@ -148,11 +148,7 @@ class Experts(nn.Module):
         )
 
     def split(self, tensor: Group) -> None:
-        """Compute this rank's part of every expert from now on, and add the ranks' results.
-
-        Args:
-            tensor: the ranks that split each layer.
-        """
+        """Compute this rank's part of every expert from now on, and add the ranks' results."""
         if self.exchange is None:
             self.group = tensor.name
 

@@ -86,11 +86,7 @@ class ShortConvolution(nn.Module):
         return {"weight": Weight(("weight",), "width one channels", "channels", assembly, consumer)}
 
     def split(self, tensor: Group) -> None:
-        """Convolve this rank's channels from now on, which the weight says.
-
-        Args:
-            tensor: the ranks that split each layer.
-        """
+        """Convolve this rank's channels from now on, which the weight says."""
 
     def forward(self, x: Tensor, batch: SlotBatch, window: Tensor) -> Tensor:
         """Map ``[tokens, channels]`` to the same shape, through SiLU.
@@ -189,9 +185,6 @@ class GatedDeltaNet(nn.Module):
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on.
 
-        Args:
-            tensor: the ranks that split each layer.
-
         Raises:
             ConfigError: the ranks cannot share the key heads.
         """
@@ -242,12 +235,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """:func:`hal.ops.gated_rms_norm` with its weight ``[width]``.
-
-    Args:
-        width: the number of features.
-        eps: added to the mean square.
-    """
+    """:func:`hal.ops.gated_rms_norm` with its weight ``[width]``."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

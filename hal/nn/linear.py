@@ -142,12 +142,7 @@ class Projection(nn.Module):
         return self.declare("bias", OUT, dtype=torch.float32, column=True, added=True, consumer=consumer)
 
     def nbytes(self, form: Form, dtype: torch.dtype) -> int:
-        """Return the bytes of the weight in a form, of all ranks, with scales and zero points.
-
-        Args:
-            form: the form.
-            dtype: that of floating-point numbers.
-        """
+        """Return the bytes of the weight in a form, of all ranks, with scales and zero points."""
         return form.nbytes(self.out_features, self.in_features, dtype) * (self.num_experts or 1)
 
     def declare_stored(self, name: str) -> Weight:
@@ -246,9 +241,6 @@ class Projection(nn.Module):
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's part from now on. The loader fills the tensors accordingly.
-
-        Args:
-            tensor: the ranks that split each layer.
 
         Raises:
             ConfigError: the ranks cannot share the weight.

@@ -47,11 +47,7 @@ class RMSNorm(nn.Module):
         return {"weight": weight}
 
     def split(self, tensor: Group) -> None:
-        """Normalize this rank's features from now on, by the mean square of all ranks' features.
-
-        Args:
-            tensor: the ranks that split each layer.
-        """
+        """Normalize this rank's features from now on, by the mean square of all ranks' features."""
         if self.share is not None:
             self.group = tensor.name
             self.width = self.share.size(self.width, tensor.size) * tensor.size  # Ranks may repeat features.

@@ -83,12 +83,7 @@ class RopeParameters:
         return given[0] if given else _read({}, config, "rope_scaling")
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
-        """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32.
-
-        Args:
-            head_dim: the number of rotated elements.
-            device: of the result.
-        """
+        """Return the angle per position of each pair of a head's elements, in radians: ``[head_dim / 2]``, float32."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
         return 1.0 / self.rope_theta**exponent
 

@@ -121,9 +121,6 @@ class RankMessages:
 
     Threading: one thread at a time.
 
-    Args:
-        mesh: the ranks.
-
     Attributes:
         alone: whether there is one rank, to which nothing is passed.
         first: whether this rank sends.

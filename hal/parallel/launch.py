@@ -252,10 +252,6 @@ def yielding_to_the_cause() -> Iterator[None]:
 def gathered(value: T, mesh: Mesh) -> list[T]:
     """Return the values of all ranks, in their order. Every rank of the mesh calls it.
 
-    Args:
-        value: this rank's value, which can be pickled.
-        mesh: the mesh.
-
     Raises:
         CommunicationError: another rank has ended, or does not come in time.
     """

@@ -270,10 +270,6 @@ def _section(group: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any
 def effective(section: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a section of weights or activations without values that have no effect on a file.
 
-    Args:
-        section: the section.
-        where: its name, for errors.
-
     Raises:
         ConfigError: ``actorder`` is unknown.
     """

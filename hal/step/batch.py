@@ -121,9 +121,6 @@ class Batch(BatchBase):
         """Raise BatchError unless each sequence has all its tokens in this batch, and the batch fits into one step.
 
         Tokens attend to later ones in a model with ``causal=False``, which none of an earlier step could have done.
-
-        Args:
-            max_tokens: the most tokens of a step.
         """
         counts = self.query_start_loc_host.diff().tolist()
         for row, (new, length) in enumerate(zip(counts, self.kv_lens_host.tolist(), strict=True)):

@@ -152,11 +152,6 @@ def grouped_batch(base: type[Batch], groups: CacheGroups, num_layers: int) -> ty
 
     The first group of each kind has the fields of ``base``. The others have fields with their number, such as
     ``block_table_1``.
-
-    Args:
-        base: the class of the model's batches.
-        groups: the groups.
-        num_layers: the number of the model's layers.
     """
     declared = attrs.fields_dict(base)
     added: dict[str, Any] = {}

@@ -66,12 +66,7 @@ _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 class PendingTokens:
-    """The pending token of each row of an :class:`hal.step.InputBatch`, on the device. Nothing waits for the device.
-
-    Args:
-        max_sequences: the most rows.
-        device: the device of the tokens.
-    """
+    """The pending token of each row of an :class:`hal.step.InputBatch`, on the device. Nothing waits for the device."""
 
     def __init__(self, max_sequences: int, device: Device) -> None:
         self._tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device.torch)

@@ -149,11 +149,6 @@ class SplitBatch:
 def split_batch(batch: Batch, rows: Wanted, max_tokens: int) -> SplitBatch:
     """Split a batch into steps of at most ``max_tokens`` tokens, as :meth:`Batch.split` does, and its rows with it.
 
-    Args:
-        batch: the batch.
-        rows: its rows of logits.
-        max_tokens: the most tokens of a step.
-
     Raises:
         BatchError: ``max_tokens`` is not an integer of 1 or more, or a row is out of range.
     """

@@ -106,24 +106,15 @@ class AttentionKernels(Bindings):
         Raises:
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
         """
+        lengths = query_start_loc_host, kv_lens_host
         if options.chunk is not None or options.alibi is not None:
             found = composed_attention(
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
+                query, key_cache, value_cache, block_table, query_start_loc, kv_lens, *lengths, sinks, options
             )
             return found if out is None else out.copy_(found)
         alike = query.dtype is key_cache.dtype is value_cache.dtype and key_cache.shape == value_cache.shape
         canonical = alike and key_cache.is_contiguous() and value_cache.is_contiguous()
         require(canonical, "paged_attention", query, key_cache, value_cache)
-        lengths = query_start_loc_host, kv_lens_host
         return self._attend(
             "paged_attention", query, (key_cache, value_cache), block_table, lengths, sinks, options, out
         )
@@ -152,21 +143,13 @@ class AttentionKernels(Bindings):
         Raises:
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
         """
-        cache = keys, values, key_scales, value_scales
+        cache, lengths = (keys, values, key_scales, value_scales), (query_start_loc_host, kv_lens_host)
         if options.chunk is not None or options.alibi is not None:
             found = composed_quantized_attention(
-                query,
-                *cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
+                query, *cache, block_table, query_start_loc, kv_lens, *lengths, sinks, options
             )
             return found if out is None else out.copy_(found)
-        name, lengths = "quantized_paged_attention", (query_start_loc_host, kv_lens_host)
+        name = "quantized_paged_attention"
         require(_paired(*cache), name, query, *cache)
         return self._attend(name, query, cache, block_table, lengths, sinks, options, out)
 

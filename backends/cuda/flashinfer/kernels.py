@@ -78,18 +78,9 @@ class FlashInferAttention:
         arguments = {"query": query, "key_cache": key_cache, "sinks": sinks, "options": options}
         shape, queried = Shape.of(arguments), int(query_start_loc_host[-1])
         if not shape.supported or not queried:
-            return self._otherwise(  # type: ignore[no-any-return]
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
-            )
+            cache = key_cache, value_cache, block_table
+            lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+            return self._otherwise(query, *cache, *lengths, sinks, options)  # type: ignore[no-any-return]
         layer = key_cache.data_ptr()
         plan = self._plans.get(shape)
         if plan is None or not plan.serves(layer, block_table, query_start_loc_host, kv_lens_host):

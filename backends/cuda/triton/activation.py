@@ -104,19 +104,9 @@ def _launch(
     # A dynamic scale requires the whole row in one program.
     block = triton.next_power_of_2(width) if scales is not None else min(triton.next_power_of_2(width), 1024)
     tile_rows = max(1024 // block, 1)
+    tensors = x, result, scale, offset, scales
+    sizes = count, *clipping[:2], function.value, clipping[2], width, tile_rows, block
     _gated[triton.cdiv(count, tile_rows), triton.cdiv(width, block)](
-        x,
-        result,
-        scale,
-        offset,
-        scales,
-        count,
-        *clipping[:2],
-        function.value,
-        clipping[2],
-        width,
-        tile_rows,
-        block,
-        num_warps=warps(tile_rows * block),
+        *tensors, *sizes, num_warps=warps(tile_rows * block)
     )
     return result

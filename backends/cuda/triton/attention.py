@@ -276,18 +276,8 @@ def paged_attention(
     programs = blocks(tokens, sequences, chosen.queries) * key_cache.shape[2]
     visible = min(capacity, min(options.window or capacity, options.chunk or capacity) + chosen.queries)
     parts = splits(programs, visible, _processors(query.device))
-    return attend(
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        query_start_loc,
-        kv_lens,
-        sinks,
-        options,
-        chosen,
-        parts,
-    )
+    cache = key_cache, value_cache, block_table
+    return attend(query, *cache, query_start_loc, kv_lens, sinks, options, chosen, parts)
 
 
 def blocks(tokens: int, sequences: int, queries: int) -> int:
@@ -320,7 +310,7 @@ def attend(
         shape = (tokens, num_heads, parts)
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
         bests, totals = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
-    _attend[blocks(tokens, sequences, chosen.queries), num_kv_heads, parts](
+    tensors = (
         query,
         key_cache,
         value_cache,
@@ -331,24 +321,19 @@ def attend(
         sums,
         bests,
         totals,
-        tokens,
-        sequences,
-        parts,
-        query.stride(0),
-        query.stride(1),
-        block_table.stride(0),
+    )
+    sizes = tokens, sequences, parts, *query.stride()[:2], block_table.stride(0)
+    constants = num_heads, num_kv_heads, head_dim, key_cache.shape[1], options.causal, triton.next_power_of_2(num_heads)
+    _attend[blocks(tokens, sequences, chosen.queries), num_kv_heads, parts](
+        *tensors,
+        *sizes,
         sinks,
         options.scale * (LOG2_E.value if options.softcap is None else 1.0),
         options.softcap,
         options.window,
         options.chunk,
         None if options.alibi is None else options.alibi * LOG2_E.value,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        key_cache.shape[1],
-        options.causal,
-        triton.next_power_of_2(num_heads),
+        *constants,
         chosen.queries,
         chosen.rows,
         chosen.keys,

@@ -41,22 +41,9 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     tokens, num_heads, head_dim = key.shape
     key, value, block = unit_stride(key), unit_stride(value), triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_heads), max(2048 // block, 1))
-    _store[tokens, triton.cdiv(num_heads, heads)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping.contiguous(),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        num_heads,
-        head_dim,
-        heads,
-        block,
-        num_warps=warps(heads * block),
-    )
+    tensors = key, value, key_cache, value_cache, slot_mapping.contiguous()
+    sizes = *key.stride()[:2], *value.stride()[:2], num_heads, head_dim, heads, block
+    _store[tokens, triton.cdiv(num_heads, heads)](*tensors, *sizes, num_warps=warps(heads * block))
 
 
 def require_cache(operation: str, key: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

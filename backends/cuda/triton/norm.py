@@ -123,25 +123,9 @@ def _launch(
     width = x.shape[-1]
     count, block = x.numel() // max(width, 1), triton.next_power_of_2(width)
     tile_rows = max(1024 // block, 1)
-    _norm[(triton.cdiv(count, tile_rows),)](
-        x,
-        residual,
-        unit_stride(weight),
-        hidden,
-        normed,
-        scale,
-        offset,
-        scales,
-        count,
-        per_group,
-        group_stride,
-        row_stride,
-        eps,
-        width,
-        tile_rows,
-        block,
-        num_warps=warps(tile_rows * block),
-    )
+    tensors = x, residual, unit_stride(weight), hidden, normed, scale, offset, scales
+    sizes = count, per_group, group_stride, row_stride, eps, width, tile_rows, block
+    _norm[(triton.cdiv(count, tile_rows),)](*tensors, *sizes, num_warps=warps(tile_rows * block))
 
 
 def _require(operation: str, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:

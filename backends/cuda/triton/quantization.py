@@ -74,20 +74,10 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     count = x.numel() // max(width, 1)
     block = min(triton.next_power_of_2(width), 1024)
     tile_rows = 1024 // block
+    tensors = x, quantized, scale, offset, None
+    sizes = count, per_group, group_stride, row_stride, width, tile_rows, block
     _quantize[triton.cdiv(count, tile_rows), triton.cdiv(width, block)](
-        x,
-        quantized,
-        scale,
-        offset,
-        None,
-        count,
-        per_group,
-        group_stride,
-        row_stride,
-        width,
-        tile_rows,
-        block,
-        num_warps=warps(tile_rows * block),
+        *tensors, *sizes, num_warps=warps(tile_rows * block)
     )
     return quantized
 
@@ -100,21 +90,9 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     tile_rows = max(1024 // block, 1)
-    _quantize[triton.cdiv(scales.numel(), tile_rows), 1](
-        x,
-        quantized,
-        None,
-        None,
-        scales,
-        scales.numel(),
-        per_group,
-        group_stride,
-        row_stride,
-        width,
-        tile_rows,
-        block,
-        num_warps=warps(tile_rows * block),
-    )
+    tensors = x, quantized, None, None, scales
+    sizes = scales.numel(), per_group, group_stride, row_stride, width, tile_rows, block
+    _quantize[triton.cdiv(scales.numel(), tile_rows), 1](*tensors, *sizes, num_warps=warps(tile_rows * block))
     return quantized, scales
 
 

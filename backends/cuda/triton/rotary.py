@@ -200,37 +200,11 @@ def _launch(
     heads = max(512 // block, 1)
     kv_tiles = triton.cdiv(num_kv_heads, heads)
     tiles = triton.cdiv(num_heads, heads) + kv_tiles * (1 if value is None else 2)
-    _heads[tokens, tiles](
-        query,
-        key,
-        value,
-        query_weight,
-        key_weight,
-        cos,
-        sin,
-        new_query,
-        new_key,
-        new_value,
-        slots,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        0 if value is None else value.stride(0),
-        0 if value is None else value.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        eps,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rotary_dim,
-        interleaved,
-        heads,
-        block,
-        max(triton.next_power_of_2(head_dim - rotary_dim), 1),
-        num_warps=2,
-    )
+    tensors = query, key, value, query_weight, key_weight, cos, sin, new_query, new_key, new_value, slots
+    sizes = *query.stride()[:2], *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]), cos.stride(0)
+    further = max(triton.next_power_of_2(head_dim - rotary_dim), 1)
+    constants = num_heads, num_kv_heads, head_dim, rotary_dim, interleaved, heads, block, further
+    _heads[tokens, tiles](*tensors, *sizes, sin.stride(0), eps, *constants, num_warps=2)
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -147,18 +147,9 @@ class FusedAttention:
         if (longer or block_size not in BLOCK_SIZES) and any(queries > 1 for queries, _ in counts):
             if longer:
                 _refuse_in_capture(*LONGER)
-            return self._otherwise(  # type: ignore[no-any-return]
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
-            )
+            cache = key_cache, value_cache, block_table
+            lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+            return self._otherwise(query, *cache, *lengths, sinks, options)  # type: ignore[no-any-return]
         if len(counts) > 1:
             _refuse_in_capture(*UNEVEN)
         parts = []
@@ -338,18 +329,9 @@ class AtbAttention(FusedAttention):
             or sinks is not None
             or not one_query_each(tokens, query_start_loc_host.tolist())
         ):
-            return super().__call__(
-                query,
-                key_cache,
-                value_cache,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
-            )
+            cache = key_cache, value_cache, block_table
+            lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+            return super().__call__(query, *cache, *lengths, sinks, options)
         query = query.contiguous()
         attended = torch.empty_like(query)
         torch_npu._npu_paged_attention(

@@ -56,11 +56,7 @@ def serves(tokens: int, width: int, top_k: int, num_experts: int, ranks: int, dt
 
 
 class ExpertExchange:
-    """The kernels, and their communicators.
-
-    Args:
-        device: the device.
-    """
+    """The kernels, and their communicators."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -112,20 +112,9 @@ class QuantizedAttention:
         takes = keys.dtype is INTEGERS and block_size % BLOCK_MULTIPLE == 0
         by_head = not keys.is_contiguous()
         if not (tokens and takes and one_query_each(tokens, starts)):
-            return self._otherwise(  # type: ignore[no-any-return]
-                query,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-                block_table,
-                query_start_loc,
-                kv_lens,
-                query_start_loc_host,
-                kv_lens_host,
-                sinks,
-                options,
-            )
+            cache = keys, values, key_scales, value_scales, block_table
+            lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+            return self._otherwise(query, *cache, *lengths, sinks, options)  # type: ignore[no-any-return]
         return self._attention.decode(
             query.contiguous(),
             keys.transpose(1, 2) if by_head else keys.flatten(2),
@@ -224,11 +213,7 @@ def _write(rows: Tensor, others: Tensor, cache: Tensor, other: Tensor, slots: Te
 
 
 class Float8Numbers:
-    """Float8 numbers on devices without the dtype: they are looked up, and so are the bits of numbers in float16.
-
-    Args:
-        device: the device.
-    """
+    """Float8 numbers on devices without the dtype: they are looked up, and so are the bits of numbers in float16."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = float8_values(torch.arange(256, dtype=torch.uint8)).to(device)

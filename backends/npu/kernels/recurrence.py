@@ -44,11 +44,7 @@ def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
 
 
 class Constants:
-    """Tensors with one value that kernels need again and again.
-
-    Args:
-        device: the NPU.
-    """
+    """Tensors with one value that kernels need again and again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -213,11 +209,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 class L2Norm:
-    """``l2_norm`` as a root-mean-square norm with a constant weight: one launch.
-
-    Args:
-        constants: of the device.
-    """
+    """``l2_norm`` as a root-mean-square norm with a constant weight: one launch."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants

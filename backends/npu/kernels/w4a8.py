@@ -39,11 +39,7 @@ def takes(form: Form) -> bool:
 
 
 class Int8ByInt4:
-    """The kernels: one launch with prepared weights, whose scales are int64, and more for a bias; others are widened.
-
-    Args:
-        low: the kernels that widen.
-    """
+    """One launch with prepared weights, whose scales are int64, and more for a bias; ``low`` widens other weights."""
 
     def __init__(self, low: LowBits) -> None:
         self._low = low

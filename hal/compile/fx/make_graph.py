@@ -28,12 +28,6 @@ def make_graph(
     """Return the overloads that ``function(*inputs)`` calls as a graph, whose placeholders are the inputs in order.
 
     Other tensors become attributes of the graph's module.
-
-    Args:
-        function: of tensors and numbers.
-        inputs: fake tensors and symbolic integers.
-        mode: the mode of the fake tensors.
-        decompositions: the decompositions of overloads.
     """
     made = make_fx(function, decomposition_table=decompositions, _allow_non_fake_inputs=True)
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # Modes of Dynamo do not allow them.

@@ -49,10 +49,6 @@ def trace_forms(pattern: Callable[..., Any], example: Sequence[Any]) -> Iterator
 
     With them, a pattern with ``number / x`` calls one multiplication less, or one more: a factor of 1 is dropped; see
     :func:`~hal.compile.fx.arithmetic.is_unit_factor`.
-
-    Args:
-        pattern: the function.
-        example: its arguments, of which tensors are real.
     """
     graph = _trace(pattern, example)
     factors = [number_key(node.args[1]) for node in graph.nodes if scaled_inverse(node)]

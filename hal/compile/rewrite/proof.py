@@ -37,11 +37,6 @@ def check_rewrite(
       size or dtype.
     - Every sample meets the declared axes and dtypes. Axes with different names differ in some sample.
 
-    Args:
-        rewrite: the rewrite.
-        dtypes: of the samples.
-        device: runs both sides.
-
     Raises:
         CompileError: a check failed. The error names the rewrite, the check and the sample.
     """

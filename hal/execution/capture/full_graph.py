@@ -74,10 +74,6 @@ class FullGraphForm(CapturedForm):
     """Captures a whole step for each number of sequences, and replays the smallest that holds a batch.
 
     All buckets of a number of queries read their inputs from the memory of the largest one.
-
-    Args:
-        context: the form's arguments.
-        maker: captures one step.
     """
 
     def __init__(self, context: FormContext, maker: GraphMaker) -> None:

@@ -230,11 +230,7 @@ def _by_chunk(
 
 
 def _chunks(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each chunk in its sequence, its first token and its sequence's end, all first chunks first.
-
-    Args:
-        spans: of the sequences, the longest first.
-    """
+    """Yield each chunk's number in its sequence, its first token and the sequence's end, all first chunks first."""
     for depth in range(-(-(spans[0][1] - spans[0][0]) // CHUNK)):
         for start, stop in spans:
             if start + depth * CHUNK < stop:

@@ -71,9 +71,6 @@ class PartialKernel:
         """Return a function of the operation's arguments that chooses the kernel of each call.
 
         Its attribute ``chosen`` is a function of the same arguments that returns the kernel.
-
-        Args:
-            body: runs the operation's body.
         """
         form, names = self.operation.node_form, list(self.operation.signature.parameters)
         namespace: dict[str, Any] = {"_kernel": self.kernel, "_otherwise": self.otherwise or body}
@@ -158,9 +155,6 @@ class FormKernels:
         """Return a function of the operation's arguments that chooses the kernel of each call.
 
         Its attribute ``chosen`` is a function of the same arguments that returns the kernel.
-
-        Args:
-            body: runs the operation's body.
         """
         other = self.otherwise or body
         known = {FLOAT: self.taking(FLOAT) or other}

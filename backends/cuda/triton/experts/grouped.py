@@ -198,7 +198,7 @@ def project(
     result = torch.empty((count, out_features), dtype=dtype, device=x.device)
     chosen = tiles(count, num_experts, gated, x.itemsize)
     scale, offset = quantizer or (None, None)
-    _project[most_tiles(count, num_experts, chosen.rows), triton.cdiv(out_features, chosen.columns)](
+    tensors = (
         x,
         None if x_scale is None else x_scale.contiguous(),
         tokens,
@@ -209,16 +209,10 @@ def project(
         result,
         scale,
         offset,
-        x.stride(0),
-        num_experts,
-        in_features,
-        out_features,
-        gated,
-        chosen.rows,
-        chosen.columns,
-        chosen.depth,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
+    )
+    sizes = x.stride(0), num_experts, in_features, out_features, gated, chosen.rows, chosen.columns, chosen.depth
+    _project[most_tiles(count, num_experts, chosen.rows), triton.cdiv(out_features, chosen.columns)](
+        *tensors, *sizes, num_warps=chosen.warps, num_stages=chosen.stages
     )
     return result
 

@@ -119,20 +119,9 @@ def order(experts: Tensor, num_experts: int, *, tokens: bool) -> Order:
     if blocks > 1:
         histograms = torch.empty((blocks, num_experts), dtype=torch.int32, device=experts.device)
         _histogram[(blocks,)](assigned, histograms, count, num_experts, block, CHUNK, num_warps=warps(block * CHUNK))
-    _rank[(blocks,)](
-        assigned,
-        histograms,
-        positions,
-        sources,
-        counts,
-        count,
-        blocks,
-        experts.shape[1],
-        num_experts,
-        block,
-        CHUNK,
-        num_warps=warps(block * CHUNK),
-    )
+    tensors = assigned, histograms, positions, sources, counts
+    sizes = count, blocks, experts.shape[1], num_experts, block, CHUNK
+    _rank[(blocks,)](*tensors, *sizes, num_warps=warps(block * CHUNK))
     return Order(positions, sources, counts)
 
 

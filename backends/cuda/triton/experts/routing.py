@@ -140,26 +140,8 @@ def topk_route(
     experts = torch.empty((count, top_k), dtype=torch.int32, device=logits.device)
     groups, members = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
     tokens = max(256 // (groups * members), 1)
-    _route[(triton.cdiv(count, tokens),)](
-        logits,
-        bias,
-        weights,
-        experts,
-        count,
-        logits.stride(0),
-        scale,
-        SMALLEST_SUM,
-        top_k,
-        sigmoid,
-        renormalize,
-        num_groups,
-        group_size,
-        top_groups,
-        min(group_best, group_size),
-        tokens,
-        groups,
-        members,
-        triton.next_power_of_2(top_k),
-        num_warps=warps(tokens * groups * members),
-    )
+    tensors = logits, bias, weights, experts
+    sizes = count, logits.stride(0), scale, SMALLEST_SUM, top_k, sigmoid, renormalize, num_groups, group_size
+    constants = top_groups, min(group_best, group_size), tokens, groups, members, triton.next_power_of_2(top_k)
+    _route[(triton.cdiv(count, tokens),)](*tensors, *sizes, *constants, num_warps=warps(tokens * groups * members))
     return weights, experts

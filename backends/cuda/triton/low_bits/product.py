@@ -187,7 +187,7 @@ def project_packed(
     result = torch.empty((*x.shape[:-1], out_features), dtype=dtype or x.dtype, device=x.device)
     num_experts = 1 if counts is None else len(counts)
     tiles_of_rows = most_tiles(count, num_experts, chosen.rows)
-    _project[triton.cdiv(out_features, chosen.columns), tiles_of_rows](
+    tensors = (
         rows,
         None if x_scale is None else x_scale.contiguous(),
         weight.numbers,
@@ -196,21 +196,11 @@ def project_packed(
         None if bias is None else bias.contiguous(),
         None if counts is None else counts.contiguous(),
         result,
-        count,
-        rows.stride(0),
-        num_experts,
-        in_features,
-        out_features,
-        weight.kind,
-        *weight.block,
-        weight.scale.shape[-1],
-        IN_ONE[weight.kind],
-        chosen.rows,
-        chosen.columns,
-        chosen.depth,
-        chosen.swapped,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
+    )
+    sizes = count, rows.stride(0), num_experts, in_features, out_features, weight.kind, *weight.block
+    constants = weight.scale.shape[-1], IN_ONE[weight.kind], chosen.rows, chosen.columns, chosen.depth, chosen.swapped
+    _project[triton.cdiv(out_features, chosen.columns), tiles_of_rows](
+        *tensors, *sizes, *constants, num_warps=chosen.warps, num_stages=chosen.stages
     )
     return result
 

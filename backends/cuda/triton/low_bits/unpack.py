@@ -256,20 +256,9 @@ def widened(
     *leading, out_features, _ = weight.shape
     in_features, num_experts = form.width(weight), math.prod(leading)
     result = torch.empty((*leading, out_features, in_features), dtype=dtype, device=weight.device)
+    tensors = packed.numbers, packed.scale, packed.zero_point, result
+    sizes = num_experts, in_features, out_features, packed.kind, *packed.block, packed.scale.shape[-1]
     _widen[triton.cdiv(num_experts * out_features, 4), triton.cdiv(in_features, 1024)](
-        packed.numbers,
-        packed.scale,
-        packed.zero_point,
-        result,
-        num_experts,
-        in_features,
-        out_features,
-        packed.kind,
-        *packed.block,
-        packed.scale.shape[-1],
-        IN_ONE[packed.kind],
-        4,
-        1024,
-        num_warps=4,
+        *tensors, *sizes, IN_ONE[packed.kind], 4, 1024, num_warps=4
     )
     return result

@@ -209,56 +209,14 @@ def by_chunks(
     sequences, width = read_slots.shape[0], max(16, triton.next_power_of_2(key_dim))
     blocks, groups = tokens // CHUNK + sequences, heads // key_heads
     solved = torch.empty((blocks, heads, CHUNK, CHUNK), dtype=torch.float32, device=query.device)
-    _solve[blocks, heads](
-        key,
-        decay,
-        beta,
-        query_start_loc,
-        solved,
-        sequences,
-        few,
-        key.stride(0),
-        key.stride(1),
-        heads,
-        groups,
-        key_dim,
-        saves - 1,
-        CHUNK,
-        LEVELS,
-        width,
-        num_warps=4,
-    )
+    tensors = key, decay, beta, query_start_loc, solved
+    sizes = sequences, few, *key.stride()[:2], heads, groups, key_dim, saves - 1, CHUNK, LEVELS, width
+    _solve[blocks, heads](*tensors, *sizes, num_warps=4)
     columns = max(16, min(COLUMNS, triton.next_power_of_2(value_dim)))
+    arguments = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, solved, result
+    sizes = scale, few, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], heads, groups, key_dim, value_dim
+    # States are float32. Beside 16 bits, their products need not be more precise than TF32.
+    precision = "tf32x3" if query.dtype is torch.float32 else "tf32"
     _pass[sequences, heads, triton.cdiv(value_dim, columns)](
-        query,
-        key,
-        value,
-        decay,
-        beta,
-        state,
-        read_slots,
-        write_slots,
-        query_start_loc,
-        solved,
-        result,
-        scale,
-        few,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        heads,
-        groups,
-        key_dim,
-        value_dim,
-        saves,
-        CHUNK,
-        width,
-        columns,
-        # States are float32. Beside 16 bits, their products need not be more precise than TF32.
-        "tf32x3" if query.dtype is torch.float32 else "tf32",
-        num_warps=4 if width > 64 else 8,
-        num_stages=1,
+        *arguments, *sizes, saves, CHUNK, width, columns, precision, num_warps=4 if width > 64 else 8, num_stages=1
     )

@@ -124,7 +124,7 @@ def causal_conv1d(
     # A block has the tokens that a sequence's second block looks back at, so that it reads no window.
     tokens = triton.next_power_of_2(width - 1)
     tokens = max(tokens, 4 if count <= 4 * sequences else 16)
-    _convolve[count // tokens + sequences, triton.cdiv(channels, block)](
+    tensors = (
         x,
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
@@ -133,16 +133,9 @@ def causal_conv1d(
         written,
         query_start_loc.contiguous(),
         result,
-        sequences,
-        x.stride(0),
-        channels,
-        width,
-        saves,
-        silu,
-        tokens,
-        block,
-        triton.next_power_of_2(width - 1),
-        triton.next_power_of_2(saves),
-        num_warps=warps(tokens * block),
+    )
+    sizes = sequences, x.stride(0), channels, width, saves, silu, tokens, block, triton.next_power_of_2(width - 1)
+    _convolve[count // tokens + sequences, triton.cdiv(channels, block)](
+        *tensors, *sizes, triton.next_power_of_2(saves), num_warps=warps(tokens * block)
     )
     return result

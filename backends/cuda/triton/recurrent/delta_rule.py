@@ -146,34 +146,10 @@ def advance(
     decay, beta, starts = decay.contiguous(), beta.contiguous(), query_start_loc.contiguous()
     result = torch.empty((tokens, heads, value_dim), dtype=query.dtype, device=query.device)
     sequences, few = read.shape[0], max(FEW, saves)
-    _recur[sequences, heads, triton.cdiv(value_dim, ROWS)](
-        query,
-        key,
-        value,
-        decay,
-        beta,
-        state,
-        read,
-        written,
-        starts,
-        result,
-        scale,
-        few if chunks else tokens,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        heads,
-        heads // key_heads,
-        key_dim,
-        value_dim,
-        saves,
-        ROWS,
-        triton.next_power_of_2(key_dim),
-        num_warps=WARPS,
-    )
+    arguments = query, key, value, decay, beta, state, read, written, starts, result
+    sizes = scale, few if chunks else tokens, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], heads
+    constants = heads // key_heads, key_dim, value_dim, saves, ROWS, triton.next_power_of_2(key_dim)
+    _recur[sequences, heads, triton.cdiv(value_dim, ROWS)](*arguments, *sizes, *constants, num_warps=WARPS)
     if chunks:
         by_chunks(query, key, value, decay, beta, state, read, written, starts, result, scale, few, saves)
     return result

@@ -68,24 +68,9 @@ def _launch(x: Tensor, gate: Tensor | None, weight: Tensor | None, divisor: floa
     width = x.shape[-1]
     count, block = x.numel() // max(width, 1), triton.next_power_of_2(width)
     tile_rows = max(1024 // block, 1)
-    _normalize[(triton.cdiv(count, tile_rows),)](
-        x,
-        gate,
-        weight,
-        result,
-        count,
-        per_group,
-        group_stride,
-        row_stride,
-        gate_group_stride,
-        gate_row_stride,
-        divisor,
-        eps,
-        width,
-        tile_rows,
-        block,
-        num_warps=warps(tile_rows * block),
-    )
+    tensors = x, gate, weight, result
+    sizes = count, per_group, group_stride, row_stride, gate_group_stride, gate_row_stride, divisor, eps, width
+    _normalize[(triton.cdiv(count, tile_rows),)](*tensors, *sizes, tile_rows, block, num_warps=warps(tile_rows * block))
     return result
 
 
@@ -113,18 +98,7 @@ def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> t
     decay = torch.empty(a.shape, dtype=torch.float32, device=a.device)
     rate = torch.empty(a.shape, dtype=b.dtype, device=a.device)
     a, b = unit_stride(a), unit_stride(b)
-    _gates[(triton.cdiv(a.numel(), 256),)](
-        a,
-        b,
-        factor.contiguous(),
-        dt_bias.contiguous(),
-        decay,
-        rate,
-        a.numel(),
-        a.stride(0),
-        b.stride(0),
-        a.shape[1],
-        256,
-        num_warps=2,
-    )
+    tensors = a, b, factor.contiguous(), dt_bias.contiguous(), decay, rate
+    sizes = a.numel(), a.stride(0), b.stride(0), a.shape[1], 256
+    _gates[(triton.cdiv(a.numel(), 256),)](*tensors, *sizes, num_warps=2)
     return decay, rate
