@@ -42,7 +42,7 @@ from hal.cli import main
 from hal.errors import CheckpointError, ConfigError, NumericsError
 from hal.nn import Linear
 from hal.ops.forms import Form, dequantize
-from hal.quantization import packed_integers
+from hal.quantization import integer_arithmetic
 from hal.quantization.checkpoint_format import Written, formats
 from hal.quantization.integer_arithmetic import (
     activation_for,
@@ -298,7 +298,7 @@ def test_ranges_of_rows(bits: int, width: int, group: int, monkeypatch: pytest.M
     weight = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
     weight[2] = 0
     whole = quantize_groups("weight", weight, bits, group, torch.float32)
-    monkeypatch.setattr(packed_integers, "ELEMENTS", 2 * width)
+    monkeypatch.setattr(integer_arithmetic, "ELEMENTS", 2 * width)
     found = quantize_groups("weight", weight, bits, group, torch.float32)
     assert all(map(torch.equal, found, whole))
     numbers, scale = found
