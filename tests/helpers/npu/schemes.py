@@ -63,34 +63,37 @@ class Found:
     margins: torch.Tensor
 
 
+class Made(dict[str, tuple[Path, str]]):
+    """The checkpoint of each scheme, made from ``source`` when it is first looked up, and the dtype of computation."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        super().__init__({each: (source, each) for each in ("float16", "bfloat16")})
+        self.source, self.folder = source, folder
+
+    def __missing__(self, scheme: str) -> tuple[Path, str]:
+        from click.testing import CliRunner
+
+        from hal.cli import main
+
+        arguments = ["quantize", str(self.source), str(self.folder / scheme), "--scheme", scheme]
+        if scheme == "w8a8":
+            text = self.folder / "calibration.txt"
+            text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
+            arguments += ["--calibration", str(text), "--calibration-tokens", "4096"]
+        if scheme in ("w4a16", "w8a16_group"):
+            arguments += ["--group-size", "64"]
+        if scheme == "w4a8_dynamic":
+            arguments += ["--group-size", "-1"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        self[scheme] = self.folder / scheme, "bfloat16"
+        return self[scheme]
+
+
 @contextmanager
-def checkpoints(source: Path = TRAINED, further: tuple[str, ...] = ()) -> Iterator[dict[str, tuple[Path, str]]]:
-    """Return the checkpoint of each scheme, made from ``source``, and the dtype in which it computes."""
+def checkpoints(source: Path = TRAINED) -> Iterator[Made]:
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "calibration.txt"
-        text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
-        made: dict[str, tuple[Path, str]] = {each: (source, each) for each in ("float16", "bfloat16")}
-        for scheme in ("w8a16", "w8a8", "w8a8_dynamic", *further):
-            make(source, scheme, Path(folder) / scheme, text)
-            made[scheme] = (Path(folder) / scheme, "bfloat16")
-        yield made
-
-
-def make(source: Path, scheme: str, to: Path, calibration: Path) -> None:
-    """Quantize a checkpoint."""
-    from click.testing import CliRunner
-
-    from hal.cli import main
-
-    arguments = ["quantize", str(source), str(to), "--scheme", scheme]
-    if scheme == "w8a8":
-        arguments += ["--calibration", str(calibration), "--calibration-tokens", "4096"]
-    if scheme in ("w4a16", "w8a16_group"):
-        arguments += ["--group-size", "64"]
-    if scheme == "w4a8_dynamic":
-        arguments += ["--group-size", "-1"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+        yield Made(source, Path(folder))
 
 
 def runner(
@@ -125,7 +128,7 @@ def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> F
     return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])
 
 
-def expert_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+def expert_table(made: Made) -> list[str]:
     """Return rows in Markdown: weights, layout of weights, launches of a sparse layer, and those of its experts."""
     rows = []
     for scheme, nz in (("bfloat16", False), ("w8a8_dynamic", False), ("w8a8_dynamic", True), ("w8a8", False)):
@@ -168,7 +171,7 @@ def count_launches(
         return hal_side.count_launches(setting, lambda text: None)
 
 
-def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+def launch_table(made: Made) -> list[str]:
     """Return rows in Markdown: weights, cache, batch, mode, launches per layer, and launches outside the layers."""
     rows = []
     for scheme, cache, sizes, modes in (
@@ -193,7 +196,7 @@ def launch_table(made: dict[str, tuple[Path, str]]) -> list[str]:
     return rows
 
 
-def mode_table(made: dict[str, tuple[Path, str]]) -> list[str]:
+def mode_table(made: Made) -> list[str]:
     """Return rows in Markdown: weights, cache, and launches per layer of a decode of eight sequences, by mode."""
     rows = []
     kept = (*(("bfloat16", cache) for cache in ("model", "int8", "fp8")), *((each, "model") for each in WEIGHTS))
@@ -231,14 +234,15 @@ def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
     torch.set_num_threads(1)
     source = EXPERTS if experts else TRAINED
     if launches:
-        with checkpoints(source, () if experts else WEIGHT_ONLY) as made:
+        with checkpoints(source) as made:
             dense = launch_table, mode_table
             rows = expert_table(made) if experts else [row for each in dense for row in each(made)]
             click.echo("\n".join(rows if experts else [*rows, *prefill_table(TRAINED)]))
         return
     stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
     with checkpoints(source) as made:
-        for scheme, (path, dtype) in made.items():
+        for scheme in SCHEMES:
+            path, dtype = made[scheme]
             cpu = measure(runner(path, dtype, "cpu", "eager", sequences, window), stream, sequences, window)
             click.echo(f"{scheme:14s} cpu eager        decode {cpu.decoded:.4f}  prefill {cpu.prefilled:.4f}")
             for compiler in hal.open("npu").compilers:

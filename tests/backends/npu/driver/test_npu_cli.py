@@ -1,8 +1,10 @@
-"""Tests for the command on an emulated NPU: it writes the CPU's text, and launches of a step are counted."""
+"""Tests for the command on an emulated NPU: generation, launches of a step, `hal doctor`, and the guide's Python."""
 
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal.bench import floor
+from hal.bench.hal_side import PEERS
 from hal.cli import main
 
 PROMPTS = ("def read_lines(path):", "class Stack:", "def main():")
@@ -112,3 +115,61 @@ def test_prefills_are_traced_too() -> None:
         stdout = run("bench", "prefill", *options, "--trace").stdout
     assert "FusedInferAttentionScoreV3" in stdout
     assert "SGLang" not in stdout
+
+
+OPTIONS = '{"devices": 2}'
+
+
+def test_each_emulated_npu_is_examined() -> None:
+    start = time.perf_counter()
+    result = processes.hal("doctor", "--backend", "npu", "--emulate", "--json", HAL_NPU_EMULATOR_OPTIONS=OPTIONS)
+    took = time.perf_counter() - start
+    document = json.loads(result.stdout)
+    (npu,) = document["drivers"]
+    assert npu["status"] == "works"
+    assert [device["device"] for device in npu["devices"]] == ["npu:0", "npu:1"]
+    for device in npu["devices"]:
+        assert "emulated" in device["name"]
+        assert {each["outcome"] for each in device["checks"]} == {"passed"}
+        assert "graph" in [each["name"] for each in device["checks"]]
+        assert device["measures"]["launch_us"] > 0
+    assert all(each["fits"] for each in document["packages"] if each["required_by"] == "npu")
+    assert took < 60  # about 10 s on two idle cores
+
+
+@thorough(PROCESSES)
+def test_a_device_that_the_options_name_is_the_only_one() -> None:
+    options = {"HAL_NPU_EMULATOR_OPTIONS": OPTIONS, "HAL_NPU_DEVICE": "1"}
+    result = processes.hal("doctor", "--backend", "npu", "--emulate", "--json", **options)
+    (npu,) = json.loads(result.stdout)["drivers"]
+    assert [device["device"] for device in npu["devices"]] == ["npu:1"]
+
+
+@thorough(PROCESSES)
+def test_without_an_npu_the_probe_says_what_to_do() -> None:
+    result = processes.hal("doctor", "--backend", "npu", code=1)
+    assert "no CANN" in result.stdout
+    assert "--emulate" in result.stdout
+
+
+DOCS = processes.ROOT / "docs"
+PAGE = DOCS / "how-to" / "run-on-an-npu.md"
+LAUNCHES = DOCS / "reference" / "npu-launches.md"
+
+
+@thorough(PROCESSES)
+def test_the_python_of_the_page_runs() -> None:
+    """Run the blocks in order in a fresh process."""
+    script = "\n".join(
+        re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
+    result = processes.python("-c", script)
+    assert "<NpuBackend 'npu' on Device('npu:0', 'Ascend910B3 (A2, emulated)')>" in result.stdout
+
+
+def test_the_peers_figure_is_the_one_in_the_code() -> None:
+    (peer,) = PEERS
+    assert PEERS[peer] == 10
+    name, model, _ = peer.split(", ")
+    text = " ".join(LAUNCHES.read_text(encoding="utf-8").split())
+    assert f"Ten per layer is what {name} launches for {model} in bfloat16" in text

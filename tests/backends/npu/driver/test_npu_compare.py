@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.thorough import AGAIN, PROCESSES, thorough
+from helpers.thorough import PROCESSES, thorough
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -63,14 +63,6 @@ def test_weights_and_caches_in_fractal_nz(trained: Path, monkeypatch: pytest.Mon
     (found,) = compared(trained, "--backend", "cpu", "--backend", "npu", "--emulate", "--dtype", "float16")
     assert len(found["not_compared"]) == 1
     assert found["not_compared"][0].startswith("store_kv_cache: cpu and npu have different cache")
-
-
-@thorough(AGAIN)
-def test_modes(trained: Path) -> None:
-    modes = [part for name in ("eager", "graph", "piecewise", "npugraph_ex") for part in ("--compiler", name)]
-    found = compared(trained, "--backend", "npu", "--emulate", *modes, "--dtype", "bfloat16")
-    assert [each["second"] for each in found] == ["graph", "piecewise", "npugraph_ex"]
-    assert all(each["departure"] is None for each in found)
 
 
 def test_a_wrong_epsilon_and_its_replay(npu: Opened, trained: Path, tmp_path: Path) -> None:

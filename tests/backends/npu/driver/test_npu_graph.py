@@ -81,38 +81,32 @@ class TestHostValues:
             values["kv_lens_host"].fill_(3)
         torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
 
-    @pytest.mark.parametrize("head_dim", [32, 128])
-    def test_a_window(self, npu: Opened, head_dim: int) -> None:
-        """A window uses a mask of slots made on the device, or an attention that also takes query lengths."""
-        attend = Attend(npu(), window=70, head_dim=head_dim)
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"window": 70},  # a mask of slots made on the device
+            {"window": 70, "head_dim": 128},  # an attention that also takes query lengths
+            *({"window": window, "with_sinks": True} for window in (None, 70)),  # sinks after the softmax
+            # In the softmax: the second version of the fused attention has other names for the lengths.
+            *({"window": window, "with_sinks": True, "head_dim": 64, "dtype": torch.bfloat16} for window in (None, 70)),
+            # Composed: such a decode reads lengths on the device, in a graph as in an eager call.
+            *({"softcap": 2.0, "window": 70, "with_sinks": with_sinks} for with_sinks in (False, True)),
+        ],
+        ids=str,
+    )
+    def test_windows_sinks_and_softcaps(self, npu: Opened, given: dict[str, Any]) -> None:
+        attend, packed = Attend(npu(), **given), "dtype" in given
         graph = attend.backend.graph()
-        self.check(attend, graph, graph.capture(attend.twice))
-
-    @pytest.mark.parametrize("window", [None, 70])
-    def test_sinks_after_the_softmax(self, npu: Opened, window: int | None) -> None:
-        attend = Attend(npu(), window=window, with_sinks=True)
-        graph = attend.backend.graph()
-        self.check(attend, graph, graph.capture(attend.twice))
-
-    @pytest.mark.parametrize("window", [None, 70])
-    def test_sinks_in_the_softmax(self, npu: Opened, window: int | None) -> None:
-        """The second version of the fused attention has other names for the lengths."""
-        attend = Attend(npu(), window=window, with_sinks=True, head_dim=64, dtype=torch.bfloat16)
-        graph = attend.backend.graph()
-        self.check(attend, graph, graph.capture(attend.twice), [lens for lens in LENGTHS if any(lens)])
-        blocks = attend.caches[0].shape[0]
-        with pytest.raises(HostValueError, match=f"captured over {blocks} blocks"):
-            graph.replay(**attend.host_values([(blocks + 1) * BLOCK, 1, 1, 1, 1]))
-
-    @pytest.mark.parametrize("with_sinks", [False, True])
-    def test_a_softcap_needs_no_update(self, npu: Opened, with_sinks: bool) -> None:
-        """The composed attention of a decode reads lengths on the device, in a graph as in an eager call."""
-        attend = Attend(npu(), softcap=2.0, window=70, with_sinks=with_sinks)
-        graph = attend.backend.graph()
-        self.check(attend, graph, graph.capture(attend.twice))
-        values = attend.host_values(LENGTHS[0])
-        with pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
-            graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
+        lengths = [lens for lens in LENGTHS if any(lens)] if packed else LENGTHS
+        self.check(attend, graph, graph.capture(attend.twice), lengths)
+        if packed:
+            blocks = attend.caches[0].shape[0]
+            with pytest.raises(HostValueError, match=f"captured over {blocks} blocks"):
+                graph.replay(**attend.host_values([(blocks + 1) * BLOCK, 1, 1, 1, 1]))
+        if "softcap" in given:
+            values = attend.host_values(LENGTHS[0])
+            with pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
+                graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
 
     def test_the_number_of_queries_is_part_of_a_decode_capture(self, attend: Attend) -> None:
         graph = attend.backend.graph()

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.random_requests import check_together
-from helpers.reference import TEXTS
 from helpers.thorough import EXHAUSTIVE, thorough
 from helpers.waiting import until
 
@@ -41,20 +39,3 @@ def test_random_requests_of_threads_give_what_each_gives_alone(
     check_together(llm, random.Random(seed), count, num_threads, most_tokens)
     until(lambda: not llm.occupancy.running)  # The step that ran ahead of a text's end has been read.
     assert llm._runner.blocks.num_free == free
-
-
-def test_logprobs_scores_and_embeddings_are_the_cpus(llm: hal.LLM, trained: Path) -> None:
-    options = {"max_new_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}
-    (made,) = llm.generate(TEXTS[1], **options)
-    (score,) = llm.score("import", " os\n")
-    vector = llm.embed(TEXTS[1])
-    with hal.LLM(trained, backend="cpu", dtype="float32") as reference:
-        (expected,) = reference.generate(TEXTS[1], **options)
-        assert made.token_ids == expected.token_ids
-        for ours, theirs in ((made.logprobs, expected.logprobs), (made.prompt_logprobs, expected.prompt_logprobs)):
-            for mine, right in zip(ours or (), theirs or (), strict=True):
-                assert mine.token_id == right.token_id
-                assert abs(mine.logprob - right.logprob) < 0.05
-                assert len(mine.top) == len(right.top)
-        assert abs(score.logprob - reference.score("import", " os\n")[0].logprob) < 0.05
-        torch.testing.assert_close(vector, reference.embed(TEXTS[1]), atol=0.1, rtol=0.05)

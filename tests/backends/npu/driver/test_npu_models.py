@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import attrs
 import pytest
 import torch
 from hal.backends.npu import emulator
+from helpers import published_configs
 from helpers.npu import compare
 from helpers.npu.compare import DTYPES, FAMILIES, MODES, Case
 from helpers.thorough import AGAIN, DRAW, DTYPE, EXHAUSTIVE, FAMILY, MODE, thorough
@@ -152,3 +154,37 @@ def test_a_slot_that_was_not_written_would_be_noticed(faulty_case: Case, mode: s
     ours = run_with(fault, faulty_case, mode, math.nan)
     with pytest.raises(AssertionError, match="not all logits are finite"):
         compare.compare(ours, faulty_case)
+
+
+FEW = (1, 3)
+SPARSE = (
+    "granite-3.1-1b-a400m-instruct",
+    "gpt-oss-20b-BF16",
+    "ERNIE-4.5-21B-A3B-PT",
+    "GLM-4.6",
+    "MiniMax-M2",
+    "gemma-4-26B-A4B-it",
+)
+DENSE = (
+    "Olmo-3-7B-Instruct",
+    "granite-3.3-2b-instruct",
+    "Phi-4-mini-instruct",
+    "gemma-2-2b-it",
+    "gemma-3-4b-it",
+    "gemma-4-E2B-it",
+    "ERNIE-4.5-0.3B-PT",
+)
+
+
+@thorough(FAMILY, r"\[(?!gpt-oss|Phi-4)")
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+def test_the_logits_of_a_family(name: str, tmp_path: Path) -> None:
+    """A few sequences, in batches that graphs hold and in others, against the CPU in bfloat16 and in float32."""
+    draw = random.Random(name)
+    vocab_size = published_configs.VOCABULARY
+    prompts = compare.draw_prompts(draw, 4, vocab_size)
+    plan = compare.draw_plan(draw, prompts, compare.around(FEW), vocab_size)
+    case = compare.build_case(published_configs.write(tmp_path / name, name), "bfloat16", plan, FEW)
+    model, backend = compare.on_npu(case, "graph")
+    found = compare.run(compare.new_runner(model, backend), plan, case.rounded.texts)
+    (compare.compare_routed if name in SPARSE else compare.compare)(found, case)

@@ -1,77 +1,70 @@
-"""Tests for every mode in bfloat16 and in int8: against the CPU, and against eager steps on held-out text.
+"""Tests for quantized models and mixtures of experts on the emulated NPU: tokens in every mode, launches, captures.
 
-schemes.py prints the latter comparison in more detail.
+helpers/npu/schemes.py compares with eager steps on held-out text.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hal.backends.npu import emulator
 from helpers.npu import compare, processes, schemes
 from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 
 import hal
+from hal.ops.rounding import rms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+PAGE = processes.ROOT / "docs" / "reference" / "npu-launches.md"
 SEQUENCES, WINDOW = 3, 40
-MODES = ("graph", "piecewise", "piecewise_eager", "npugraph_ex")
-BUCKETS = (1, 2, 4, 8)
+CASES = [("dense", scheme) for scheme in ("bfloat16", "w8a8", "w8a8_dynamic")]
+CASES += [("experts", scheme) for scheme in ("bfloat16", "float16", "w8a16", "w8a8", "w8a8_dynamic")]
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[dict[str, tuple[Path, str]]]:
-    with schemes.checkpoints(further=schemes.WEIGHT_ONLY) as found:
-        yield found
+def made(trained_experts: Path) -> Iterator[dict[str, schemes.Made]]:
+    with schemes.checkpoints() as dense, schemes.checkpoints(trained_experts) as experts:
+        yield {"dense": dense, "experts": experts}
 
 
-@pytest.fixture(scope="module")
-def stream(trained: Path) -> list[int]:
-    return schemes.held_out.tokens(hal.Checkpoint.open(trained), SEQUENCES * WINDOW + 1)
-
-
-@pytest.fixture(scope="module", params=["bfloat16", "w8a8", "w8a8_dynamic"])
-def scheme(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def case(made: Any, scheme: str) -> compare.Case:
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest, made: Any) -> tuple[str, compare.Case]:
     """Return texts to continue in mixed batches of 1 to 9, and the CPU's results."""
-    path, dtype = made[scheme]
-    return compare.trained_case(path, dtype, BUCKETS, 16)
+    model, scheme = request.param
+    return model, compare.trained_case(*made[model][scheme], (1, 2, 4, 8), 12)
 
 
-@thorough(
-    MODE,
-    r"\[(bfloat16|w8a8)(-(?!graph)\w+)?\]|\[w8a8_dynamic-piecewise_eager|\[(w8a8_dynamic-piecewise|bfloat16-graph)|\[(w8a8_dynamic-npugraph_ex|w8a8-graph)|\[w8a8_dynamic-(eager|piecewise)",
-)
-@thorough(EXHAUSTIVE, r"\[(bfloat16-(eager|piecewise|npugraph_ex)|w8a8-(eager|piecewise|piecewise_eager))\]")
-@pytest.mark.parametrize("mode", ["eager", *MODES])
-def test_the_cpus_tokens(case: compare.Case, mode: str) -> None:
-    """Logits of prefill and decode are as close to float32 as the CPU's.
-
-    Greedy tokens are the CPU's, except at ties.
-    """
-    model, backend = compare.on_npu(case, mode)
-    report = compare.compare(compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts), case)
+@thorough(MODE, r"\[(?!dense-w8a8_dynamic-graph|experts-bfloat16-eager)")
+@thorough(EXHAUSTIVE, r"\[dense-(bfloat16-(eager|piecewise|npugraph_ex)|w8a8-(eager|piecewise|piecewise_eager))\]")
+@thorough(EXHAUSTIVE, r"\[experts-(bfloat16-(graph|piecewise)|float16-(eager|npugraph_ex)|w8a16-(graph|npugraph_ex))\]")
+@thorough(EXHAUSTIVE, r"\[experts-(w8a8-(eager|piecewise)|w8a8_dynamic-(eager|npugraph_ex)|\w+-piecewise_eager)\]")
+@pytest.mark.parametrize("mode", ["eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex"])
+def test_the_cpus_tokens(case: tuple[str, compare.Case], mode: str) -> None:
+    """Logits are as close to float32 as the CPU's, and greedy tokens are the CPU's, except at ties."""
+    name, of = case
+    model, backend = compare.on_npu(of, mode)
+    found = compare.run(compare.new_runner(model, backend), of.plan, of.rounded.texts)
+    report = (compare.compare_routed if name == "experts" else compare.compare)(found, of)
     assert report.tokens > 1000
     assert report.ties < 0.03 * report.tokens  # also within prompts, where next tokens are less certain
 
 
 @thorough(MODE, r"\[(bfloat16|w8a8)(-(?!graph)\w+)?\]")
 @pytest.mark.parametrize("int8", ["w8a8", "w8a8_dynamic"])
-def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, stream: list[int]) -> None:
+def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, trained: Path) -> None:
     """The fused kernels skip the rounding to bfloat16 between the norm or activation and the integers.
 
     All else equals eager at a captured size, where nothing is padded: padding changes the rounding of the logits.
     """
-    sequences = 2
-    path, dtype = made[int8]
+    sequences, stream = 2, schemes.held_out.tokens(hal.Checkpoint.open(trained), SEQUENCES * WINDOW + 1)
+    path, dtype = made["dense"][int8]
     passes = {name: False for name in hal.open("npu").pass_names if name.endswith("quantize")}
     assert len(passes) == 4
     on = schemes.runner(path, dtype, "npu", "graph", SEQUENCES, WINDOW, passes=passes)
@@ -81,10 +74,58 @@ def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, strea
     assert found == schemes.held_out.decoded_perplexity(eager, stream, sequences, WINDOW)
 
 
+STEPS = 200
+
+
+def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[list[torch.Tensor], list[emulator.Record]]:
+    """Run decode steps of random tokens of two sequences. Return the logits and the trace of all but the first step."""
+    backend = hal.open({"backend": "npu", "dtype": dtype, "cache": {"num_tokens": 1024}, **config})
+    tokens = torch.randint(0, 4096, (steps, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    blocks, logits = [[1, 2], [3, 4]], list[torch.Tensor]()
+    with hal.Runner(hal.load_model(path, backend), backend) as runner:
+        runner.step(runner.batch([[5, 6, 7], [8, 9]], blocks))
+        runner.step(runner.batch([[1], [2]], blocks, cached=[3, 2]))
+        backend.device.synchronize()
+        with emulator.trace() as trace:
+            for number, new in enumerate(tokens):
+                batch = runner.batch([[each] for each in new], blocks, cached=[4 + number, 3 + number])
+                logits.append(runner.step(batch).logits.clone())
+            backend.device.synchronize()
+        return logits, trace.records
+
+
+@thorough(MODE, r"\[(bfloat16-nz|w8a8_dynamic-nd)|\[w8a8_dynamic-nz")
+@thorough(EXHAUSTIVE, r"\[(bfloat16-nz|w8a8_dynamic-nd)")
+@pytest.mark.parametrize("nz", [False, True], ids=["nd", "nz"])
+@pytest.mark.parametrize("scheme", ["bfloat16", "w8a8_dynamic"])
+def test_one_capture_serves_any_routing_without_the_host(made: Any, scheme: str, nz: bool, trained: Path) -> None:
+    """In 200 captured steps of changing routing, nothing is captured, and the host is not waited for.
+
+    The copies are those of a dense model: the batch's.
+    """
+    graph = {"compilation": {"compiler": "graph", "capture_sizes": [2]}}
+    logits, records = random_steps(*made["experts"][scheme], STEPS, **graph, options={"nz_weights": nz})
+    assert [each for each in records if each.phase == "capture"] == []
+    assert sum(each.name == "MoeGatingTopK" for each in records) == 3 * STEPS
+    assert sum(each.kind == "graph" for each in records) == STEPS
+    _, dense = random_steps(trained, "bfloat16", STEPS // 10, **graph)
+    assert copies_of(records) == {key: 10 * count for key, count in copies_of(dense).items()}
+    eager, _ = random_steps(*made["experts"][scheme], STEPS // 4, options={"nz_weights": nz})
+    for one, other in zip(eager, logits, strict=False):
+        assert rms((other - one).flatten()) < 0.05 * rms(one.flatten())
+
+
+def copies_of(records: list[emulator.Record]) -> Counter[tuple[str, int]]:
+    """Count copies by name and size."""
+    return Counter((each.name, each.bytes) for each in records if each.kind == "copy")
+
+
 @thorough(AGAIN)
 def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
-    text = (processes.ROOT / "docs" / "reference" / "npu-launches.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \w[\w, ]+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
-    assert rows == schemes.launch_table(made)
-    prefills = re.findall(r"^\| [a-z]+ \| \d+ \| \d+ \|$", text, re.MULTILINE)
-    assert prefills == schemes.prefill_table(schemes.TRAINED)
+    text = PAGE.read_text(encoding="utf-8")
+    for pattern, expected in (
+        (r"\w[\w, ]+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+", schemes.launch_table(made["dense"])),
+        (r"[a-z]+ \| \d+ \| \d+", schemes.prefill_table(schemes.TRAINED)),
+        (r"\w+ \| (?:nd|fractal_nz) \| \d+ \| \d+", schemes.expert_table(made["experts"])),
+    ):
+        assert re.findall(rf"^\| {pattern} \|$", text, re.MULTILINE) == expected

@@ -15,7 +15,7 @@ from helpers.npu.attending import Attend
 from helpers.thorough import AGAIN, MODE, thorough
 
 import hal
-from hal.errors import HalError
+from hal.errors import DeviceError, HalError
 
 Opened = Callable[..., hal.Backend]
 THREADS, TOKENS, TRIES = 4, 20, 20
@@ -164,3 +164,27 @@ def test_no_thread_computes_on_a_stream_of_the_drivers(npu: Opened) -> None:
     ours = {each.stream_id for backend in backends for each in (backend.npu.capture_stream, *backend.npu.side_streams)}
     assert len(ours) == 4
     assert not ours & {torch.npu.Stream().stream_id for _ in range(32)}
+
+
+def test_a_copy_arrives_behind_the_work_that_computes_it(npu: Opened) -> None:
+    backend = npu()
+    values = torch.arange(4.0).half().npu()
+    with emulator.faults.delay("Add", 0.3):
+        copy = hal.HostCopy(backend, values + values)
+        values.zero_()  # later in the stream
+        assert not copy.arrived
+    found: list[list[float]] = []
+    reader = threading.Thread(target=lambda: found.append(copy.wait()[0].tolist()))
+    reader.start()
+    reader.join()
+    assert copy.arrived
+    assert found == [[0, 2, 4, 6]]
+
+
+def test_a_failure_before_the_copy_is_raised_where_the_host_waits(npu: Opened) -> None:
+    backend = npu()
+    values = torch.arange(4.0).half().npu()
+    with emulator.faults.execution("Add"):
+        copy = hal.HostCopy(backend, values + values)
+        with pytest.raises(DeviceError, match="507015"):
+            copy.wait()

@@ -473,8 +473,9 @@ class TestErrors:
 def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
     """torch_npu's package installs signal handlers at import, and needs another setting of torch under CI=1."""
     aliasing = functorch_config.error_on_custom_op_aliasing
+    backend = opened(capture_sizes=[2])
     stream = torch.npu.current_stream()
-    check(loaded(small, opened(capture_sizes=[2])))
+    check(loaded(small, backend))
     assert torch.npu.current_stream() == stream
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

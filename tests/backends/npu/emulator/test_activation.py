@@ -441,13 +441,6 @@ def test_by_the_environment_alone(clean: dict[str, str]) -> None:
         assert "Failed to load the backend extension: torch_npu" in result.stderr
 
 
-def test_without_the_variable_torch_is_left_alone(clean: dict[str, str]) -> None:
-    look = "import sys; print([name for name in sys.modules if name.startswith('hal.backends.npu.em')])"
-    program = f"from hal.backends.npu.autoload import autoload; autoload(); {look}"
-    environ = {**clean, activation.SWITCH: "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    assert run(program, environ).stdout == "[]\n"
-
-
 # Operations that are not emulated.
 
 

@@ -17,7 +17,7 @@ import torch
 from hal.backends.npu.emulator import control, tracing
 from helpers import ROOT
 from helpers.emulator.torchrun import environment, torchrun
-from helpers.thorough import DRAW, EXHAUSTIVE, PROCESSES, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, LONG, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = ROOT / "docs" / "reference" / "emulated-cann.md"
@@ -25,29 +25,9 @@ sys.path.insert(0, str(SCRIPTS))
 
 import hccl  # noqa: E402
 
-TORCH = {
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-    "float64": torch.float64,
-}
+TORCH = {name: getattr(torch, name) for name in hccl.TYPES if name not in ("uint16", "uint32", "uint64")}
 REDUCED = ("int8", "int16", "int32", "int64", "float16", "float32", "bfloat16")
 SIZES = (1, 1000, 70000)  # the last is above the size from which ranks share the work
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[list[hccl.Communicator]]:
-    """Two ranks, the devices of this process."""
-    found = hccl.of_devices([0, 1])
-    yield found
-    for each in found:
-        each.destroy()
-    hccl.cann.aclrtSetDevice(0)
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +248,7 @@ def test_a_wait_for_another_process_is_no_stall(pair: list[hccl.Communicator]) -
     assert a[0].read().tolist() == [3.0] * 4
 
 
+@thorough(LONG)
 def test_pages_of_large_messages_are_given_back() -> None:
     ranks = hccl.of_devices([0, 1])
 

@@ -52,38 +52,25 @@ def norm(draw: Draw, dims: int) -> Pairs:
     yield rstd, Near(expected_rstd)
 
 
-def summands(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw two tensors to add, and the weights of the norm of their sum."""
+@case(*FLOATS, in_place=(False, True))
+def add_norm(draw: Draw, in_place: bool) -> Pairs:
     shape = rows(draw, draw.between(2, 70))
-    return draw.normal(*shape), draw.normal(*shape), draw.positive(shape[-1])
-
-
-def normed_sum(x1: Tensor, x2: Tensor, gamma: Tensor, y: Tensor, rstd: Tensor, x: Tensor) -> Pairs:
-    """Yield the results of a norm of a sum with the expected ones: the norm, the factor, and the sum."""
+    x1, x2, gamma = draw.normal(*shape), draw.normal(*shape), draw.positive(shape[-1])
+    y, x = draw.strided(x1), draw.strided(x2)
+    if in_place:
+        rstd = torch_npu.npu_add_rms_norm_v2(y, x, gamma.npu(), EPSILON)
+    else:
+        y, rstd, x = torch_npu.npu_add_rms_norm(y, x, gamma.npu(), EPSILON)
     expected, expected_rstd = rms_norm(total(x1, x2), gamma)
     yield y, Near(expected)
     yield rstd, Near(expected_rstd)
     yield x, Near(total(x1, x2))
 
 
-@case(*FLOATS)
-def add_norm(draw: Draw) -> Pairs:
-    x1, x2, gamma = summands(draw)
-    y, rstd, x = torch_npu.npu_add_rms_norm(draw.strided(x1), draw.strided(x2), gamma.npu(), EPSILON)
-    yield from normed_sum(x1, x2, gamma, y, rstd, x)
-
-
-@case(*FLOATS)
-def add_norm_in_place(draw: Draw) -> Pairs:
-    x1, x2, gamma = summands(draw)
-    y, x = draw.strided(x1), draw.strided(x2)
-    rstd = torch_npu.npu_add_rms_norm_v2(y, x, gamma.npu(), EPSILON)
-    yield from normed_sum(x1, x2, gamma, y, rstd, x)
-
-
 @case(*HALVES)
 def add_norm_cast(draw: Draw) -> Pairs:
-    x1, x2, gamma = summands(draw)
+    shape = rows(draw, draw.between(2, 70))
+    x1, x2, gamma = draw.normal(*shape), draw.normal(*shape), draw.positive(shape[-1])
     wide, y, rstd, x = torch_npu.npu_add_rms_norm_cast(draw.strided(x1), draw.strided(x2), gamma.npu(), EPSILON)
     expected, expected_rstd = rms_norm(total(x1, x2), gamma)
     yield y, Near(expected)

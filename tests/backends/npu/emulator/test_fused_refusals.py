@@ -199,31 +199,19 @@ def test_attention() -> None:
     check_refused(attention())
 
 
+def product(arguments: dict[str, Any]) -> Any:
+    places = [arguments.pop(name) for name in ("x1", "x2", "scale")]
+    return torch_npu.npu_quant_matmul(*places, **{"output_dtype": torch.float16, **arguments})
+
+
 def quantized(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "x1": i8(4, 64),
-        "x2": i8(64, 32),
-        "scale": f32(32),
-        "pertoken_scale": f32(4),
-        "output_dtype": torch.float16,
-    }
-    arguments |= changes
-    return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
+    return product({"x1": i8(4, 64), "x2": i8(64, 32), "scale": f32(32), "pertoken_scale": f32(4), **changes})
 
 
 def mixed(**changes: Any) -> Any:
     """Run int8 activations with int4 weights, in groups of 256 rows."""
-    arguments: dict[str, Any] = {
-        "x1": i8(4, 512),
-        "x2": i32(512, 4),
-        "scale": i64(2, 32),
-        "pertoken_scale": f32(4, 1),
-        "offset": f32(32),
-        "output_dtype": torch.float16,
-        "group_sizes": [0, 0, 256],
-    }
-    arguments |= changes
-    return torch_npu.npu_quant_matmul(arguments.pop("x1"), arguments.pop("x2"), arguments.pop("scale"), **arguments)
+    arguments = {"x1": i8(4, 512), "x2": i32(512, 4), "scale": i64(2, 32), "pertoken_scale": f32(4, 1)}
+    return product({**arguments, "offset": f32(32), "group_sizes": [0, 0, 256], **changes})
 
 
 def weighted(**changes: Any) -> Any:
@@ -232,32 +220,17 @@ def weighted(**changes: Any) -> Any:
 
 
 def scattered(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "key": half(4, 2, 64),
-        "value": half(4, 2, 64),
-        "key_cache": half(8, 16, 2, 64),
-        "value_cache": half(8, 16, 2, 64),
-        "slot_mapping": torch.arange(4, dtype=torch.int32).npu(),
-        "cache_mode": "Norm",
-    }
-    return torch_npu.npu_scatter_pa_kv_cache(**{**arguments, **changes})
+    rows = {"key": half(4, 2, 64), "value": half(4, 2, 64), "slot_mapping": torch.arange(4, dtype=torch.int32).npu()}
+    caches = {"key_cache": half(8, 16, 2, 64), "value_cache": half(8, 16, 2, 64), "cache_mode": "Norm"}
+    return torch_npu.npu_scatter_pa_kv_cache(**{**rows, **caches, **changes})
 
 
 def fused_cache(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "qkv": half(4, 1024),
-        "q_gamma": half(128),
-        "k_gamma": half(128),
-        "cos": half(4, 128),
-        "sin": half(4, 128),
-        "index": torch.arange(4).npu(),
-        "q_out": half(4, 512),
-        "k_cache": half(8, 16, 16, 16),
-        "v_cache": half(8, 16, 16, 16),
-        "qkv_size": [4, 1, 8, 128],
-        "head_nums": [4, 2, 2],
-    }
-    return torch_npu.npu_qkv_rms_norm_rope_cache(**{**arguments, **changes})
+    arguments = {"qkv": half(4, 1024), "q_gamma": half(128), "k_gamma": half(128), "cos": half(4, 128)}
+    arguments |= {"sin": half(4, 128), "index": torch.arange(4).npu(), "q_out": half(4, 512)}
+    caches = {"k_cache": half(8, 16, 16, 16), "v_cache": half(8, 16, 16, 16)}
+    sizes = {"qkv_size": [4, 1, 8, 128], "head_nums": [4, 2, 2]}
+    return torch_npu.npu_qkv_rms_norm_rope_cache(**{**arguments, **caches, **sizes, **changes})
 
 
 def call(function: str, *arguments: Any, **keywords: Any) -> Callable[[], Any]:
@@ -279,105 +252,69 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield call("add_rms_norm_cast", x.float(), x.float(), gamma.float()), "float16 or bfloat16"
     yield call("add_rms_norm_quant", x, x, gamma, half(64), None), "scales1 must be Float with Half input"
     yield call("add_rms_norm_quant", x, x, gamma, f32(1), None), "scales1 must have gamma's shape"
-    yield (call("add_rms_norm_quant", x, x, gamma, f32(64), half(64)), "zero_points must be Int with Float scales")
+    yield call("add_rms_norm_quant", x, x, gamma, f32(64), half(64)), "zero_points must be Int with Float scales"
     wide = bf16(4, 64)
-    yield (
-        call("add_rms_norm_quant", wide, wide, bf16(64), bf16(64), i32(64)),
-        "zero_points must be BFloat16 with BFloat16 scales",
-    )
-    yield (
-        call("add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=half(32)),
-        "smooth_scale1 must have gamma's shape",
-    )
+    refused = call("add_rms_norm_quant", wide, wide, bf16(64), bf16(64), i32(64))
+    yield refused, "zero_points must be BFloat16 with BFloat16 scales"
+    refused = call("add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=half(32))
+    yield refused, "smooth_scale1 must have gamma's shape"
     yield call("add_rms_norm_dynamic_quant", x, x, gamma, beta=f32(64)), "beta must have gamma's dtype"
-    yield (
-        call("add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=gamma, output_mask=[False, True]),
-        "output_mask must be True for each output with a smooth scale",
-    )
+    refused = call("add_rms_norm_dynamic_quant", x, x, gamma, smooth_scale1=gamma, output_mask=[False, True])
+    yield refused, "output_mask must be True for each output with a smooth scale"
     yield call("rms_norm_quant", x, gamma, gamma, half(64), i8(64)), r"scale must have shape \[1\]"
     yield call("rms_norm_quant", x, gamma, gamma, half(1), i32(1)), r"offset must be int8 of shape \[1\]"
     yield call("quantize", x, f32(63), None, torch.qint8, -1), "1 element or as many as x has"
     yield call("quantize", x, f32(64), None, torch.qint8, -1, False), "scale must have x's dtype"
     yield call("quantize", x, bf16(64), None, torch.qint8, -1), "scales must be float32 or have x's dtype"
-    yield (call("quantize", x, f32(64), bf16(64), torch.qint8, -1), "scales and x must be bfloat16")
+    yield call("quantize", x, f32(64), bf16(64), torch.qint8, -1), "scales and x must be bfloat16"
     yield call("quantize", x, f32(64), f32(64), torch.qint8, -1), "zero_points must be int32"
     yield call("dynamic_quant", x.float()), "x must be float16 or bfloat16"
     yield call("dynamic_quant", x, smooth_scales=f32(64)), "smooth_scales must have x's dtype"
-    yield (call("dynamic_quant", x, smooth_scales=half(2, 64), group_index=i64(2)), "group_index must be int32")
+    yield call("dynamic_quant", x, smooth_scales=half(2, 64), group_index=i64(2)), "group_index must be int32"
     yield call("rotary_mul", half(2, 3, 4, 63), half(2, 3, 1, 63), half(2, 3, 1, 63)), "even and below 896"
     yield call("rotary_mul", half(2, 3, 4, 896), half(2, 3, 1, 896), half(2, 3, 1, 896)), "even and below 896"
     yield call("rotary_mul", half(2, 3, 4, 64), half(2, 2, 1, 64), half(2, 2, 1, 64)), "must be 1 or the input's, 3"
     rotary = half(2, 3, 1, 64)
-    yield (
-        call("apply_rotary_pos_emb", half(2, 3, 4, 32), half(2, 3, 4, 32), half(2, 3, 1, 32), half(2, 3, 1, 32)),
-        "must be 64 or 128",
-    )
-    yield (
-        call("apply_rotary_pos_emb", half(2, 3, 4, 64), half(2, 3, 4, 64), rotary, rotary, "BNSD"),
-        r"layout must be 1 \(BSND\) or 4 \(TND\)",
-    )
-    yield (
-        call("apply_rotary_pos_emb", half(2, 3, 4, 64), half(2, 3, 4, 64), rotary, rotary, rotary_mode="quarter"),
-        "rotary_mode must be 'half'",
-    )
+    refused = call("apply_rotary_pos_emb", half(2, 3, 4, 32), half(2, 3, 4, 32), half(2, 3, 1, 32), half(2, 3, 1, 32))
+    yield refused, "must be 64 or 128"
+    refused = call("apply_rotary_pos_emb", half(2, 3, 4, 64), half(2, 3, 4, 64), rotary, rotary, "BNSD")
+    yield refused, r"layout must be 1 \(BSND\) or 4 \(TND\)"
+    refused = call("apply_rotary_pos_emb", half(2, 3, 4, 64), half(2, 3, 4, 64), rotary, rotary, rotary_mode="quarter")
+    yield refused, "rotary_mode must be 'half'"
     turned, wide_heads = bf16(2, 1, 128), [bf16(2, heads, 128) for heads in (69, 8)]
-    yield (
-        call("apply_rotary_pos_emb", *wide_heads, turned, turned, "TND"),
-        "must fit into the unified buffer of 196608 bytes, but take 199168",
-    )
-    yield (
-        call("interleave_rope", half(2, 3, 4, 32), half(2, 1, 4, 32), half(2, 1, 4, 32)),
-        "must have shape .B, N, S, 64.",
-    )
+    refused = call("apply_rotary_pos_emb", *wide_heads, turned, turned, "TND")
+    yield refused, "must fit into the unified buffer of 196608 bytes, but take 199168"
+    refused = call("interleave_rope", half(2, 3, 4, 32), half(2, 1, 4, 32), half(2, 1, 4, 32))
+    yield refused, "must have shape .B, N, S, 64."
     positions = torch.arange(4).npu()
     yield call("mrope", positions, half(4, 96), half(4, 96), half(9, 48), 48), "multiples of 32"
-    yield (
-        call(
-            "mrope",
-            positions.expand(3, 4).contiguous(),
-            half(4, 64),
-            half(4, 64),
-            half(9, 64),
-            64,
-            mrope_section=[8, 8, 8],
-        ),
-        "the sum of mrope_section must be rotary_dim / 2, 32, but is 24",
-    )
     rows = positions.expand(3, 4).contiguous()
+    short = call("mrope", rows, half(4, 64), half(4, 64), half(9, 64), 64, mrope_section=[8, 8, 8])
+    yield short, "the sum of mrope_section must be rotary_dim / 2, 32, but is 24"
     turned_by_rows = call("mrope", rows, half(4, 64), half(4, 64), half(9, 64), 64, mrope_section=[12, 10, 10])
     yield turned_by_rows, "mrope_section must be .16, 24, 24."
     one_row = call("mrope", positions, half(4, 64), half(4, 64), half(9, 64), 64, mrope_section=[8, 12, 12])
     yield one_row, "positions must have shape .3 or 4, tokens."
     yield call("swiglu", half(4, 63)), "must be even"
     yield call("swiglu_quant", half(4, 64), quant_mode=0), "static quantization requires smooth_scales and offsets"
-    yield (
-        call("swiglu_quant", half(4, 64), quant_mode=1, dst_type=torch.quint4x2),
-        "int4 output of SwiGluQuantV2 is not emulated",
-    )
+    refused = call("swiglu_quant", half(4, 64), quant_mode=1, dst_type=torch.quint4x2)
+    yield refused, "int4 output of SwiGluQuantV2 is not emulated"
     yield call("dequant_swiglu_quant", i32(4, 128), quant_mode=1), "int32 x requires weight_scale"
     yield call("dequant_swiglu_quant", half(4, 128), quant_mode=0), "static quantization requires quant_scale"
     static = {"quant_mode": 0, "quant_scale": f32(1)}
     yield call("dequant_swiglu_quant", half(4, 128), **static), "without group_index requires quant_offset"
-    yield (call("dequant_swiglu_quant", half(4, 128), **static, quant_offset=i32(1)), "quant_offset must be float32")
-    yield (
-        call("dequant_swiglu_quant", half(4, 128), **static, quant_offset=f32(64)),
-        "quant_offset must have as many elements as quant_scale, 1, but has 64",
-    )
-    yield (
-        call("dequant_swiglu_quant", half(4, 128), quant_mode=1, quant_scale=f32(2)),
-        "quant_scale must have 1 element or H = 64",
-    )
+    yield call("dequant_swiglu_quant", half(4, 128), **static, quant_offset=i32(1)), "quant_offset must be float32"
+    refused = call("dequant_swiglu_quant", half(4, 128), **static, quant_offset=f32(64))
+    yield refused, "quant_offset must have as many elements as quant_scale, 1, but has 64"
+    refused = call("dequant_swiglu_quant", half(4, 128), quant_mode=1, quant_scale=f32(2))
+    yield refused, "quant_scale must have 1 element or H = 64"
     yield call("dequant_swiglu_quant", half(4, 9832), quant_mode=1), "must take less than 196608 bytes together"
-    yield (
-        call("dequant_swiglu_quant", half(4, 100), quant_mode=1, group_index=i64(1)),
-        "H must be a multiple of 64 and at most 10496, but is 50",
-    )
+    refused = call("dequant_swiglu_quant", half(4, 100), quant_mode=1, group_index=i64(1))
+    yield refused, "H must be a multiple of 64 and at most 10496, but is 50"
     yield changed(quantized, x1=i8(4, 65)), "x1 must have as many columns as x2 has rows, 64, but has 65"
     wide_factors = {"x1": i8(4, 65536), "x2": i8(65536, 32)}
-    yield (
-        changed(quantized, **wide_factors, pertoken_scale=None, output_dtype=torch.bfloat16),
-        "at most 65535, but are 65536",
-    )
+    refused = changed(quantized, **wide_factors, pertoken_scale=None, output_dtype=torch.bfloat16)
+    yield refused, "at most 65535, but are 65536"
     yield changed(quantized, scale=f32(31)), "scale must have 1 element or N = 32, not 31"
     yield changed(quantized, pertoken_scale=f32(5)), r"pertoken_scale must be float32 of shape \[M\]"
     yield changed(quantized, scale=bf16(32)), "requires a float32 scale"
@@ -403,17 +340,13 @@ def others() -> Iterator[tuple[Callable[[], Any], str]]:
     yield changed(weighted, antiquant_scale=half(31)), "antiquant_scale must have 1 or 32 elements, but has 31"
     yield changed(weighted, antiquant_scale=bf16(32)), "antiquant_scale must have x's dtype"
     batches = half(2, 4, 8), half(2, 8, 5)
-    yield (
-        call("transpose_batchmatmul", *batches, perm_x1=[0, 1, 2], perm_x2=[0, 1, 2], perm_y=[0, 1, 2]),
-        "perm_y must be",
-    )
-    yield (
-        call("transpose_batchmatmul", *batches, perm_x1=[0, 2, 1], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]),
-        "perm_x1 must be",
-    )
+    refused = call("transpose_batchmatmul", *batches, perm_x1=[0, 1, 2], perm_x2=[0, 1, 2], perm_y=[0, 1, 2])
+    yield refused, "perm_y must be"
+    refused = call("transpose_batchmatmul", *batches, perm_x1=[0, 2, 1], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
+    yield refused, "perm_x1 must be"
     yield call("scatter_nd_update_", half(4, 8), half(2, 1), half(2, 8)), "indices must be int32 or int64"
-    yield (call("scatter_nd_update_", half(4, 8), i32(2, 1), half(2, 7)), "must have the shape that indices select")
-    yield (call("scatter_nd_update_", half(4, 8), i32(2, 3), half(2)), "last dimension of indices must be between 1")
+    yield call("scatter_nd_update_", half(4, 8), i32(2, 1), half(2, 7)), "must have the shape that indices select"
+    yield call("scatter_nd_update_", half(4, 8), i32(2, 3), half(2)), "last dimension of indices must be between 1"
     yield changed(scattered, cache_mode="ND"), "cache_mode must be Norm or PA_NZ"
     yield changed(scattered, cache_mode="PA_NZ"), "with cache_mode PA_NZ, key_cache must have shape"
     yield changed(scattered, key_cache=bf16(8, 16, 2, 64)), "key_cache must have the dtype of key"
@@ -439,22 +372,14 @@ def test_operations() -> None:
 
 def at_run_time() -> Iterator[tuple[Callable[[], Any], str]]:
     """Yield calls that are refused only because of a tensor's content, and the reasons."""
-    yield (
-        changed(scattered, slot_mapping=torch.tensor([0, 1, 2, 128], dtype=torch.int32).npu()),
-        "slots must be less than the cache's capacity, 128, but one is 128",
-    )
-    yield (
-        changed(attend, block_table=i32(2, 4) * 8),
-        "the block numbers in block_table must be between 0 and 7, but one is 8",
-    )
-    yield (
-        changed(prefill, sparse_mode=3, atten_mask=mask(2048, 2048)),
-        "must be True above the diagonal and False elsewhere",
-    )
-    yield (
-        call("scatter_nd_update_", half(4, 8), i32(2, 1) * 4, half(2, 8)),
-        "indices must be between 0 and 3 in dimension 0",
-    )
+    refused = changed(scattered, slot_mapping=torch.tensor([0, 1, 2, 128], dtype=torch.int32).npu())
+    yield refused, "slots must be less than the cache's capacity, 128, but one is 128"
+    refused = changed(attend, block_table=i32(2, 4) * 8)
+    yield refused, "the block numbers in block_table must be between 0 and 7, but one is 8"
+    refused = changed(prefill, sparse_mode=3, atten_mask=mask(2048, 2048))
+    yield refused, "must be True above the diagonal and False elsewhere"
+    refused = call("scatter_nd_update_", half(4, 8), i32(2, 1) * 4, half(2, 8))
+    yield refused, "indices must be between 0 and 3 in dimension 0"
 
 
 def test_contents(capfd: pytest.CaptureFixture[str]) -> None:

@@ -429,17 +429,6 @@ class TestReplays:
         assert {each.phase for each in trace.ran()} == {"replay"}
         assert control.live_handles() == handles
 
-    def test_capture_and_replay_in_the_trace(self):
-        x = torch.ones(4).npu()
-        torch.npu.synchronize()
-        with tracing.trace() as trace:
-            graph, _ = capture(lambda: (x + 1) * 2)
-            for _ in range(3):
-                graph.replay()
-        assert trace.counts(phase="capture") == {"Adds": 1, "Muls": 1}
-        assert trace.counts(phase="replay") == {"Adds": 3, "Muls": 3}
-        assert trace.counts("graph").total() == 3
-
     def test_a_pinned_copy_inside(self):
         host, x = torch.zeros(4).pin_memory(), torch.zeros(4).npu()
         graph, y = capture(lambda: x.copy_(host, non_blocking=True) + 1)

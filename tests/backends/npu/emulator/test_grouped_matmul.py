@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
-from helpers.emulator.grouped import Grouped, in_layout, int8s, nineteen_bits, on_npu, packed_int4, rows_of
+from helpers.emulator.grouped import Grouped, in_layout, int8s, nineteen_bits, packed_int4, rows_of
 from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
 
@@ -306,38 +306,3 @@ class TestGraph:
             groups = Grouped(torch.tensor(counts).cumsum(0).tolist(), 12, "counts")
             Near(products(x, weight, groups), 3).check(y[: groups.used].cpu())
             assert torch.equal(y[groups.used :].cpu().nan_to_num(), before[groups.used :].nan_to_num())
-
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_int8(self, dynamic: bool) -> None:
-        draw = Draw("graph", torch.bfloat16, int(dynamic))
-        x, weight, scale = int8s(draw, 9, 64), int8s(draw, 3, 64, 64), draw.positive(3, 64) / 999
-        by_token = draw.positive(9, dtype=torch.float32)
-        on_device, given = on_npu(x, scale, by_token), in_layout(weight, "nz")
-        listed = torch.tensor([3, 6, 9]).npu()
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph):
-            (y,) = torch_npu.npu_grouped_matmul(
-                [on_device[0]],
-                [given],
-                scale=[on_device[1]],
-                per_token_scale=[on_device[2]] if dynamic else None,
-                group_list=listed,
-                group_type=0,
-                split_item=2,
-                output_dtype=torch.bfloat16,
-            )
-            quantised, scales, _ = torch_npu.npu_grouped_matmul_swiglu_quant(
-                on_device[0], given, listed, on_device[1], on_device[2]
-            )
-        for ends in ([3, 6, 9], [0, 9, 9], [1, 1, 1]):
-            x = int8s(draw, 9, 64)
-            on_device[0].copy_(x)
-            listed.copy_(torch.tensor(ends))
-            graph.replay()
-            groups = Grouped(ends, 9, "ends")
-            exact = products(x, weight, groups) * by_row(scale, groups)
-            factor = by_token.double()[: groups.used, None] if dynamic else 1
-            Near(exact * factor).check(y[: groups.used].cpu())
-            gated = swiglu_rows(x, weight, scale, by_token, groups)
-            Near(gated.abs().amax(1) / 127).check(scales[: groups.used].cpu())
-            Rounded(gated / gated.abs().amax(1, True) * 127).check(quantised[: groups.used].cpu())

@@ -165,11 +165,8 @@ def cases() -> Iterator[Row]:
     yield plain, {"weight": [nz(1, 32, 16)], "group_list": counts(6), "group_list_type": 1}, "must not have 1 group"
     yield plain, {"weight": [half(2, 32, 65536)]}, "the last dimension of weight must be below 65536"
     yield several, {"weight": [half(32, 16), half(32, 32)]}, "the weights must have one N"
-    yield (
-        several,
-        {"weight": [half(32, 16), half(16, 32).t()]},
-        "either all tensors of weight are transposed, or none",
-    )
+    changes = {"weight": [half(32, 16), half(16, 32).t()]}
+    yield several, changes, "either all tensors of weight are transposed, or none"
     yield several, {"bias": [half(16)]}, "must have as many tensors as weight"
     yield several, {"x": [f32(6, 32)], "weight": [f32(32, 16)] * 2}, "float32 is for x, weight"
     yield apart, {"split_item": 2}, "group_type -1 goes with split_item 0 or 1"
@@ -192,11 +189,13 @@ def cases() -> Iterator[Row]:
     yield mixed, {"group_list_type": 0}, "int8 x and int4 weight need group_list_type 1"
     yield mixed, {"weight": [i32(2, 16, 64).transpose(1, 2)]}, "must be .* and not transposed"
     yield mixed, {"offset": [f32(2, 1, 16)]}, "offset, and several tensors .* are not emulated"
-    yield (
-        int8,
-        {"output_dtype": INT8, "per_token_scale": None, "scale": [i64(2, 32)], "weight": [nz(2, 32, 32, dtype=INT8)]},
-        "an int8 y does not go with a weight in FRACTAL_NZ",
-    )
+    changes = {
+        "output_dtype": INT8,
+        "per_token_scale": None,
+        "scale": [i64(2, 32)],
+        "weight": [nz(2, 32, 32, dtype=INT8)],
+    }
+    yield int8, changes, "an int8 y does not go with a weight in FRACTAL_NZ"
     yield int8, {"tuning_config": [7]}, "from 0 to all"
     yield weight_only, {"antiquant_offset": None}, "an int8 weight needs antiquant_offset"
     yield weight_only, {"antiquant_scale": [bf16(2, 16)]}, "antiquant_scale must be given, of x's dtype"

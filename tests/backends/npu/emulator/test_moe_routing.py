@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
+from helpers.emulator.fused_draw import (
+    FLOATS,
+    HALVES,
+    Draw,
+    Near,
+    Pairs,
+    Rounded,
+    Same,
+    case,
+    check,
+    optional,
+    parameters,
+)
 from helpers.emulator.routing_references import KINDS, choices, combined, route, whole_order
 from helpers.thorough import DRAW, DTYPE, thorough
 from torch import Tensor
@@ -35,8 +47,7 @@ def first_largest(values: Tensor, k: int) -> Tensor:
 def gating_softmax(draw: Draw, dims: int, k: int, finished: bool) -> Pairs:
     x = scores(draw, *[draw.between(1, 5) for _ in range(dims - 1)], EXPERTS)
     done = draw.integers(0, 1, *x.shape[:-1], dtype=torch.int32).bool() if finished else None
-    given = None if done is None else done.npu()
-    y, experts, rows = torch_npu.npu_moe_gating_top_k_softmax(draw.strided(x), given, k)
+    y, experts, rows = torch_npu.npu_moe_gating_top_k_softmax(draw.strided(x), optional(done), k)
     chosen = first_largest(x, k)
     expected = chosen if done is None else torch.where(done.unsqueeze(-1), EXPERTS, chosen)
     yield y, Near(x.double().softmax(-1).gather(-1, chosen.long()))
@@ -44,12 +55,12 @@ def gating_softmax(draw: Draw, dims: int, k: int, finished: bool) -> Pairs:
     tokens = chosen.numel() // k
     yield rows.flatten(0, -2), Same(torch.tensor([[j * tokens + i for j in range(k)] for i in range(tokens)]).int())
     y, experts, softmax = torch_npu.npu_moe_gating_top_k_softmax_v2(
-        draw.strided(x), k=k, finished=given, renorm=0, output_softmax=True
+        draw.strided(x), k=k, finished=optional(done), renorm=0, output_softmax=True
     )
     yield y, Near(x.double().softmax(-1).gather(-1, chosen.long()))
     yield experts, Same(expected.int())
     yield softmax, Near(x.double().softmax(-1))
-    y, experts, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(draw.strided(x), k=k, finished=given, renorm=1)
+    y, experts, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(draw.strided(x), k=k, finished=optional(done), renorm=1)
     yield y, Near(x.double().gather(-1, chosen.long()).softmax(-1))
     yield experts, Same(expected.int())
 
@@ -62,7 +73,7 @@ def gating(draw: Draw, norm: int, groups: int, mode: int, biased: bool, renorm: 
     y, experts, normalised = torch_npu.npu_moe_gating_top_k(
         draw.strided(x),
         k,
-        bias=None if bias is None else bias.npu(),
+        bias=optional(bias),
         k_group=kept,
         group_count=groups,
         group_select_mode=mode,
@@ -150,8 +161,9 @@ def quantised_routing(draw: Draw, kind: str, ranged: bool, smooth: int | None) -
         yield rows[: routed.active], Rounded(routed.rows(x, k).double() * scale.double() + offset.double())
 
     factors = None if smooth is None else draw.positive(1 if smooth == 1 else end - first, 32, dtype=torch.float32)
-    given = None if factors is None else factors.npu()
-    rows, places, numbers, scales = init_routing(draw.strided(x), expert_idx, quant_mode=1, scale=given, **options)
+    rows, places, numbers, scales = init_routing(
+        draw.strided(x), expert_idx, quant_mode=1, scale=optional(factors), **options
+    )
     yield places, Same(routed.gather_index(tokens * k))
     yield numbers, Same(torch.tensor(routed.counts))
     if routed.active:
@@ -232,7 +244,7 @@ def quantising_routing(draw: Draw, kind: str, mode: int, smooth: int | None, pad
     rows, places, counts, before, scales = torch_npu.npu_moe_init_routing_quant(
         draw.strided(x),
         expert_idx.npu(),
-        scale=None if scale is None else scale.npu(),
+        scale=optional(scale),
         offset=torch.ones(1).npu() if mode == 0 else None,
         active_num=0,
         expert_capacity=capacity or 0,
@@ -274,7 +286,7 @@ def finalising(draw: Draw, kind: str, mode: int, weights: str | None, biased: bo
     given = index if mode >= 2 else index.view(tokens, k).t().flatten()
     y = torch_npu.npu_moe_finalize_routing(
         draw.strided(rows).unflatten(0, (EXPERTS, -1)) if padded else draw.strided(rows),
-        *(None if each is None else each.npu() for each in (*skips, bias, scales)),
+        *map(optional, (*skips, bias, scales)),
         given.npu(),
         expert_idx.npu(),
         mode,
@@ -315,9 +327,7 @@ def re_routing(draw: Draw, scaled: bool, kind: torch.dtype) -> Pairs:
     tokens = int(counts.sum())
     x = draw.integers(-100, 100, tokens, 16, dtype=torch.int32).to(draw.dtype)
     scales = draw.positive(tokens, dtype=torch.float32) if scaled else None
-    y, permuted, index, totals = torch_npu.npu_moe_re_routing(
-        x.npu(), counts.npu(), per_token_scales=None if scales is None else scales.npu()
-    )
+    y, permuted, index, totals = torch_npu.npu_moe_re_routing(x.npu(), counts.npu(), per_token_scales=optional(scales))
     starts = counts.flatten().cumsum(0) - counts.flatten()
     order = [
         int(starts[rank * 4 + expert]) + i

@@ -403,18 +403,6 @@ def test_an_unknown_group_is_an_error_of_the_tiling(pair: list[hccl.Communicator
         )
 
 
-def test_communication_quantized_to_int8_names_itself(pair: list[hccl.Communicator]) -> None:
-    arguments = {
-        "x1": draw(0, 4, 64, dtype=INT8),
-        "x2": draw(0, 64, 8, dtype=INT8),
-        "dequant_scale": draw(0, 8).bfloat16(),
-        "comm_quant_scale_1": draw(0, 8).bfloat16(),
-        "comm_quant_scale_2": draw(0, 8).bfloat16(),
-    }
-    with pytest.raises(RuntimeError, match="no aclnnQuantMatmulAllReduceV3"):
-        on_all(lambda **a: torch_npu.npu_mm_all_reduce_base(hcom=pair[0].name, **a), [arguments])
-
-
 DIFFERENT: dict[str, tuple[list[tuple[int, int]], Callable[[int, Tensor, Tensor, str], Any], str]] = {
     "counts": (
         [(4, 8), (6, 8)],

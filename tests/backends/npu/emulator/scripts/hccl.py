@@ -20,20 +20,8 @@ from typing import Any
 import numpy as np
 
 NAMES = {"sum": 0, "prod": 1, "max": 2, "min": 3}
-TYPES = {
-    "int8": 0,
-    "int16": 1,
-    "int32": 2,
-    "float16": 3,
-    "float32": 4,
-    "int64": 5,
-    "uint64": 6,
-    "uint8": 7,
-    "uint16": 8,
-    "uint32": 9,
-    "float64": 10,
-    "bfloat16": 11,
-}
+_NAMES = ("int8", "int16", "int32", "float16", "float32", "int64", "uint64", "uint8", "uint16", "uint32", "float64")
+TYPES = {name: number for number, name in enumerate((*_NAMES, "bfloat16"))}
 MAGIC, CONFIG_BYTES, NAME_AT, TIMEOUT_AT = 0xF0F0F0F0, 4096, 32, 316
 
 
