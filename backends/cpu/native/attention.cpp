@@ -19,6 +19,8 @@
 namespace {
 
 constexpr int kTile = 16;         // positions at a time at most
+constexpr int kHeld = kRegisters >= 32 ? 16 : 8;  // sums of scores in registers
+constexpr int kHeads = 4;         // query heads of a key head at a time
 constexpr int64_t kOfValues = 8;  // positions of values at a time: those to prefetch fit a core's first cache
 constexpr int64_t kPiece = 1024;  // positions of a sequence that a thread takes; a longer sequence uses several threads
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
@@ -30,16 +32,16 @@ struct Tile {
     const int64_t *at, *ahead;  // in elements from `base`
 };
 
-// scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kRows, and kSteps steps of a row; 0
+// scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kHeads, and kSteps steps of a row; 0
 // for any number. A reduction of 16 vectors takes as long for fewer, so fewer queries take more rows at a time.
 template <class T, int M, int kSteps>
 inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, int64_t dim, float* scores,
                  int64_t stride) {
     using P = Product<T>;
-    constexpr int kAtOnce = kTile / M;
+    constexpr int kAtOnce = kHeld / M;
     const int64_t steps = kSteps ? kSteps : dim / P::kStep;
     for (int64_t first = 0; first < rows; first += kAtOnce) {
-        Lanes sums[kTile] = {};
+        Lanes sums[kHeld] = {};
 #pragma GCC unroll 16
         for (int r = 0; r < kAtOnce; r++) {
             const T *row = tile.base + tile.at[first + r], *ahead = tile.base + tile.ahead[first + r];
@@ -50,12 +52,11 @@ inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, i
 #pragma GCC unroll 4
                 for (int m = 0; m < M; m++)
                     P::add(sums[m * kAtOnce + r], left,
-                           load<typename P::Vector>(queries + (step * kRows + m) * P::kStep));
+                           load<typename P::Vector>(queries + (step * kHeads + m) * P::kStep));
             }
         }
-        float found[kTile];
-        const Lanes totals = sums_of(sums);
-        std::memcpy(found, &totals, sizeof(found));
+        float found[kHeld];
+        write_sums<kHeld>(sums, found);
         for (int m = 0; m < M; m++)
             std::memcpy(scores + m * stride + first, found + m * kAtOnce, kAtOnce * sizeof(float));
     }
@@ -92,7 +93,7 @@ inline void accumulate(const Tile<T>& tile, int64_t rows, const float* weights, 
     for (; i < dim; i += kLanes) weigh<T, M, 1>(tile, rows, weights, stride, i, dim, sums);
 }
 
-// Runs body(head, constant M) for every M heads of a group of kRows, with M 4, 2 or 1.
+// Runs body(head, constant M) for every M heads of a group of kHeads, with M 4, 2 or 1.
 template <class Body>
 inline void by_heads(int64_t heads, Body body) {
     int64_t head = 0;
@@ -151,13 +152,13 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
             const int32_t* blocks, float* sums, Partial* partials, Scratch<T>& scratch) {
     constexpr int64_t kStep = Product<T>::kStep;
     const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kStep);
-    const int64_t count = piece.span.end - piece.span.begin, stride = up(count, kTile), padded = up(group, kRows);
+    const int64_t count = piece.span.end - piece.span.begin, stride = up(count, kTile), padded = up(group, kHeads);
     const int64_t kv_heads = piece.last - piece.first;
     scratch.heads.clear();
     for (int64_t kv_head = piece.first; kv_head < piece.last; kv_head++)
         for (int64_t head = 0; head < padded; head++)
             scratch.heads.push_back(query + (kv_head * group + std::min(head, group - 1)) * shape.query_head_stride);
-    const int64_t packed = pack<T>(scratch.heads.data(), scratch.heads.size(), dim, scratch.queries);
+    const int64_t packed = pack<T, kHeads>(scratch.heads.data(), scratch.heads.size(), dim, scratch.queries);
     scratch.scores.resize(kv_heads * group * stride);
     std::fill(sums, sums + kv_heads * group * whole, 0.0f);
     // Past the end, the last position again, so that every tile is whole and has one to prefetch.
@@ -193,7 +194,7 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
             const Tile<T> tile = tile_of(keys, index, of_keys, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * padded + head;
-                const Operand<T>* queries = scratch.queries.data() + place / kRows * packed + place % kRows * kStep;
+                const Operand<T>* queries = scratch.queries.data() + place / kHeads * packed + place % kHeads * kStep;
                 float* scores = scratch.scores.data() + (kv_head * group + head) * stride + index;
                 switch (whole / kStep) {
                     case 2:

@@ -55,12 +55,11 @@ struct Pages {
   private:
     using Bytes = uint8_t __attribute__((vector_size(kLanes)));
     using Signed = int8_t __attribute__((vector_size(kLanes)));
-    using Words = int32_t __attribute__((vector_size(4 * kLanes)));
 
     Lanes numbers_of(Bytes bytes) const {
-        if (!float8) return __builtin_convertvector(__builtin_convertvector(Signed(bytes), Words), Lanes);
+        if (!float8) return __builtin_convertvector(__builtin_convertvector(Signed(bytes), Ints), Lanes);
         // The exponent and fraction of a float8 are those of a float32 of 2**-120 times its size.
-        const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f;
+        const Ints bits = __builtin_convertvector(bytes, Ints), size = bits & 0x7f;
         const Lanes values = Lanes(size << 20 | (bits & 0x80) << 24) * 0x1p120f;
         return size == 0x7f ? Lanes{} + std::numeric_limits<float>::quiet_NaN() : values;
     }

@@ -16,13 +16,7 @@
 
 // Sums of kBand rows by kPanel columns stay in registers: 24 of 32 with AVX-512 or NEON, 12 of 16 with AVX2.
 constexpr int kBand = 6;
-#if defined(__AVX512F__)
-constexpr int kRegister = kLanes, kPanelVectors = 4;
-#elif defined(__AVX__)
-constexpr int kRegister = 8, kPanelVectors = 1;
-#else
-constexpr int kRegister = 4, kPanelVectors = 1;
-#endif
+constexpr int kPanelVectors = kRegisters >= 32 ? 4 : 2;
 constexpr int64_t kPanel = kPanelVectors * kLanes;
 
 // Elements of a lane: 2 where the CPU multiplies pairs.
@@ -37,49 +31,31 @@ constexpr int64_t kWhole = kTileBand;
 constexpr int64_t kWhole = kLanes;  // rows that are packed come in multiples of this
 #endif
 
-// The arithmetic of Product<T> in vectors of a register's size: compilers keep larger ones in memory.
-template <class T, int64_t Pair = kPair<T>>
-struct InRegisters : Product<T> {
-    using Sum = Lanes;
-    static constexpr int kWidth = kLanes;
-};
-
-template <class T>
-struct InRegisters<T, 1> {
-    using Sum = float __attribute__((vector_size(kRegister * sizeof(float))));
-    using Vector = Sum;
-    static constexpr int kWidth = kRegister;
-    static Vector repeated(const float* from) { return Vector{} + *from; }
-    static void add(Sum& sum, const Vector& left, const Vector& right) { sum += left * right; }
-};
-
 // sums[r * sums_stride + c] = rows[r * stride] . columns[c], or adds it, for kBand rows and V vectors of columns of a
 // panel, whose lanes are kPanel apart from step to step.
 template <class T, int V, bool Add>
 void multiply(const Operand<T>* rows, int64_t stride, const Operand<T>* columns, int64_t steps, float* sums,
               int64_t sums_stride) {
-    using P = InRegisters<T>;
-    using Sum = typename P::Sum;
-    constexpr int kCount = V * kLanes / P::kWidth;
-    Sum held[kBand][kCount] = {};
+    using P = Product<T>;
+    Lanes held[kBand][V] = {};
     for (int64_t step = 0; step < steps; step++, rows += kPair<T>, columns += kPanel * kPair<T>) {
-        typename P::Vector right[kCount];
+        typename P::Vector right[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < kCount; v++) right[v] = load<typename P::Vector>(columns + v * P::kWidth * kPair<T>);
+        for (int v = 0; v < V; v++) right[v] = load<typename P::Vector>(columns + v * P::kStep);
 #pragma GCC unroll 6
         for (int r = 0; r < kBand; r++) {
             const auto left = P::repeated(rows + r * stride);
 #pragma GCC unroll 4
-            for (int v = 0; v < kCount; v++) P::add(held[r][v], left, right[v]);
+            for (int v = 0; v < V; v++) P::add(held[r][v], left, right[v]);
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kBand; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < kCount; v++) {
-            float* to = sums + r * sums_stride + v * P::kWidth;
-            if constexpr (Add) held[r][v] += load<Sum>(to);
-            std::memcpy(to, &held[r][v], sizeof(Sum));
+        for (int v = 0; v < V; v++) {
+            float* to = sums + r * sums_stride + v * kLanes;
+            if constexpr (Add) held[r][v] += load<Lanes>(to);
+            std::memcpy(to, &held[r][v], sizeof(Lanes));
         }
 }
 
@@ -150,36 +126,6 @@ void multiply_panel_tiles(const bfloat16* rows, int64_t stride, const bfloat16* 
     }
 }
 #endif
-
-// Transposes 16 by 16 elements of 4 bytes, in four passes that exchange ever smaller blocks.
-inline void transpose(Lanes* v) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const Lanes a = v[i], b = v[i + 8];
-        v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        v[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-        const int i = j / 4 * 8 + j % 4;
-        const Lanes a = v[i], b = v[i + 4];
-        v[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        v[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
-        const int i = j / 2 * 4 + j % 2;
-        const Lanes a = v[i], b = v[i + 2];
-        v[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        v[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        const Lanes a = v[i], b = v[i + 1];
-        v[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        v[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-}
 
 constexpr int64_t kAhead = 8;  // rows to prefetch: their strides are too long for the CPU to foresee
 

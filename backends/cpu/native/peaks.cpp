@@ -8,7 +8,7 @@
 
 namespace {
 
-using Words = uint64_t __attribute__((vector_size(64)));
+using Pieces = uint64_t __attribute__((vector_size(64)));
 constexpr int64_t kPiece = 1 << 16, kAheadBytes = 4096;
 
 // Where the compiler keeps a sum: in a vector register.
@@ -23,19 +23,19 @@ constexpr int64_t kPiece = 1 << 16, kAheadBytes = 4096;
 // Adds products to as many vectors of sums as multiply() of panels.h holds. Returns the operations.
 template <class T>
 int64_t add_products(int64_t steps) {
-    using P = InRegisters<T>;
-    constexpr int kSums = kBand * kPanelVectors * kLanes / P::kWidth;
-    const Operand<T> zeros[P::kWidth * kPair<T>] = {};
+    using P = Product<T>;
+    constexpr int kSums = kBand * kPanelVectors;
+    const Operand<T> zeros[P::kStep] = {};
     typename P::Vector left = P::repeated(zeros), right = load<typename P::Vector>(zeros);
     asm volatile("" : IN_REGISTER(left), IN_REGISTER(right));  // the compiler knows that zeros add nothing
-    typename P::Sum sums[kSums] = {};
+    Lanes sums[kSums] = {};
     for (int64_t i = 0; i < steps; i++)
 #pragma GCC unroll 24
         for (int s = 0; s < kSums; s++) {
             P::add(sums[s], left, right);
             asm volatile("" : IN_REGISTER(sums[s]));
         }
-    return steps * kSums * P::kWidth * kPair<T> * 2;
+    return steps * kSums * P::kStep * 2;
 }
 
 #ifdef HAL_PANEL_TILES
@@ -55,15 +55,15 @@ extern "C" uint64_t read_memory(const char* start, int64_t bytes) {
     uint64_t found = 0;
 #pragma omp parallel for reduction(^ : found)
     for (int64_t piece = 0; piece < bytes / kPiece; piece++) {
-        Words sums[4] = {};
+        Pieces sums[4] = {};
         for (const char *from = start + piece * kPiece, *end = from + kPiece; from < end; from += sizeof(sums)) {
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
-                __builtin_prefetch(from + i * sizeof(Words) + kAheadBytes);
-                sums[i] ^= load<Words>(from + i * sizeof(Words));
+                __builtin_prefetch(from + i * sizeof(Pieces) + kAheadBytes);
+                sums[i] ^= load<Pieces>(from + i * sizeof(Pieces));
             }
         }
-        const Words all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+        const Pieces all = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
         for (int i = 0; i < 8; i++) found ^= all[i];
     }
     return found;

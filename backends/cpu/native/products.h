@@ -1,8 +1,8 @@
 // Products of rows of a matrix with other rows: 4 by up to 4 dots at a time, in registers. Sums are float32.
 //
 // Both have unit stride along the summed dimension, as weights [out_features, in_features] and activations have. The
-// matrix is read in place; the other rows are packed in groups of 4, because rows that are a power of two apart would
-// evict one another from the CPU cache. A dot does not depend on the number of rows.
+// matrix is read in place; the other rows are packed in groups, because rows that are a power of two apart would evict
+// one another from the CPU cache. A dot does not depend on the number of rows.
 #pragma once
 
 #include <algorithm>
@@ -12,49 +12,7 @@
 #include <vector>
 
 #include "elements.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-using Lanes = float __attribute__((vector_size(64)));
-constexpr int kLanes = 16;
-
-template <class V, class T>
-inline V load(const T* from) {
-    V value;
-    std::memcpy(&value, from, sizeof(V));
-    return value;
-}
-
-// Returns 16 elements in float32.
-template <class T>
-inline Lanes wide(const T* from) {
-#ifdef __AVX512F__
-    if constexpr (sizeof(T) == 2) {
-        const __m256i narrow = load<__m256i>(from);
-        if constexpr (std::is_same_v<T, float16>) return Lanes(_mm512_maskz_cvtph_ps(0xffff, narrow));
-        return Lanes(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-    }
-#endif
-    Lanes values;
-    for (int i = 0; i < kLanes; i++) values[i] = float(from[i]);
-    return values;
-}
-
-// Rounds 16 elements to nearest even.
-template <class T>
-inline void narrow(Lanes values, T* to) {
-#ifdef __AVX512F__
-    if constexpr (std::is_same_v<T, float16>) {
-        const __m256i rounded =
-            _mm512_maskz_cvtps_ph(0xffff, __m512(values), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        std::memcpy(to, &rounded, sizeof(rounded));
-        return;
-    }
-#endif
-    for (int i = 0; i < kLanes; i++) to[i] = T(values[i]);
-}
+#include "vector.h"
 
 // The arithmetic of element type T: products of Operands in vectors of kStep elements.
 template <class T>
@@ -95,41 +53,19 @@ struct Product<bfloat16> {
 template <class T>
 using Operand = typename Product<T>::Operand;
 
-constexpr int kRows = 4;  // of the matrix, and of the others, per tile
+constexpr int kRows = 4;                              // of the matrix, per tile
+constexpr int kGroup = kRegisters >= 32 ? 4 : 3;      // of the others, so that sums stay in registers
+constexpr int kDots = int(up(kRows * kGroup, kLanes));  // sums of a tile, filled up to whole vectors
 
-// Returns the sum of each of 16 vectors, the sum of vector i in lane i.
-template <class V>
-inline V sums_of(const V* v) {
-    V pairs[8], fours[4], eights[2];
-    for (int i = 0; i < 8; i++) {
-        const V &a = v[2 * i], &b = v[2 * i + 1];
-        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-                   __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-    for (int i = 0; i < 4; i++) {
-        const V &a = pairs[2 * i], &b = pairs[2 * i + 1];
-        fours[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    for (int i = 0; i < 2; i++) {
-        const V &a = fours[2 * i], &b = fours[2 * i + 1];
-        eights[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-                    __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    const V &a = eights[0], &b = eights[1];
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-// Packs `count` rows in groups of 4, vector by vector, filled up with zeros. Returns the elements of a group.
-template <class T>
+// Packs `count` rows in groups, vector by vector, filled up with zeros. Returns the elements of a group.
+template <class T, int Group>
 inline int64_t pack(const T* const* rows, int64_t count, int64_t width, std::vector<Operand<T>>& packed) {
     constexpr int64_t kStep = Product<T>::kStep;
-    const int64_t steps = (width + kStep - 1) / kStep, whole = width / kStep, group = steps * kStep * kRows;
-    packed.resize((count + kRows - 1) / kRows * group);
+    const int64_t steps = (width + kStep - 1) / kStep, whole = width / kStep, group = steps * kStep * Group;
+    packed.resize((count + Group - 1) / Group * group);
     for (int64_t row = 0; row < count; row++) {
-        Operand<T>* to = packed.data() + row / kRows * group + row % kRows * kStep;
-        for (int64_t step = 0; step < whole; step++, to += kRows * kStep) {
+        Operand<T>* to = packed.data() + row / Group * group + row % Group * kStep;
+        for (int64_t step = 0; step < whole; step++, to += Group * kStep) {
             const auto vector = Product<T>::widened(rows[row] + step * kStep);
             std::memcpy(to, &vector, sizeof(vector));
         }
@@ -142,48 +78,42 @@ inline int64_t pack(const T* const* rows, int64_t count, int64_t width, std::vec
     return group;
 }
 
-// Returns rows[r] . others[m] in lane m * kRows + r, for M others. Packed: whether the rows are packed, or follow one
+// Writes rows[r] . others[m] to dots[m * kRows + r], for M others. Packed: whether the rows are packed, or follow one
 // another. Ahead: whether to prefetch as many elements from `next`. A call keeps the registers free for the sums.
 template <class T, int M, bool Ahead, bool Packed, class Row>
-__attribute__((noinline)) Lanes tile(const Row* rows, const Operand<T>* others, int64_t width, const Row* next) {
+__attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, int64_t width, const Row* next,
+                                    float* dots) {
     using P = Product<T>;
-    Lanes sums[kRows * kRows] = {};
-    for (int64_t i = 0; i < width; i += P::kStep, others += kRows * P::kStep) {
-        typename P::Vector left[kRows];
+    Lanes sums[kDots] = {};
+    for (int64_t i = 0; i < width; i += P::kStep, others += kGroup * P::kStep) {
+        typename P::Vector right[M];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(others + m * P::kStep);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; r++) {
             if constexpr (Ahead) __builtin_prefetch(next + i * kRows + r * P::kStep);
+            typename P::Vector left;
             if constexpr (Packed)
-                left[r] = load<typename P::Vector>(rows + i * kRows + r * P::kStep);
+                left = load<typename P::Vector>(rows + i * kRows + r * P::kStep);
             else
-                left[r] = P::widened(rows + r * width + i);
-        }
+                left = P::widened(rows + r * width + i);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            const auto right = load<typename P::Vector>(others + m * P::kStep);
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; r++) P::add(sums[m * kRows + r], left[r], right);
+            for (int m = 0; m < M; m++) P::add(sums[m * kRows + r], left, right[m]);
         }
     }
-    return sums_of(sums);
+    write_sums<kDots>(sums, dots);
 }
 
-template <class T, bool Ahead, bool Packed, class Row>
-inline Lanes tile_of(int64_t count, const Row* rows, const Operand<T>* others, int64_t width, const Row* next) {
-    switch (count) {
-        case 1:
-            return tile<T, 1, Ahead, Packed>(rows, others, width, next);
-        case 2:
-            return tile<T, 2, Ahead, Packed>(rows, others, width, next);
-        case 3:
-            return tile<T, 3, Ahead, Packed>(rows, others, width, next);
-        default:
-            return tile<T, 4, Ahead, Packed>(rows, others, width, next);
-    }
+template <class T, bool Ahead, bool Packed, int M = kGroup, class... Arguments>
+inline void tile_of(int64_t count, Arguments... arguments) {
+    if constexpr (M > 1)
+        if (count < M) return tile_of<T, Ahead, Packed, M - 1>(count, arguments...);
+    tile<T, M, Ahead, Packed>(arguments...);
 }
 
 constexpr int64_t kOthers = 64;  // others at a time
 constexpr int64_t kBlock = 32;   // rows at a time; they stay in the CPU cache for all groups of others
+constexpr int64_t kNear = 8;     // of these, so many are widened at a time
 
 // Multiplies up to kBlock rows of a matrix, contiguous, with up to kOthers others.
 template <class T>
@@ -192,34 +122,53 @@ class Multiplication {
     // Sets the others.
     void pack_others(const T* const* others, int64_t count, int64_t width) {
         count_ = count, width_ = width;
-        group_ = pack<T>(others, count, width, others_);
+        group_ = pack<T, kGroup>(others, count, width, others_);
     }
 
     // Writes rows[r] . others[m] to sums[m * kBlock + r].
     void run(const T* rows, int64_t count, float* sums) {
-        for (int64_t m = 0; m < count_; m += kRows) {
-            const Operand<T>* group = others_.data() + m / kRows * group_;
-            const int64_t taken = std::min<int64_t>(kRows, count_ - m);
-            for (int64_t row = 0; row < count; row += kRows) {
-                float dots[kLanes];
-                const Lanes result = multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), group, taken,
-                                              m == 0 && row + 2 * kRows <= count);
-                std::memcpy(dots, &result, sizeof(dots));
-                for (int64_t i = 0; i < taken; i++)
-                    std::memcpy(sums + (m + i) * kBlock + row, dots + i * kRows, kRows * sizeof(float));
-            }
-        }
+        // Rows that are widened to be multiplied are widened once for all groups of others.
+        if (!std::is_same_v<T, Operand<T>> && count_ > kGroup) return run_widened(rows, count, sums);
+        for (int64_t m = 0; m < count_; m += kGroup)
+            for (int64_t row = 0; row < count; row += kRows)
+                multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), m,
+                         m == 0 && row + 2 * kRows <= count, sums + row);
     }
 
   private:
-    Lanes multiply(const T* first, int64_t rows, const Operand<T>* group, int64_t taken, bool ahead) {
+    void run_widened(const T* rows, int64_t count, float* sums) {
+        for (int64_t first = 0; first < count; first += kNear) {
+            const int64_t taken = std::min(kNear, count - first), whole = up(taken, kRows);
+            const T* pointers[kNear];
+            for (int64_t r = 0; r < whole; r++) pointers[r] = rows + (first + std::min(r, taken - 1)) * width_;
+            const int64_t size = pack<T, kRows>(pointers, whole, width_, rows_);
+            for (int64_t m = 0; m < count_; m += kGroup)
+                for (int64_t row = 0; row < taken; row += kRows) {
+                    const Operand<T>* from = rows_.data() + row / kRows * size;
+                    write<false, true>(m, from, from, sums + first + row);
+                }
+        }
+    }
+
+    void multiply(const T* first, int64_t rows, int64_t m, bool ahead, float* sums) {
         if (rows == kRows && width_ % Product<T>::kStep == 0)
-            return ahead ? tile_of<T, true, false>(taken, first, group, width_, first + kRows * width_)
-                         : tile_of<T, false, false>(taken, first, group, width_, first);
+            return ahead ? write<true, false>(m, first, first + kRows * width_, sums)
+                         : write<false, false>(m, first, first, sums);
         const T* pointers[kRows];  // beyond the end, the last row again; its dots are not used
         for (int64_t r = 0; r < kRows; r++) pointers[r] = first + std::min(r, rows - 1) * width_;
-        pack<T>(pointers, kRows, width_, rows_);
-        return tile_of<T, false, true>(taken, rows_.data(), group, width_, rows_.data());
+        pack<T, kRows>(pointers, kRows, width_, rows_);
+        const Operand<T>* packed = rows_.data();
+        write<false, true>(m, packed, packed, sums);
+    }
+
+    // Multiplies kRows rows with the group of others from `m` on.
+    template <bool Ahead, bool Packed, class Row>
+    void write(int64_t m, const Row* rows, const Row* next, float* sums) {
+        const int64_t taken = std::min<int64_t>(kGroup, count_ - m);
+        float dots[kDots];
+        tile_of<T, Ahead, Packed>(taken, rows, others_.data() + m / kGroup * group_, width_, next, dots);
+        for (int64_t i = 0; i < taken; i++)
+            std::memcpy(sums + (m + i) * kBlock, dots + i * kRows, kRows * sizeof(float));
     }
 
     std::vector<Operand<T>> others_, rows_;

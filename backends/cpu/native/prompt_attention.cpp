@@ -47,7 +47,7 @@ float softmax(const Shape& shape, float* scores, int64_t first, int64_t last, Sp
 }
 
 using Halves = int16_t __attribute__((vector_size(64)));
-using Words = int32_t __attribute__((vector_size(64)));
+using Singles = int32_t __attribute__((vector_size(64)));
 
 // Some queries of a sequence, for one key head.
 struct Task {
@@ -119,7 +119,7 @@ class Prompt {
     // Returns whether the values of the tile's positions from `first` to `last` are finite.
     bool finite(int64_t first, int64_t last) const {
         using Bits = std::conditional_t<sizeof(Operand<T>) == 2, int16_t, int32_t>;
-        using Vector = std::conditional_t<sizeof(Operand<T>) == 2, Halves, Words>;
+        using Vector = std::conditional_t<sizeof(Operand<T>) == 2, Halves, Singles>;
         constexpr Bits kSize = std::numeric_limits<Bits>::max(), kInfinity = sizeof(Bits) == 2 ? 0x7f80 : 0x7f800000;
         constexpr int64_t kAtOnce = 64 / sizeof(Bits);
         Vector most = {};  // sizes are in the order of their bits, and what is not finite comes last

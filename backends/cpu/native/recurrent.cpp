@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // elements; for fewer, starting threads costs more than it gains
 constexpr int64_t kChannels = 256;   // of a convolution at a time
-constexpr int kAtOnce = 8;           // rows of a state
+constexpr int kAtOnce = kRegisters >= 32 ? 8 : 4;  // rows of a state: their sums stay in registers
 
 // Rows of heads: row (token, head) begins at token * outer + head * inner.
 struct Heads {
@@ -126,9 +126,8 @@ void advance(const float* rows, float* out, const Inputs& in, const float* value
                 sums[kAtOnce + r] += s * q;
             }
         }
-        float dots[kLanes], changes[kAtOnce];
-        const Lanes totals = sums_of(sums);
-        std::memcpy(dots, &totals, sizeof(dots));
+        float dots[2 * kAtOnce], changes[kAtOnce];
+        write_sums<2 * kAtOnce>(sums, dots);
         const float factor = in.factors[token];
         for (int r = 0; r < kAtOnce; r++) {
             changes[r] = in.rates[token] * (values[token * kAtOnce + r] - factor * dots[r]);

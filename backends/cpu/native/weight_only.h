@@ -148,7 +148,7 @@ constexpr float kLeast = 0x1p-112;  // a block whose elements are no larger is t
 // are not all finite give zeros and NaN, which makes all results of the row NaN.
 template <class T>
 inline float round_block(const T* x, int64_t count, int32_t* q) {
-    using Bits = int32_t __attribute__((vector_size(64)));
+    using Bits = Ints;
     constexpr int kVectors = kBlockOfX / kLanes;
     T filled[kBlockOfX];
     if (count < kBlockOfX) {
