@@ -91,7 +91,7 @@ __attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, i
         for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(others + m * P::kStep);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; r++) {
-            if constexpr (Ahead) __builtin_prefetch(next + i * kRows + r * P::kStep);
+            if (Ahead && r * P::kStep * sizeof(Row) % 64 == 0) __builtin_prefetch(next + i * kRows + r * P::kStep);
             typename P::Vector left;
             if constexpr (Packed)
                 left = load<typename P::Vector>(rows + i * kRows + r * P::kStep);
@@ -114,21 +114,24 @@ inline void tile_of(int64_t count, Arguments... arguments) {
 constexpr int64_t kOthers = 64;  // others at a time
 constexpr int64_t kBlock = 32;   // rows at a time; they stay in the CPU cache for all groups of others
 constexpr int64_t kNear = 8;     // of these, so many are widened at a time
+constexpr int64_t kWorthWidening = 4 * kGroup;  // others, for more of which widening rows in a pass of its own is faster
 
 // Multiplies up to kBlock rows of a matrix, contiguous, with up to kOthers others.
 template <class T>
 class Multiplication {
   public:
-    // Sets the others.
-    void pack_others(const T* const* others, int64_t count, int64_t width) {
+    // Sets the others, which may be of a type that is widened to T.
+    template <class U>
+    void pack_others(const U* const* others, int64_t count, int64_t width) {
+        static_assert(std::is_same_v<Operand<U>, Operand<T>>);
         count_ = count, width_ = width;
-        group_ = pack<T, kGroup>(others, count, width, others_);
+        group_ = pack<U, kGroup>(others, count, width, others_);
     }
 
     // Writes rows[r] . others[m] to sums[m * kBlock + r].
     void run(const T* rows, int64_t count, float* sums) {
         // Rows that are widened to be multiplied are widened once for all groups of others.
-        if (!std::is_same_v<T, Operand<T>> && count_ > kGroup) return run_widened(rows, count, sums);
+        if (!std::is_same_v<T, Operand<T>> && count_ > kWorthWidening) return run_widened(rows, count, sums);
         for (int64_t m = 0; m < count_; m += kGroup)
             for (int64_t row = 0; row < count; row += kRows)
                 multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), m,

@@ -22,6 +22,15 @@ using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 
+#ifdef HAL_INTEGERS
+using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
+inline Ints dot(Ints sum, Shorts left, Shorts right) {
+    return Ints(add_products(Register(sum), Register(left), Register(right)));
+}
+// Returns the entries of a table that has 16 twice, by the last four bits.
+inline Shorts lookup(const int16_t* table, Shorts indices) { return Shorts(entries(table, Register(indices))); }
+#endif
+
 template <class V, class T>
 inline V load(const T* from) {
     V value;
@@ -34,11 +43,10 @@ template <class T>
 inline Lanes wide(const T* from) {
     using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
     if constexpr (std::is_same_v<T, float>) return load<Lanes>(from);
-    if constexpr (std::is_same_v<T, bfloat16>)
-        return Lanes(__builtin_convertvector(load<Halves>(from), Words) << 16);
-#ifdef HAL_CONVERTS_HALVES
-    if constexpr (std::is_same_v<T, float16>) return Lanes(widened(from));
+#ifdef HAL_WIDENS
+    if constexpr (sizeof(T) == 2) return Lanes(widened(from));
 #endif
+    if constexpr (std::is_same_v<T, bfloat16>) return Lanes(__builtin_convertvector(load<Halves>(from), Words) << 16);
     Lanes values;
     for (int i = 0; i < kLanes; i++) values[i] = float(from[i]);
     return values;
@@ -55,7 +63,7 @@ inline void narrow(Lanes values, T* to) {
         std::memcpy(to, &halves, sizeof(halves));
         return;
     }
-#ifdef HAL_CONVERTS_HALVES
+#ifdef HAL_WIDENS
     if constexpr (std::is_same_v<T, float16>) return narrowed(values, to);
 #endif
     for (int i = 0; i < kLanes; i++) to[i] = T(values[i]);

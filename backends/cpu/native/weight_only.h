@@ -108,8 +108,21 @@ inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
                                           : _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     return wide(_mm_shuffle_epi8(table, _mm_unpacklo_epi8(low, high)));
 #else
+    if (kind == kBytes) {
+#ifdef __AVX2__
+        return Lanes(bytes_of(row + first));
+#endif
+        using Bytes = int8_t __attribute__((vector_size(kLanes)));
+        return __builtin_convertvector(load<Bytes>(row + first), Lanes);
+    }
+    Ints shifts;
+    for (int i = 0; i < kLanes; i++) shifts[i] = 4 * i;
+    int32_t packed = 0;
+    std::memcpy(&packed, row + first / 2, kLanes / 2);
+    const Ints bits = Ints(Words{} + uint32_t(packed)) >> shifts & 15;
+    if (kind == kNibbles) return __builtin_convertvector((bits ^ 8) - 8, Lanes);
     float numbers[kLanes];
-    for (int i = 0; i < kLanes; i++) numbers[i] = number_of(row, first + i, kind);
+    for (int i = 0; i < kLanes; i++) numbers[i] = kTwice[bits[i]];
     return load<Lanes>(numbers);
 #endif
 }
