@@ -189,14 +189,3 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
         return x.int() * weight.int().t()
     rows = x.flatten().view(-1, width)  # has the strides of its shape, which .contiguous() does not guarantee
     return torch._int_mm(rows, weight.t()).view(*x.shape[:-1], out_features)
-
-
-def multiplies_int8() -> bool:
-    """Return whether torch's int8 matrix product is exact on this processor: without VNNI, it may saturate."""
-    extremes = torch.tensor([-128, 127, 127, -128] * 64, dtype=torch.int8)
-    x, weight = extremes.view(4, 64), extremes.view(64, 4).t().contiguous()
-    exact = x.int() @ weight.t().int()
-    try:
-        return torch.equal(torch._int_mm(x, weight.t()), exact)
-    except RuntimeError:
-        return False

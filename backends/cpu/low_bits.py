@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hal.errors import OperationError
 from hal.ops.forms import Form, dequantize
@@ -23,7 +22,8 @@ from hal.ops.kernels.partial_kernel import Takes, plain
 from hal.ops.projection import floating_bias, int8_matmul
 
 from . import packing
-from .kernels import int8_product, multiplies_int8
+from .capabilities import multiplies_int8
+from .kernels import int8_product
 
 
 def by_expert(linear: Kernel) -> Callable[..., Tensor]:
@@ -76,8 +76,6 @@ def wrong_counts(counts: Tensor, rows: int) -> OperationError:
     )
 
 
-WIDENED = 1 << 20
-"""Elements of a weight that are widened at once."""
 PACKED_ROWS = 32
 """Maximum number of rows for which torch's product with an int8 weight is faster than converting the weight."""
 
@@ -117,7 +115,7 @@ def linear(
     out: Tensor | None = None,
     widen: Widen = widened,
 ) -> Tensor:
-    """See :func:`hal.ops.linear`. It widens some rows at a time, and rounds the scaled weights to x's dtype."""
+    """See :func:`hal.ops.linear`. It widens some rows at a time, in the dtype of the product."""
     bias = floating_bias(bias, weight_scale, form)
     if dtype is not None and dtype is not x.dtype:
 
@@ -125,16 +123,11 @@ def linear(
             return linear(x, weight, bias, weight_scale, weight_zero_point, None, None, form, widen=widen)
 
         return in_float32(product, x, bias, x_scale, dtype, out)
-    count = weight.shape[0]
-    output = x.new_empty(*x.shape[:-1], count) if out is None else out
-    unit = form.rows or 1
-    step = max(1, WIDENED // (unit * max(1, x.shape[-1]))) * unit
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        added = None if bias is None else bias[start:end].to(x.dtype)
-        rows = widen(form, weight, weight_scale, weight_zero_point, x.dtype, start, end)
-        output[..., start:end] = functional.linear(x, rows, added)
-    return output
+
+    def rows_of(start: int, end: int, dtype: torch.dtype) -> Tensor:
+        return widen(form, weight, weight_scale, weight_zero_point, dtype, start, end)
+
+    return packing.by_rows(x, weight.shape[0], form.rows or 1, rows_of, bias, out)
 
 
 def in_float32(

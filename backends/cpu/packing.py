@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .capabilities import packs, product_dtype
+
 ROWS = (1, 8, 32)
 """Batch sizes to measure at if the config names none."""
 FEW_ROWS = (1, 8, 32, 64)
@@ -32,6 +33,8 @@ SAMPLE_BYTES = 32 << 20
 MAX_COPIES = 16
 LONGEST_TRIAL = 0.1
 """Seconds after which the products with a number of rows are not repeated."""
+WIDENED = 1 << 20
+"""Elements of a weight that are widened at once."""
 MIN_BYTES = 64 << 10
 """Minimum size of a weight to pack. A smaller one fits in a CPU cache, and measuring it costs more than it gains."""
 
@@ -114,12 +117,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
             values = _packed_linear(x, weight, bias)
             return values if out is None else out.copy_(values)
         weight = table
+    if product_dtype(x.dtype) is not x.dtype and x.numel() > x.shape[-1] > 0 and weight.dtype is x.dtype:
+        return by_rows(x, weight.shape[0], 1, lambda start, end, dtype: weight[start:end].to(dtype), bias, out)
     if out is None:
         return functional.linear(x, weight, bias)
     if x.dim() != 2:
         return out.copy_(functional.linear(x, weight, bias))
     torch.ops.aten.linear.out(x, weight, bias, out=out)
     return out
+
+
+def by_rows(
+    x: Tensor,
+    count: int,
+    unit: int,
+    rows_of: Callable[[int, int, torch.dtype], Tensor],
+    bias: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Return the product with a weight of which some rows at a time are widened, to the dtype with a fast product.
+
+    Args:
+        x: ``[..., in_features]``.
+        count: the weight's rows.
+        unit: of how many a multiple is widened at once.
+        rows_of: returns the rows from a start to an end in a dtype.
+        bias: ``[count]``, or None.
+        out: where to write the result; None for a new tensor.
+    """
+    dtype = product_dtype(x.dtype)
+    output = x.new_empty(*x.shape[:-1], count) if out is None else out
+    wide = x.to(dtype)
+    step = max(1, WIDENED // (unit * max(1, x.shape[-1]))) * unit
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        added = None if bias is None else bias[start:end].to(dtype)
+        output[..., start:end] = functional.linear(wide, rows_of(start, end, dtype), added)
+    return output
 
 
 class Packing:
@@ -153,7 +187,7 @@ class Packing:
             self._release()
         found = _measured[key]
         speedups = found.speedups
-        gains = can_pack(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
+        gains = packs(weight.dtype) and (speedups[0] if shared else geometric_mean(speedups)) > MIN_SPEEDUP
         log.debug(
             "%s %s, measured at %s rows with %d threads: packing is %s times as fast; the C++ kernel serves up to %s "
             "rows packed, %d plain",
@@ -185,23 +219,6 @@ class Packing:
             self._kernel.few.pop(layout, None)
 
 
-@functools.cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN packs and multiplies the dtype on this processor, by trying it.
-
-    oneDNN is there on every processor, and refuses bfloat16 on those without AVX-512. Few processors support float16,
-    which is left out.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
-    try:
-        linear(torch.zeros(1, 64, dtype=dtype), packed(torch.zeros(64, 64, dtype=dtype)))
-    except (AttributeError, RuntimeError) as error:  # AttributeError: a build of torch without oneDNN
-        log.debug("oneDNN packs no weights of %s: %s", dtype, error)
-        return False
-    return True
-
-
 def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None = None) -> Measured:
     """Measure products in both layouts, on weights larger than the caches.
 
@@ -212,7 +229,7 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
     """
     copies = min(SAMPLE_BYTES // weight.nbytes, MAX_COPIES)
     plain = [weight, *(weight.clone() for _ in range(copies - 1))]
-    in_layout = [packed(each) for each in plain] if can_pack(weight.dtype) else []
+    in_layout = [packed(each) for each in plain] if packs(weight.dtype) else []
     by_torch: dict[bool, Run] = {False: partial(_run, plain, linear)}
     if in_layout:
         by_torch[True] = partial(_run, in_layout, linear)

@@ -35,6 +35,11 @@ inline __m256i add_products(__m256i sum, __m256i left, __m256i right) {
 #endif
 }
 
+// Returns one of four floats in each lane.
+inline __m256 spread_four(const float* four, __m256i lanes) {
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(four)), lanes);
+}
+
 // Returns the entries of a table of 16 bytes, as 16-bit integers, that the last four bits of 16-bit integers name.
 inline __m256i entries(const int16_t* table, __m256i indices) {
     const __m128i bytes = _mm_packs_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)),

@@ -29,6 +29,11 @@ using Register = __m512i;
 // Adds the products of 16-bit integers, two to a lane of the sum.
 inline __m512i add_products(__m512i sum, __m512i left, __m512i right) { return _mm512_dpwssd_epi32(sum, left, right); }
 
+// Returns one of four floats in each lane.
+inline __m512 spread_four(const float* four, __m512i lanes) {
+    return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(four)));
+}
+
 // Returns the entries of a table of 32 that the last five bits of 16-bit integers name.
 inline __m512i entries(const int16_t* table, __m512i indices) {
     return _mm512_permutexvar_epi16(indices, _mm512_loadu_si512(table));

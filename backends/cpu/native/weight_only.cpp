@@ -59,10 +59,11 @@ constexpr int64_t kFew = 4, kMostRows = 16;  // or faster than widening
 #endif
 constexpr int64_t kAhead = 4096;  // bytes of the weight to prefetch ahead
 
-// How a register holds packed elements: how many it has, and how many a 16-bit lane.
+// How a register holds packed elements: how many a 16-bit lane has, and how many all. As integers, they fill a word.
 template <int Kind>
 struct Packed {
     static constexpr int64_t kSplit = 16 / bits_of(Kind), kIn = kSplit * 2 * kLanes;
+    using Word = std::conditional_t<kSplit == 2, uint32_t, uint64_t>;
 };
 
 // Rows of x as integers, in the order in which `unpack` gives those of the weight: in each register, elements 0, 2, 4...
@@ -87,9 +88,13 @@ void round(const WeightOnly& given, const T* x, int64_t stride, Integers& made) 
             int32_t q[kBlockOfX];
             const float scale = round_block(x + row * stride + first, count, q);
             made.scales[row * blocks + block] = scale;
-            for (int64_t at = 0; at < kBlockOfX; at += P::kIn)
+            typename P::Word words[kBlockOfX / P::kSplit];
+            int16_t narrow[kBlockOfX];
+            std::copy_n(q, kBlockOfX, narrow);
+            std::memcpy(words, narrow, sizeof(words));
+            for (int64_t at = 0; at < kBlockOfX / P::kSplit; at += 2 * kLanes)
                 for (int64_t part = 0; part < P::kSplit; part++, to += 2 * kLanes)
-                    for (int64_t i = 0; i < 2 * kLanes; i++) to[i] = int16_t(q[at + i * P::kSplit + part]);
+                    for (int64_t i = 0; i < 2 * kLanes; i++) to[i] = int16_t(words[at + i] >> 16 * part);
             add_to_groups(q, first, count, scale, given.group, made.sums.data() + row * groups, 1);
         }
 }
@@ -106,7 +111,7 @@ struct Spread {
         for (int lane = 0; lane < kLanes; lane++) of_lane[lane] = int32_t(lane * (together / kLanes) / of_group);
     }
     Lanes operator()(const float* scales, int64_t at) const {
-        return __builtin_shuffle(load<Lanes>(scales + first[at]), of_lane);
+        return Lanes(spread_four(scales + first[at], Register(of_lane)));
     }
 };
 
@@ -187,7 +192,7 @@ void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) 
     Claims claims((given.out + kLanes - 1) / kLanes, parallel ? omp_get_max_threads() : 1);
 #pragma omp parallel if (parallel)
     {
-        std::vector<float> scales(groups + kLanes), zeros(groups);  // Spread reads some past the end
+        std::vector<float> scales(groups + 3), zeros(groups);  // Spread reads four at a time
         claims.run([&](int64_t unit, int64_t) {
             const int64_t begin = unit * kLanes;
             const int64_t taken = std::min<int64_t>(kLanes, given.out - begin);

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hal.backends.cpu import capabilities, packing
 from hal.backends.cpu import kernels as by_torch
-from hal.backends.cpu import packing
 from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.attention_kernels import FEW, AttentionKernels
@@ -517,7 +517,7 @@ class TestPacking:
         monkeypatch.setattr(packing, "MIN_BYTES", 1)
         monkeypatch.setattr(packing, "_measured", {})
 
-    @pytest.fixture(params=filter(packing.can_pack, DTYPES), ids=str)
+    @pytest.fixture(params=filter(capabilities.packs, DTYPES), ids=str)
     def weight(self, request: pytest.FixtureRequest) -> Tensor:
         return torch.randn(96, 64, dtype=request.param)
 
@@ -596,7 +596,7 @@ class TestPacking:
 
     def test_few_rows_are_for_the_faster_kernel(self, native: hal.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is faster up to 8 rows packed, and never plain, so that packing gains most for few rows."""
-        if not packing.can_pack(torch.bfloat16):
+        if not capabilities.packs(torch.bfloat16):
             pytest.skip("on this processor the driver keeps bfloat16 weights plain, as test_few_rows.py tests")
 
         def seconds(weights: list[Tensor], product: object, x: Tensor) -> float:
@@ -628,7 +628,7 @@ class TestPacking:
 
     def test_what_one_dnn_does_not_pack_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It packs float32 on every processor, and bfloat16 on some."""
-        plain = [dtype for dtype in DTYPES if not packing.can_pack(dtype)]
+        plain = [dtype for dtype in DTYPES if not capabilities.packs(dtype)]
         assert {*plain} in ({torch.float16}, {torch.float16, torch.bfloat16})
         for dtype in plain:
             weight = torch.randn(8, 8, dtype=dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cpu import packing
+from hal.backends.cpu import capabilities, packing
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.build import compiler_flags, processor_flags
 from hal.backends.cpu.native.linear_kernels import LinearKernels
@@ -27,7 +27,7 @@ ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 32, 33, 64)
 SIZES = ((96, 64), (1000, 100), (50, 33), (64, 1), (16, 576), (2048, 130))
 LOWER = ("avx512_bf16", "avx512", "avx2", "sse4")
 
-LAYOUTS = [False, True] if packing.can_pack(torch.bfloat16) else [False]
+LAYOUTS = [False, True] if capabilities.packs(torch.bfloat16) else [False]
 """Whether weights are packed in blocks: the layouts in which the driver keeps bfloat16 weights on this processor."""
 every_layout = pytest.mark.parametrize("in_blocks", LAYOUTS)
 needs_blocks = pytest.mark.skipif(
@@ -232,7 +232,7 @@ def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.Mo
             return 3.0 if not by_kernel else 9.0 if len(x) >= slow_from else 1.0
 
         monkeypatch.setattr(packing, "_run", run)
-        monkeypatch.setattr(packing, "can_pack", lambda dtype: True)
+        monkeypatch.setattr(packing, "packs", lambda dtype: True)
         monkeypatch.setattr(packing, "packed", Tensor.clone)  # timed alone, by run
         monkeypatch.setattr(kernel, "block_of", lambda plain, held: 32)
         return packing.measure(torch.zeros(96, 512, dtype=torch.bfloat16), (1, 1024), kernel)

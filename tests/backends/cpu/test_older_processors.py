@@ -29,12 +29,12 @@ import sys
 import torch, hal
 from safetensors.torch import save_file
 from hal.backends.cpu.native.build import processor_flags
-from hal.backends.cpu import packing
+from hal.backends.cpu import capabilities, packing
 from hal.doctor.checks import checks
 
 found, *runs = sys.argv[1:]
 assert "avx2" in processor_flags() and not any(each.startswith("avx512") for each in processor_flags())
-assert packing.can_pack(torch.float32) and not packing.can_pack(torch.bfloat16)
+assert capabilities.packs(torch.float32) and not capabilities.packs(torch.bfloat16)
 packing.SAMPLE_BYTES = 1 << 20  # what is measured here decides nothing
 logits = {}
 for run in runs:
