@@ -22,7 +22,11 @@ struct bfloat16 {
         bits = (wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;  // a NaN must not round to infinity
     }
 };
+#ifdef __aarch64__
+using float16 = __fp16;  // GCC before 13 has no _Float16 in C++ there
+#else
 using float16 = _Float16;
+#endif
 
 // e**x to 2 units in the last place, 0 below e**-87 and infinity above e**88. Compilers vectorise this form, unlike the
 // library's. The polynomial is that of Cephes' expf.

@@ -1,5 +1,6 @@
-// Vectors of as many floats as a register of the processor holds, and what instruction sets bring of their own: a file
-// for each. Everything else is written with the compiler's vectors, for any size: all that SSE and NEON need.
+// Vectors of as many floats as a register of the processor holds. What instruction sets bring of their own has a file for
+// each size of registers: HAL_WIDENS says that it widens and narrows 16-bit floats, HAL_INTEGERS that it adds products of
+// 16-bit integers. Everything else, and the slower form without these, is written with the compiler's vectors.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +13,8 @@
 #include "vector_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vector_avx2.h"
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRegisters = 32;
 #else
-constexpr int kLanes = 4, kRegisters = 16;
+#include "vector_128.h"
 #endif
 
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
@@ -47,6 +46,14 @@ inline Lanes wide(const T* from) {
     if constexpr (sizeof(T) == 2) return Lanes(widened(from));
 #endif
     if constexpr (std::is_same_v<T, bfloat16>) return Lanes(__builtin_convertvector(load<Halves>(from), Words) << 16);
+#ifndef __aarch64__
+    if constexpr (std::is_same_v<T, float16>) {
+        // The exponent and fraction of a float16 are those of a float32 of 2**-112 times its size.
+        const Words bits = __builtin_convertvector(load<Halves>(from), Words), size = (bits & 0x7fff) << 13;
+        const Words wide = Words(Lanes(size) * 0x1p112f), special = size >= 0x0f800000 ? Words{} + 0x7f800000 : Words{};
+        return Lanes(wide | special | (bits & 0x8000) << 16);
+    }
+#endif
     Lanes values;
     for (int i = 0; i < kLanes; i++) values[i] = float(from[i]);
     return values;

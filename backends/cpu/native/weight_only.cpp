@@ -141,14 +141,14 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
     const int16_t* values = x.values.data() + row * blocks * kBlockOfX;
     const float* of_x = x.scales.data() + row * blocks;
     Lanes sums[Rows] = {};
-    auto add = [&](int64_t block, const uint8_t* from) __attribute__((always_inline)) {
+    auto add = [&](int64_t block, const uint8_t* from, const uint8_t* ahead) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int64_t part = 0; part < Parts; part++) {
             Shorts weight[kVectors];
 #pragma GCC unroll 8
             for (int64_t byte = 0; byte < kPart; byte += sizeof(Shorts)) {
                 unpack<Kind>(load<Shorts>(from + part * kPart + byte), weight + byte / sizeof(Shorts) * P::kSplit);
-                if ((part * kPart + byte) % 64 == 0) __builtin_prefetch(from + part * kPart + byte + kAhead);
+                if ((part * kPart + byte) % 64 == 0) __builtin_prefetch(ahead + part * kPart + byte);
             }
             const Lanes scale = spread(scales, block * Parts + part);
 #pragma GCC unroll 4
@@ -163,11 +163,11 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
     };
     constexpr int64_t kBlockBytes = Parts * kPart;
     const int64_t whole = given.width / kBlockOfX;
-    for (int64_t block = 0; block < whole; block++) add(block, line + block * kBlockBytes);
+    for (int64_t block = 0; block < whole; block++) add(block, line + block * kBlockBytes, line + block * kBlockBytes + kAhead);
     if (whole < blocks) {
         uint8_t last[kBlockBytes] = {};
         std::copy_n(line + whole * kBlockBytes, bytes - whole * kBlockBytes, last);
-        add(whole, last);
+        add(whole, last, line + whole * kBlockBytes);
     }
     for (int m = 0; m < Rows; m++) held[m * kLanes] = sums[m];
 }
