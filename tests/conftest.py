@@ -23,6 +23,7 @@ pytest.register_assert_rewrite("helpers")
 
 from helpers import ROOT, TESTS, separate, thorough  # noqa: E402
 from helpers.catalogue import forgetting_operations  # noqa: E402
+from helpers.checkpoints import first_layers  # noqa: E402
 from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
@@ -114,15 +115,15 @@ def repository() -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(repository: Path) -> Path:
-    """Return the trained checkpoint."""
-    return repository / "checkpoints" / "tiny-python"
+def trained(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the first two layers of the trained checkpoint, which take half of its time."""
+    return first_layers(repository / "checkpoints" / "tiny-python", tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="session")
-def trained_experts(repository: Path) -> Path:
-    """Return the trained mixture of experts."""
-    return repository / "checkpoints" / "tiny-python-moe"
+def trained_experts(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the first two layers of the trained mixture of experts. The second one has the experts."""
+    return first_layers(repository / "checkpoints" / "tiny-python-moe", tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 BOTH = ("--backend", "cpu", "--backend", "faulty")
 CAT = ("--prompt", "the cat")
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "4")
-NORM = "model.layers.2.self_attn.k_norm"
+NORM = "model.layers.1.self_attn.k_norm"
 ATTENTION = "model.layers.0.self_attn.attention"
 TEXT = "the cat sat on the mat and the rat sat on the hat\n" * 8
 
@@ -84,7 +84,7 @@ def found(*arguments: str | Path, status: int) -> dict[str, Any]:
 
 
 class TestWhatIsPlanted:
-    @thorough(DRAW, r"\[model\.layers\.[01]")
+    @thorough(DRAW, r"\[.*layernorm")
     @pytest.mark.parametrize(
         "norm", [NORM, "model.layers.1.post_attention_layernorm", "model.layers.0.input_layernorm"]
     )
@@ -93,7 +93,7 @@ class TestWhatIsPlanted:
         arguments = (trained, *BOTH, "--dtype", "float32", *PROMPTS)
         broken = found(*arguments, status=1)["broken"]
         assert (broken["call"]["operation"], broken["call"]["path"]) == ("rms_norm", norm)
-        assert broken["call"]["layer"] == norm[: len("model.layers.2")]
+        assert broken["call"]["layer"] == norm[: len("model.layers.1")]
         assert broken["error"]["ratio"] > 1
         text = hal_compare(*arguments, status=1).stdout
         assert text.startswith("faulty against cpu: NOT within tolerance (a prefill and 3 decode steps, 8 tokens)\n")
@@ -106,9 +106,9 @@ class TestWhatIsPlanted:
         """Later layers differ too, but their operations are correct."""
         faulty(fault="epsilon", weights=str(trained / "model.safetensors"), norm=f"{NORM}.weight", eps="0.1")
         rows = found(trained, *BOTH, "--dtype", "float32", *PROMPTS, status=1)["rows"]
-        assert [row["layer"] for row in rows] == [*(f"model.layers.{layer}" for layer in range(4)), OUTSIDE]
-        assert [row["worst"]["error"]["ratio"] > 1 for row in rows] == [False, False, True, False, False]
-        assert [row["drift"] > 4 * row["rounding"] for row in rows] == [False, False, True, True, True]
+        assert [row["layer"] for row in rows] == [*(f"model.layers.{layer}" for layer in range(2)), OUTSIDE]
+        assert [row["worst"]["error"]["ratio"] > 1 for row in rows] == [False, True, False]
+        assert [row["drift"] > 4 * row["rounding"] for row in rows] == [False, True, True]
 
     @pytest.mark.parametrize(
         ("fault", "operation", "path", "problem"),
@@ -127,7 +127,7 @@ class TestWhatIsPlanted:
         call, wrong = comparison["broken"]["call"], comparison["broken"]["error"]
         assert (call["operation"], call["path"], call["step"]) == (operation, path, 0)
         assert wrong["problem"].startswith(problem.partition("[")[0])
-        if fault != "nan":  # a reference with NaN is refused
+        if fault == "lengths":
             turned = found(small, "--backend", "faulty", "--backend", "cpu", *CAT, status=1)
             assert turned["broken"]["call"] == call
 
@@ -168,7 +168,7 @@ class TestWhatIsRight:
         assert comparison["broken"] is None
         assert (comparison["steps"], comparison["tokens"], comparison["not_compared"]) == (4, 8, [])
         layers = [row["operations"] for row in comparison["rows"]]
-        assert layers == [4 * 12, 4 * 12, 4 * 12, 4 * 12, 4 * 3]  # in each step; outside: embedding, norm, projection
+        assert layers == [4 * 12, 4 * 12, 4 * 3]  # in each step; outside: embedding, norm, projection
         assert all(0 < row["rounding"] < 1 and row["drift"] <= 4 * row["rounding"] for row in comparison["rows"])
 
     @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_dynamic"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -100,6 +102,22 @@ def write_weights(folder: Path, weights: dict[str, Tensor], shards: int = 1) -> 
         save_file(part, str(folder / file))
         weight_map |= dict.fromkeys(part, file)
     write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
+
+
+def first_layers(checkpoint: Path, folder: Path, layers: int = 2) -> Path:
+    """Write the first layers of a checkpoint into a new folder in ``folder``; return the new folder."""
+    made = folder / checkpoint.name
+    shutil.copytree(checkpoint, made)
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+    types = {"layer_types": config["layer_types"][:layers]} if "layer_types" in config else {}
+    write_json(made / "config.json", {**config, "num_hidden_layers": layers, **types})
+    kept = {
+        name: tensor
+        for name, tensor in load_file(made / "model.safetensors").items()
+        if not (layer := re.match(r"model\.layers\.(\d+)\.", name)) or int(layer[1]) < layers
+    }
+    save_file(kept, made / "model.safetensors")
+    return made
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from helpers import rank_processes
 from helpers.distributions import install
 from helpers.late_driver import late_driver
@@ -18,6 +19,7 @@ from helpers.thorough import EXHAUSTIVE, LONG, MODE, PROCESSES, thorough
 
 import hal
 from hal import ops
+from hal.cli import main
 from hal.errors import CommunicationError, ConfigError
 from hal.parallel import SOLO, Group, Mesh, group, groups
 from hal.parallel.collectives import KERNELS
@@ -166,14 +168,16 @@ def test_the_command(
 ) -> None:
     asked = "--prompt=def main():", "--prompt=class Stack:", "--max-new-tokens=12", "--backend=cpu", "--dtype=float32"
     arguments = ["generate", str(request.getfixturevalue(name)), *asked]
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    texts = [
-        subprocess.run(
-            [sys.executable, *command, *arguments, *more], env=environment, capture_output=True, timeout=400, check=True
-        ).stdout
-        for command, more in ((("-m", "hal_command"), ()), (program, options))
-    ]
-    assert texts[0] == texts[1] != b""
+    alone = CliRunner().invoke(main, arguments)
+    assert alone.exit_code == 0, alone.output
+    ran = subprocess.run(
+        [sys.executable, *program, *arguments, *options],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        timeout=400,
+        check=True,
+    )
+    assert ran.stdout.decode() == alone.stdout != ""
 
 
 @thorough(PROCESSES)

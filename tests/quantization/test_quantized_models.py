@@ -593,6 +593,12 @@ Made = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
+def trained(repository: Path) -> Path:
+    """Return all layers of the trained checkpoint: its first ones do not predict text."""
+    return repository / "checkpoints" / "tiny-python"
+
+
+@pytest.fixture(scope="module")
 def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     """Return a function that returns the trained checkpoint in a format and scheme, made once.
 

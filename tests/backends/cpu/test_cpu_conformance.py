@@ -12,7 +12,7 @@ pytestmark = [
     thorough(MODE, r"\[closing/runner/(graph|piecewise\w*|inductor)\]"),
     thorough(MODE, r"\[closing/(others|while-running/(eager|piecewise\w*))\]"),
     thorough(MODE, r"\[leaks/steps/(?!graph)|\[models/qwen3/inductor/float32"),
-    thorough(MODE, r"\[runners/(inductor|piecewise_eager)/(?!mixed)"),
+    thorough(MODE, r"\[runners/(inductor/|piecewise_eager/(?!mixed))"),
     thorough(OPERATION, r"\[rewrites/(?!add_rms_norm/)\w+/.*another-reader"),
     thorough(LONG, r"\[rewrites/expert_mlp/proof"),
     thorough(PROCESSES, r"\[ranks/"),

@@ -53,12 +53,12 @@ FUSED = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")
 @pytest.mark.parametrize(
     ("options", "applied", "skipped"),
     [
-        ({"mc2_rows": 4}, 8, {}),
-        ({}, 0, {"at most 4 rows: npu_mm_all_reduce_base is for prefill, from 1000 rows on (option mc2_rows)": 8}),
+        ({"mc2_rows": 4}, 4, {}),
+        ({}, 0, {"at most 4 rows: npu_mm_all_reduce_base is for prefill, from 1000 rows on (option mc2_rows)": 4}),
         (
             {"mc2_rows": 0, "nz_weights": True},
             0,
-            {"the weight is in FRACTAL_NZ (option nz_weights), and npu_mm_all_reduce_base takes ND": 8},
+            {"the weight is in FRACTAL_NZ (option nz_weights), and npu_mm_all_reduce_base takes ND": 4},
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, train
     assert found == schemes.held_out.decoded_perplexity(eager, stream, sequences, WINDOW)
 
 
-STEPS = 200
+STEPS = 60
 
 
 def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[list[torch.Tensor], list[emulator.Record]]:
@@ -99,14 +99,14 @@ def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[lis
 @pytest.mark.parametrize("nz", [False, True], ids=["nd", "nz"])
 @pytest.mark.parametrize("scheme", ["bfloat16", "w8a8_dynamic"])
 def test_one_capture_serves_any_routing_without_the_host(made: Any, scheme: str, nz: bool, trained: Path) -> None:
-    """In 200 captured steps of changing routing, nothing is captured, and the host is not waited for.
+    """In captured steps of changing routing, nothing is captured, and the host is not waited for.
 
     The copies are those of a dense model: the batch's.
     """
     graph = {"compilation": {"compiler": "graph", "capture_sizes": [2]}}
     logits, records = random_steps(*made["experts"][scheme], STEPS, **graph, options={"nz_weights": nz})
     assert [each for each in records if each.phase == "capture"] == []
-    assert sum(each.name == "MoeGatingTopK" for each in records) == 3 * STEPS
+    assert sum(each.name == "MoeGatingTopK" for each in records) == STEPS
     assert sum(each.kind == "graph" for each in records) == STEPS
     _, dense = random_steps(trained, "bfloat16", STEPS // 10, **graph)
     assert copies_of(records) == {key: 10 * count for key, count in copies_of(dense).items()}
