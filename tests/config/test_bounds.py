@@ -140,7 +140,7 @@ def test_every_command_with_numbers_is_tried() -> None:
     assert len(OPTIONS) > 30
 
 
-@thorough(MODE, r"generate---(repetition|presence|frequency|seed|top|max)")
+@thorough(MODE, r"generate---(repetition|presence|frequency|seed|top|max)|compare---max-new")
 @pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize(
     ("path", "name"), OPTIONS, ids=lambda each: " ".join(each) if isinstance(each, tuple) else each

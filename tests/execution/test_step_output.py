@@ -87,6 +87,7 @@ def wanted(tokens: int) -> list[tuple[Wanted, list[int] | None]]:
     return [(LAST, None), (ALL, list(range(tokens))), (torch.tensor(some), some), (NONE, [])]
 
 
+@thorough(MODE, r"\[Encoder-inductor")
 @thorough(EXHAUSTIVE, r"\[Scorer-(graph|inductor)|\[Encoder-piecewise")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("model_type", [Encoder, Scorer])

@@ -20,10 +20,12 @@ COMPILERS = ["eager", "graph"]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(
+    repository: Path, trained: Path, trained_experts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Return a dense checkpoint and one with experts, as trained and in W8A8."""
     folder = tmp_path_factory.mktemp("quantized")
-    found = {name: repository / "checkpoints" / name for name in ("tiny-python", "tiny-python-moe")}
+    found = {"tiny-python": trained, "tiny-python-moe": trained_experts}
     text = (repository / "README.md").read_text(encoding="utf-8")
     for name, path in list(found.items()):
         for scheme, format_ in (("w8a8", "modelslim"), ("w8a8_dynamic", "compressed-tensors")):

@@ -65,7 +65,7 @@ def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
         return runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.clone()
 
 
-@thorough(MODE, r"\[inductor|\[piecewise")
+@thorough(MODE, r"\[inductor|\[piecewise|\[graph-(dense|biased)|\[eager-experts")
 @pytest.mark.parametrize("overrides", [{}, EXPERTS, {"attention_bias": True}], ids=["dense", "experts", "biased"])
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "inductor"])
 def test_it_computes_as_the_dequantized_weights_do(compiler: str, overrides: dict[str, Any], tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def check_mixed_steps(kernel: Kernel, heads: tuple[int, int], head_dim: int, dty
 
 @thorough(DTYPE, r"\.float16\]")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 40), ((4, 1), 64), ((6, 2), 80)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 40), ((6, 2), 80)])
 def test_long_prompts(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, native: hal.Backend) -> None:
     check_long_prompts(native.kernels["paged_attention"], heads, head_dim, dtype)
 
@@ -417,17 +417,15 @@ def test_without_a_home_folder_torchs_kernels_run(variable: str, tmp_path: Path)
     environment = {name: value for name, value in os.environ.items() if name not in ("HAL_CACHE_DIR", "XDG_CACHE_HOME")}
     environment[variable] = "~no-such-user/cache"
 
-    def run(options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        program = f"import hal; print(hal.open({{'backend': 'cpu', 'options': {options}}}))"
-        command = [sys.executable, "-c", program]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-
-    default, native = run({}), run({"native": True})
-    assert default.returncode == 0, default.stderr
-    assert "runs without its C++ kernels" in default.stderr
-    assert "a home folder that does not exist" in default.stderr
-    assert "DriverUnavailable" in native.stderr
-    assert "set HAL_CACHE_DIR to a writable folder" in native.stderr
+    program = "import hal; print(hal.open('cpu')); hal.open({'backend': 'cpu', 'options': {'native': True}})"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert "cpu" in ran.stdout, ran.stderr
+    assert "runs without its C++ kernels" in ran.stderr
+    assert "a home folder that does not exist" in ran.stderr
+    assert "DriverUnavailable" in ran.stderr
+    assert "set HAL_CACHE_DIR to a writable folder" in ran.stderr
     assert not list(tmp_path.iterdir())
 
 
