@@ -120,6 +120,7 @@ def test_prefills_are_traced_too() -> None:
 OPTIONS = '{"devices": 2}'
 
 
+@thorough(PROCESSES)
 def test_each_emulated_npu_is_examined() -> None:
     start = time.perf_counter()
     result = processes.hal("doctor", "--backend", "npu", "--emulate", "--json", HAL_NPU_EMULATOR_OPTIONS=OPTIONS)

@@ -12,7 +12,7 @@ import torch
 from hal.backends.npu.emulator import trace
 from helpers import repeated_names, toys
 from helpers.npu import processes
-from helpers.thorough import EXHAUSTIVE, MODE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, MODE, thorough
 
 import hal
 
@@ -95,6 +95,7 @@ def test_the_layer_that_predicts_further_tokens(mode: str, npu: Opened, tmp_path
     assert (found[1] - found[0]).abs().max() <= 3e-2 * found[0].abs().max()
 
 
+@thorough(DTYPE, r"\[float32")
 @pytest.mark.parametrize("state", DTYPES)
 def test_launches_of_a_layer(state: str, npu: Opened, tmp_path: Path) -> None:
     """The page has those of a decode of a recurrent layer, by which a model of two exceeds a model of one."""

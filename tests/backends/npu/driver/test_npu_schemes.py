@@ -29,8 +29,8 @@ CASES += [("experts", scheme) for scheme in ("bfloat16", "float16", "w8a16", "w8
 
 
 @pytest.fixture(scope="module")
-def made(trained_experts: Path) -> Iterator[dict[str, schemes.Made]]:
-    with schemes.checkpoints() as dense, schemes.checkpoints(trained_experts) as experts:
+def made(trained: Path, trained_experts: Path) -> Iterator[dict[str, schemes.Made]]:
+    with schemes.checkpoints(trained) as dense, schemes.checkpoints(trained_experts) as experts:
         yield {"dense": dense, "experts": experts}
 
 

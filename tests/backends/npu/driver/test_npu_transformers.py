@@ -51,7 +51,7 @@ def eager_and_compiled(family: str, npu: Callable[..., hal.Backend], queries: in
     return plain, fused
 
 
-@thorough(FAMILY, r"\[(?!Llama)")
+@thorough(LONG)
 @thorough(EXHAUSTIVE, r"\[(Qwen3|Mixtral)\]")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_launches_of_a_decode_layer(family: str, npu: Callable[..., hal.Backend]) -> None:

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Opened = Callable[..., hal.Backend]
 ATTENTION = "FusedInferAttentionScoreV3"
 SIZES = [2, 4]
+SMALL = {"head_dim": 128, "max_position_embeddings": 512}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of two layers with random weights."""
-    return random_checkpoint(tmp_path_factory.mktemp("small") / "qwen3", head_dim=128, max_position_embeddings=512)
+    """Return a checkpoint of one layer with random weights."""
+    return random_checkpoint(tmp_path_factory.mktemp("small") / "qwen3", **SMALL, num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -138,16 +139,11 @@ class TestTokens:
         runner = loaded(small, opened(options, dtype=dtype, capture_sizes=[2, 4]))
         check(runner, seed=1, steps=4)
 
-    def test_a_sliding_window(self, opened: Opened, small: Path, tmp_path: Path) -> None:
+    def test_a_sliding_window(self, opened: Opened, tmp_path: Path) -> None:
         """The kernel holds the mask as a tensor, which becomes an input of the graph."""
-        config = json.loads((small / "config.json").read_text())
-        layers = ["full_attention", *["sliding_attention"] * (config["num_hidden_layers"] - 1)]
-        config |= {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "layer_types": layers}
-        for file in small.iterdir():
-            (tmp_path / file.name).symlink_to(file)
-        (tmp_path / "config.json").unlink()
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        check(loaded(tmp_path, opened(capture_sizes=[2])), seed=3)
+        window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+        path = random_checkpoint(tmp_path / "qwen3", **SMALL, **window)
+        check(loaded(path, opened(capture_sizes=[2])), seed=3)
 
     @thorough(MODE, r"piecewise|\[(float16-32-graph|bfloat16-64-npugraph_ex)")
     @pytest.mark.parametrize("compiler", ["graph", "piecewise", "npugraph_ex"])
@@ -504,7 +500,7 @@ def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path
     code = (tmp_path / "3-npugraph_ex.py").read_text(encoding="utf-8")
     before = (tmp_path / "2-native.py").read_text(encoding="utf-8")
     for text in (before, code):
-        assert text.count("npu_fused_infer_attention_score") >= 2
+        assert text.count("npu_fused_infer_attention_score") >= 1
     compile(code, "dump", "exec")
     assert len(re.findall(r"\n    \w+ = torch\.ops\.", code)) < compiled
     hal.open("cpu")
