@@ -250,7 +250,7 @@ def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], n
     # Each rank reads the scale and offset of the input of all experts.
     own = {key: each for key, each in tensors.items() if ".experts." in key and ".input_" not in key}
     of_experts = sum(each.nbytes for each in own.values())
-    assert of_experts > 0.3 * alone["read"]
+    assert of_experts > 0.2 * alone["read"]
     results = succeeded(run(_memory, 2, str(path), {"data": 2, "experts": "all_gather"}))
     for rank in results:
         torch.testing.assert_close(torch.tensor(rank["logits"]), torch.tensor(alone["logits"]), rtol=1e-4, atol=1e-4)

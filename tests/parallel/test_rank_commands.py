@@ -64,7 +64,7 @@ class TestCompare:
         # Rank 0 sees the mistake after the sum, in which rank 1 has its part.
         assert calls == [("all_reduce", "model.layers.0.mlp.down_proj"), ("silu_and_mul", "model.layers.0.mlp")]
         assert all(each["first"]["call"]["step"] == 0 for each in found)
-        assert all(each["compared"] > 100 and each["partial"] == 0 for each in found)
+        assert all(each["compared"] > 50 and each["partial"] == 0 for each in found)
 
     @thorough(PROCESSES)
     def test_a_wrong_sum(self, faulty: str, trained: Path) -> None:
