@@ -177,7 +177,17 @@ def test_generate_takes_messages(talker: Path) -> None:
 @pytest.mark.shows("stop texts", "the command")
 def test_generate_stops_at_a_text(repository: Path) -> None:
     checkpoint = repository / "checkpoints" / "tiny-python"
-    options = ("generate", checkpoint, "--backend", "cpu", "--prompt", "import os\n", "--max-new-tokens", "20", "--json")
+    options = (
+        "generate",
+        checkpoint,
+        "--backend",
+        "cpu",
+        "--prompt",
+        "import os\n",
+        "--max-new-tokens",
+        "20",
+        "--json",
+    )
     whole = json.loads(run(*options).stdout)
     cut = json.loads(run(*options, "--stop", "os\n", "--stop", "never").stdout)
     assert cut["text"] == whole["text"].split("os\n")[0]
