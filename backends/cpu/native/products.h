@@ -88,7 +88,10 @@ __attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, i
     for (int64_t i = 0; i < width; i += P::kStep, others += kGroup * P::kStep) {
         typename P::Vector right[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) right[m] = load<typename P::Vector>(others + m * P::kStep);
+        for (int m = 0; m < M; m++) {
+            right[m] = load<typename P::Vector>(others + m * P::kStep);
+            keep(right[m]);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; r++) {
             if (Ahead && r * P::kStep * sizeof(Row) % 64 == 0) __builtin_prefetch(next + i * kRows + r * P::kStep);

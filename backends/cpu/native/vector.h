@@ -37,6 +37,16 @@ inline V load(const T* from) {
     return value;
 }
 
+// Keeps a vector in a register, where the compiler would read it from memory for each use.
+template <class V>
+inline void keep(V& vector) {
+#if defined(__x86_64__)
+    asm("" : "+v"(vector));
+#elif defined(__aarch64__)
+    asm("" : "+w"(vector));
+#endif
+}
+
 // Returns kLanes elements in float32.
 template <class T>
 inline Lanes wide(const T* from) {
