@@ -27,7 +27,7 @@ from hal.ops.kernels import composed_attention, composed_recurrence, torch_kerne
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.kernels.partial_kernel import FormKernels
 
-from . import kernels, low_bits
+from . import capabilities, kernels, low_bits
 from .native.arguments import DTYPES, bound
 from .native.build import InstructionSet
 from .packing import ROWS, Packing, packed
@@ -35,6 +35,8 @@ from .thread_count import SHARED
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
+
+    from .native.linear_kernels import LinearKernels
 
 
 SHORTEST = 0.02
@@ -143,8 +145,8 @@ class CpuBackend(Backend):
         )
         self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
         self._product = {**KERNELS, **native}["linear"].taking(FLOAT)  # type: ignore[attr-defined]
-        few_rows = self._product.__self__ if native else None
-        self._packing = Packing(self.device.empty_cache, few_rows) if options.pack_weights else None
+        self._few_rows: LinearKernels | None = self._product.__self__ if native else None
+        self._packing = Packing(self.device.empty_cache, self._few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
 
     def enter(self) -> Any:
@@ -159,6 +161,19 @@ class CpuBackend(Backend):
 
     def _release(self) -> None:
         SHARED.close()
+
+    def products(self) -> Mapping[str, str]:
+        """Return who multiplies: the C++ kernels up to so many rows, then oneDNN or torch, and in which dtype."""
+        few = self._few_rows
+        found = {"instructions": "no C++ kernels" if few is None else few.instructions}
+        for dtype in self.limits.dtypes:
+            name, fast = (str(each).removeprefix("torch.") for each in (dtype, capabilities.product_dtype(dtype)))
+            by = f"by oneDNN or torch in {fast}{', packed if faster' if capabilities.packs(dtype) else ''}"
+            first = "" if few is None or dtype is torch.float32 else "of few rows by C++ if faster; of more "
+            found[f"{name} products"] = first + by
+        if few is not None:
+            found["low-bit products"] = "of up to 64 rows by C++, as 16-bit integers if activations have 16 bits"
+        return found
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""

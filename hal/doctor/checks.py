@@ -56,6 +56,8 @@ def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
     """
     yield "matmul", partial(_matmul, backend)
     yield "projection", partial(_projection, backend)
+    for name, how in backend.products().items():
+        yield name, how.__str__
     for name in OPERATIONS:
         yield name, partial(_operation, backend, name)
     yield "attention", partial(_attention, backend)

@@ -313,6 +313,10 @@ class Backend(BackendResources):
                 f"set dtype to one of {', '.join(str(known).removeprefix('torch.') for known in self.limits.dtypes)}",
             )
 
+    def products(self) -> Mapping[str, str]:
+        """Return how products are computed, by dtype or form of weights, for ``hal doctor``; empty without a choice."""
+        return {}
+
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return weights in the form that this backend's kernels take; called once for each use, at load.
 

@@ -9,7 +9,9 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -206,6 +208,26 @@ def _compile(folder: Path, flags: Sequence[str]) -> None:
             for each in running:  # If one failed, the others still write into the folder.
                 each.communicate()
         _finish(_start([*compiler, *flags, "-shared", *objects, "-o", str(folder / LIBRARY)]))
+        try_instructions(folder / LIBRARY)
+
+
+def try_instructions(library: Path) -> None:
+    """Run each kind of instruction of a library in another process, which an unknown one ends.
+
+    The compiler uses what the processor, an emulator or a virtual machine says that it has.
+
+    Raises:
+        DriverUnavailable: the processor does not know all of them.
+    """
+    program = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); library.try_instructions()"
+    done = subprocess.run([sys.executable, "-S", "-c", program, str(library)], capture_output=True, check=False)
+    if done.returncode:
+        how = f"in {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with {done.returncode}"
+        raise DriverUnavailable(
+            f"the C++ kernels of the cpu driver end {how}: this processor, {platform.machine()}, does not know all "
+            "instructions that it reports",
+            "set the driver's option instructions to a lower set, such as avx2, or native to false",
+        )
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:

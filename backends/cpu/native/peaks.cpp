@@ -82,3 +82,48 @@ extern "C" int64_t multiply_in_registers(int dtype, int64_t steps) {
     });
     return found;
 }
+
+// Returns the instruction sets that the kernels were compiled for.
+extern "C" const char* instructions() {
+    return ""
+#ifdef __SSE4_1__
+           "SSE4 "
+#endif
+#ifdef __AVX2__
+           "AVX2 "
+#endif
+#ifdef __AVXVNNI__
+           "AVX-VNNI "
+#endif
+#ifdef __AVX512BW__
+           "AVX-512 "
+#endif
+#ifdef __AVX512VNNI__
+           "AVX512-VNNI "
+#endif
+#ifdef __AVX512BF16__
+           "AVX512-BF16 "
+#endif
+#ifdef HAL_TILES
+           "AMX "
+#endif
+#ifdef __aarch64__
+           "NEON "
+#endif
+        ;
+}
+
+// Converts, multiplies and adds in each way that the kernels do, to see whether the processor knows the instructions.
+extern "C" int try_instructions() {
+    float16 halves[kLanes] = {};
+    bfloat16 others[kLanes] = {};
+    Lanes sum = wide(halves) + wide(others);
+    narrow(sum, halves), narrow(sum, others);
+    float found = float(halves[0]) + float(others[0]);
+#ifdef HAL_INTEGERS
+    const Ints integers = dot(Ints{}, Shorts{} + 1, Shorts{} + int16_t(found));
+    found += integers[0];
+#endif
+    for (const int dtype : {kFloat32, kBFloat16, kFloat16}) found += multiply_in_registers(dtype, 1) == 0;
+    return int(found);
+}

@@ -220,6 +220,15 @@ def test_the_environment_limits_the_instructions(monkeypatch: pytest.MonkeyPatch
         hal.open({"backend": "cpu"})
 
 
+def test_an_instruction_that_the_processor_only_reports(tmp_path: Path) -> None:
+    """The build tries a library in another process, so that an unknown instruction does not end this one."""
+    source, library = tmp_path / "unknown.cpp", tmp_path / "unknown.so"
+    source.write_text('extern "C" int try_instructions() { __builtin_trap(); }\n', encoding="utf-8")
+    subprocess.run([*build._compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(DriverUnavailable, match=r"end in SIG\w+: this processor, .*, does not know all"):
+        build.try_instructions(library)
+
+
 def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is faster at 512 rows, too; without tiles, it is compared up to 64."""
 
