@@ -189,3 +189,19 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
         return x.int() * weight.int().t()
     rows = x.flatten().view(-1, width)  # has the strides of its shape, which .contiguous() does not guarantee
     return torch._int_mm(rows, weight.t()).view(*x.shape[:-1], out_features)
+
+
+EXACT = 1 << 10
+"""Products of int8 numbers that float32 sums exactly."""
+
+
+def int8_product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` in int32, from products in float32, for processors that do not multiply integers.
+
+    torch multiplies matrices of int32 without any library, some hundred times as long.
+    """
+    sums = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.int32)
+    for start in range(0, x.shape[-1], EXACT):
+        part = slice(start, start + EXACT)
+        sums += functional.linear(x[..., part].float(), weight[:, part].float()).int()
+    return sums

@@ -19,11 +19,11 @@ from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.kernels.partial_kernel import Takes, plain
-from hal.ops.projection import floating_bias, int8_matmul
+from hal.ops.projection import floating_bias
 
 from . import packing
 from .capabilities import multiplies_int8
-from .kernels import int8_product
+from .kernels import int8_product, int8_product_in_float32
 
 
 def by_expert(linear: Kernel) -> Callable[..., Tensor]:
@@ -172,7 +172,7 @@ def few_int8(
 
 @functools.cache
 def _integer_linear() -> Callable[..., Tensor]:
-    return torch_kernels.integer_linear(int8_product if multiplies_int8() else int8_matmul)
+    return torch_kernels.integer_linear(int8_product if multiplies_int8() else int8_product_in_float32)
 
 
 def exact_linear(*given: Any, out: Tensor | None = None) -> Tensor:

@@ -92,12 +92,26 @@ def compiler_flags(highest: InstructionSet | None) -> tuple[str, ...]:
     return (*without, *_FLAGS[highest])
 
 
+_HWCAPS = {"lse": (16, 8), "fp16": (16, 10), "dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+"""What Linux says of an Arm processor: the entry of the auxiliary vector and its bit, by the compiler's name."""
+
+
+def architecture() -> str:
+    """Return the compiler's flag for this processor. On Arm, Linux is asked: a cross compiler knows no ``native``."""
+    if platform.machine() != "aarch64" or not sys.platform.startswith("linux"):
+        return "-march=native"
+    ask = ctypes.CDLL(None).getauxval
+    ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
+    found = [name for name, (entry, bit) in _HWCAPS.items() if ask(entry) >> bit & 1]
+    return "+".join(("-march=armv8.2-a" if "dotprod" in found else "-march=armv8-a", *found))
+
+
 SOURCES = Path(__file__).parent
 LIBRARY = "kernels.so"
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
+    architecture(),
     "-fopenmp",
     "-fPIC",
     # Required to vectorize sums. NaN and infinity are preserved.

@@ -83,6 +83,26 @@ void multiply(const int8_t* weight, const int8_t* x, int64_t width, Sums* held) 
     for (int r = 0; r < R; r++) held[r * kUnit] = Sums(sums[r]);
 }
 constexpr int32_t kShift = 128;
+#elif defined(HAL_INTEGERS)
+template <int R>
+void multiply(const int8_t* weight, const int8_t* x, int64_t width, Sums* held) {
+    constexpr int64_t kStep = 2 * kLanes;
+    using Bytes = int8_t __attribute__((vector_size(kStep)));
+    Ints sums[R] = {};
+    int64_t i = 0;
+    for (; i + kStep <= width; i += kStep) {
+        if (i % 64 == 0) __builtin_prefetch(weight + i + kAheadBytes);
+        const Shorts numbers = __builtin_convertvector(load<Bytes>(weight + i), Shorts);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+            sums[r] = dot(sums[r], numbers, __builtin_convertvector(load<Bytes>(x + r * width + i), Shorts));
+    }
+    for (int r = 0; r < R; r++) {
+        for (int64_t at = i; at < width; at++) sums[r][0] += int32_t(weight[at]) * x[r * width + at];
+        std::memcpy(&held[r * kUnit], &sums[r], sizeof(Ints));
+    }
+}
+constexpr int32_t kShift = 0;
 #else
 template <int R>
 void multiply(const int8_t* weight, const int8_t* x, int64_t width, Sums* held) {
