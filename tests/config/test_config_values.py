@@ -194,7 +194,7 @@ def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) 
     assert not any(found), "\n".join(filter(None, found))
 
 
-@thorough(FAMILY, r"\[(default|linear|llama3|proportional)-")
+@thorough(FAMILY, r"\[(?!yarn)")
 @pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize(("rope_type", "key"), ROPE_KEYS)
 def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend) -> None:

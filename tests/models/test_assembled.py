@@ -386,7 +386,7 @@ def test_logits(case: Case, compiler: str) -> None:
 @thorough(EXHAUSTIVE, r"inductor-(?!gemma4)")
 @thorough(EXHAUSTIVE, r"piecewise-(gpt-oss|gemma4|cohere|olmo|nemotron|granite,|qwen2)")
 @thorough(MODE, "inductor")
-@thorough(FAMILY, "qwen2|olmo|granite|smollm3|nemotron|gemma|ernie|glm4|minimax")
+@thorough(FAMILY, "phi3|qwen2|olmo|granite|smollm3|nemotron|gemma|ernie|glm4|minimax")
 @pytest.mark.parametrize(
     "case",
     [(family, seed) for family in FAMILIES for seed in COMPILED],
