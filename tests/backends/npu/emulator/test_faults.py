@@ -9,7 +9,7 @@ import pytest
 import torch
 from hal.backends.npu.emulator import control, tracing
 from helpers.emulator.children import ends_well
-from helpers.thorough import MODE, thorough
+from helpers.thorough import PROCESSES, thorough
 
 from hal.errors import DriverError
 
@@ -177,7 +177,7 @@ class TestKernels:
         torch.npu.synchronize()
 
 
-@thorough(MODE, r"\[2")
+@thorough(PROCESSES)
 @pytest.mark.parametrize("queue", ["1", "2"])
 def test_what_torch_npus_queue_drops_is_not_read_in_silence(queue):
     script = """

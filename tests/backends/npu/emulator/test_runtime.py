@@ -59,6 +59,7 @@ class TestMemory:
         second = torch.empty(size, dtype=torch.uint8, device="npu")
         assert set(second[::4096].cpu().tolist()) == {0xFF}
 
+    @thorough(PROCESSES)
     def test_the_host_cannot_touch_device_memory(self):
         script = (
             "import torch, torch_npu, ctypes\n"
