@@ -136,9 +136,9 @@ def test_fused_collectives_of_ranks() -> None:
 
 
 @thorough(PROCESSES)
-def test_the_same_tokens_with_fused_collectives(trained: Path) -> None:
+def test_the_same_tokens_with_fused_collectives(repository: Path) -> None:
     """Decode steps of two and four sequences are fused, those of one are not."""
-    arguments: dict[str, Any] = {"checkpoint": str(trained), "dtype": "float16"}
+    arguments: dict[str, Any] = {"checkpoint": str(repository / "checkpoints" / "tiny-python"), "dtype": "float16"}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
     compilers = ["graph", "npugraph_ex", "piecewise"]
     found = on_npus("tokens", 2, **arguments, compilers=compilers, parallel={"tensor": 2}, on=MC2, count=True)

@@ -25,12 +25,10 @@ ALL = "eager graph piecewise npugraph_ex"
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    repository: Path, trained: Path, trained_experts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def checkpoints(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a dense checkpoint and one with experts, as trained, and in W8A8 with static and with dynamic scales."""
-    folder = tmp_path_factory.mktemp("quantized")
-    found = {"dense": trained, "experts": trained_experts}
+    folder, trained = tmp_path_factory.mktemp("quantized"), repository / "checkpoints"
+    found = {"dense": trained / "tiny-python", "experts": trained / "tiny-python-moe"}
     text = (repository / "README.md").read_text(encoding="utf-8")
     for name, path in list(found.items()):
         static, dynamic = (folder / f"{name}-{scheme}" for scheme in ("static", "dynamic"))
