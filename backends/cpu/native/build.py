@@ -234,7 +234,10 @@ def try_instructions(library: Path) -> None:
         DriverUnavailable: the processor does not know all of them.
     """
     program = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); library.try_instructions()"
-    done = subprocess.run([sys.executable, "-S", "-c", program, str(library)], capture_output=True, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-S", "-c", program, str(library)], capture_output=True, check=False)
+    except OSError as error:
+        return log.debug("the C++ kernels are not tried in another process: %s", error)
     if done.returncode:
         how = f"in {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with {done.returncode}"
         raise DriverUnavailable(

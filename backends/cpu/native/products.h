@@ -55,7 +55,8 @@ using Operand = typename Product<T>::Operand;
 
 constexpr int kRows = 4;                              // of the matrix, per tile
 constexpr int kGroup = kRegisters >= 32 ? 4 : 3;      // of the others, so that sums stay in registers
-constexpr int kDots = int(up(kRows * kGroup, kLanes));  // sums of a tile, filled up to whole vectors
+template <int M>
+constexpr int kDots = int(up(kRows * M, kLanes));  // sums of a tile, filled up to whole vectors
 
 // Packs `count` rows in groups, vector by vector, filled up with zeros. Returns the elements of a group.
 template <class T, int Group>
@@ -84,7 +85,7 @@ template <class T, int M, bool Ahead, bool Packed, class Row>
 __attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, int64_t width, const Row* next,
                                     float* dots) {
     using P = Product<T>;
-    Lanes sums[kDots] = {};
+    Lanes sums[kDots<M>] = {};
     for (int64_t i = 0; i < width; i += P::kStep, others += kGroup * P::kStep) {
         typename P::Vector right[M];
 #pragma GCC unroll 4
@@ -104,7 +105,7 @@ __attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, i
             for (int m = 0; m < M; m++) P::add(sums[m * kRows + r], left, right[m]);
         }
     }
-    write_sums<kDots>(sums, dots);
+    write_sums<kDots<M>>(sums, dots);
 }
 
 template <class T, bool Ahead, bool Packed, int M = kGroup, class... Arguments>
@@ -171,7 +172,7 @@ class Multiplication {
     template <bool Ahead, bool Packed, class Row>
     void write(int64_t m, const Row* rows, const Row* next, float* sums) {
         const int64_t taken = std::min<int64_t>(kGroup, count_ - m);
-        float dots[kDots];
+        float dots[kDots<kGroup>];
         tile_of<T, Ahead, Packed>(taken, rows, others_.data() + m / kGroup * group_, width_, next, dots);
         for (int64_t i = 0; i < taken; i++)
             std::memcpy(sums + (m + i) * kBlock, dots + i * kRows, kRows * sizeof(float));

@@ -232,13 +232,13 @@ def test_an_instruction_that_the_processor_only_reports(tmp_path: Path) -> None:
 def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is faster at 512 rows, too; without tiles, it is compared up to 64."""
 
-    def measured(many: bool, slow_from: int) -> packing.Measured:
+    def measured(many: bool, slow: range) -> packing.Measured:
         kernel = LinearKernels(build.load())
         kernel.many = many
 
         def run(weights: Any, product: Any, x: Tensor) -> float:
             by_kernel = product is not packing.linear
-            return 3.0 if not by_kernel else 9.0 if len(x) >= slow_from else 1.0
+            return 3.0 if not by_kernel else 9.0 if len(x) in slow else 1.0
 
         monkeypatch.setattr(packing, "_run", run)
         monkeypatch.setattr(packing, "packs", lambda dtype: True)
@@ -246,7 +246,8 @@ def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.Mo
         monkeypatch.setattr(kernel, "block_of", lambda plain, held: 32)
         return packing.measure(torch.zeros(96, 512, dtype=torch.bfloat16), (1, 1024), kernel)
 
-    assert measured(many=True, slow_from=sys.maxsize).few_packed == sys.maxsize
-    assert measured(many=True, slow_from=512).few_packed == 64
-    assert measured(many=False, slow_from=sys.maxsize).few_packed == 64
-    assert measured(many=True, slow_from=sys.maxsize).few_plain == 64
+    assert measured(many=True, slow=range(0)).few_packed == sys.maxsize
+    assert measured(many=True, slow=range(512, 513)).few_packed == 64
+    assert measured(many=False, slow=range(0)).few_packed == 64
+    assert measured(many=True, slow=range(0)).few_plain == 64
+    assert measured(many=False, slow=range(2)).few_packed == 64  # what one row loses, more rows gain
