@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import attrs
 from torch import Tensor
 
 from hal.compile.optimize import OptimizedStep, kept_whole, optimize, optimize_model
@@ -81,62 +80,27 @@ def optimized_step(context: FormContext, sizes: StepSizes, rows: Rows = NONE) ->
     return optimize(trace, backend, passes)
 
 
-@attrs.define(eq=False)
-class Uncaptured:
-    """A phase's step and its logits for any number of tokens: optimized code, or the module's Python.
+def step_of_any_size(context: FormContext) -> Callable[[Any], Outputs]:
+    """Return the optimized step of a phase, for batches of any size.
 
-    Attributes:
-        context: the phase. Each rank decides alone about a module that cannot be traced.
-        optimizes: whether optimized code runs.
-        step: the optimized step; a form that has it may set it.
+    Raises:
+        CompileError: the module cannot be traced, or a pass failed.
     """
+    step = optimized_step(context, StepSizes(None, tokens=context.backend.config.max_prefill_tokens))
+    lowered = step.for_any_size(context.module, context.backend)
+    return lambda batch: lowered(*batch.tensors())
 
-    context: FormContext
-    optimizes: bool
-    step: Callable[[Any], Outputs] | None = None
-    _logits: Callable[..., Outputs] | None = None
 
-    def prepare(self) -> None:
-        """Trace and optimize the step for all sizes at once, unless that is done.
+def logits_of_any_size(context: FormContext, hidden: Tensor) -> Lowered:
+    """Return the optimized code of a phase's logits, for any number of rows of hidden states.
 
-        Raises:
-            CompileError: the module cannot be traced, or a pass failed.
-        """
-        if self.step is None and self.optimizes:
-            self.step = self._made(self._optimized_step)
+    Args:
+        context: the phase.
+        hidden: its width and dtype are those of hidden states.
 
-    def same(self, other: Uncaptured) -> bool:
-        """Return whether both run the same code of the model, so that one serves both phases."""
-        first, second = self.context, other.context
-        settings = [(each.config.passes, each.refuses) for each in (first, second)]
-        return self.optimizes == other.optimizes and settings[0] == settings[1]
-
-    def run(self, batch: Any) -> Outputs:
-        """Return the hidden states and the extra tensors of a batch, or the embeddings of an encoder's."""
-        self.prepare()
-        return self.context.eagerly(batch) if self.step is None else self.step(batch)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states, ``[rows, width]``."""
-        if self._logits is None and self.optimizes:
-            self._logits = self._made(partial(self._optimized_logits, hidden))
-        return self.context.model.logits(hidden) if self._logits is None else self._logits(hidden)[0]
-
-    def _optimized_step(self) -> Callable[[Any], Outputs]:
-        context = self.context
-        step = optimized_step(context, StepSizes(None, tokens=context.backend.config.max_prefill_tokens))
-        lowered = step.for_any_size(context.module, context.backend)
-        return lambda batch: lowered(*batch.tensors())
-
-    def _optimized_logits(self, hidden: Tensor) -> Callable[..., Outputs]:
-        model, backend = self.context.model, self.context.backend
-        trace = partial(trace_logits, model, hidden, whole=kept_whole(backend), decompose=False)
-        return optimize(trace, backend, self.context.config.passes).for_any_size(model, backend)
-
-    def _made(self, make: Callable[[], Callable[..., Outputs]]) -> Callable[..., Outputs] | None:
-        name = type(self.context.module).__name__
-        made = self.context.attempt(make, f"steps that no graph holds run the Python code of {name}")
-        if isinstance(made, str):
-            self.optimizes = False
-            return None
-        return made
+    Raises:
+        CompileError: the model cannot be traced, or a pass failed.
+    """
+    model, backend = context.model, context.backend
+    trace = partial(trace_logits, model, hidden, whole=kept_whole(backend), decompose=False)
+    return optimize(trace, backend, context.config.passes).for_any_size(model, backend)

@@ -25,7 +25,6 @@ from hal.errors import ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
-from hal.execution.optimized_model import Uncaptured
 from hal.execution.state_spec import (
     allocated,
     check_fits,
@@ -37,6 +36,7 @@ from hal.execution.state_spec import (
 )
 from hal.execution.step_output import StepOutput
 from hal.execution.steps import Steps
+from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM, EncoderItem
 from hal.step import LAST, Batch, Bounds, StateMemory, Wanted
 from hal.step.block_allocator import BlockAllocator, PrefixCache, SlotAllocator

@@ -17,8 +17,8 @@ from hal.errors import ModelError
 from hal.execution.capture.captured_form import CapturedForm
 from hal.execution.context import Phase
 from hal.execution.lockstep import AlignedStep, Lockstep
-from hal.execution.optimized_model import Uncaptured
 from hal.execution.step_output import StepOutput, check_hidden, check_logits
+from hal.execution.uncaptured import Uncaptured
 from hal.nn import CausalLM
 from hal.step import LAST, NONE, Batch, StepShape, Wanted
 from hal.step.rows import check_rows, split_batch, taken

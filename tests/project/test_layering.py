@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from configparser import ConfigParser
 from pathlib import Path
@@ -217,8 +218,16 @@ def test_the_public_names_are_all_there() -> None:
         _ = hal.nothing
 
 
-def test_import_hal_loads_neither_the_compile_stack_nor_the_runtime() -> None:
-    late = ("torch._dynamo", "hal.checkpoint", "hal.generation", "hal.execution", "hal.ops", "tokenizers")
-    program = f"import sys, hal; print([name for name in {late} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+def test_import_hal_loads_no_runtime_and_an_eager_step_no_compiler(repository: Path) -> None:
+    compilers = ("hal.compile", "torch._dynamo", "torch._inductor", "sympy", "triton", "transformers")
+    late = (*compilers, "hal.checkpoint", "hal.generation", "hal.execution", "hal.ops", "tokenizers")
+    program = f"""
+        import sys, hal
+        print([name for name in {late} if name in sys.modules])
+        with hal.LLM("checkpoints/tiny-python", backend="cpu") as model:
+            model.generate("import os", max_new_tokens=1)
+        print([name for name in {compilers} if name in sys.modules])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n") == ["[]", "[]", ""]

@@ -237,7 +237,8 @@ def try_instructions(library: Path) -> None:
     try:
         done = subprocess.run([sys.executable, "-S", "-c", program, str(library)], capture_output=True, check=False)
     except OSError as error:
-        return log.debug("the C++ kernels are not tried in another process: %s", error)
+        log.debug("the C++ kernels are not tried in another process: %s", error)
+        return
     if done.returncode:
         how = f"in {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with {done.returncode}"
         raise DriverUnavailable(
