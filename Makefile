@@ -43,7 +43,7 @@ sys.exit(refused and f"== {refused.reason}: {refused.hint}")
 endef
 export CHECK_BUILD
 
-.PHONY: demo chat check test test-all test-exhaustive thorough families bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-vllm test-sglang
+.PHONY: demo chat check test test-all test-exhaustive thorough families bench lint types layers docs hooks checkpoint clean test-cuda-emulated test-cuda-build test-processors test-vllm test-sglang
 
 # The same questions on the CPU, on an emulated NPU and on two, which must give the same answers. The NPU computes in 16 bits.
 QUESTIONS = $(MODEL) --dtype float16 --chat --greedy --max-new-tokens 24 \
@@ -122,6 +122,11 @@ test-exhaustive: $(VENV)/.test
 # What `make test` leaves to these: how many cases of which file, and why.
 thorough: $(VENV)/.test
 	@$(foreach folder,$(RUNS),$(TEST_PYTHON) -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
+
+# The CPU driver on emulated processors, Arm's too: on Debian, with the packages qemu-user and g++-aarch64-linux-gnu.
+test-processors: $(VENV)/.test
+	$(BIN)/python tools/processors/arm_root.py $(VENV)/arm
+	ARM_ROOT=$(abspath $(VENV)/arm) $(TEST_PYTHON) -m pytest -q tests/backends/cpu/test_older_processors.py
 
 # Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2

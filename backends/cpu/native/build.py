@@ -42,7 +42,8 @@ def processor_flags() -> frozenset[str]:
 
 def unusable_flags() -> frozenset[str]:
     """Return the features that the system lists and the processor does not have: an emulated one has fewer."""
-    asked = {name.replace("_", ""): bool(has) for name, has in torch.cpu.get_capabilities().items()}
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.11
+    asked = {name.replace("_", ""): bool(has) for name, has in capabilities.items()}
     return frozenset(name for name in _listed() if not asked.get(name.replace("_", ""), True))
 
 

@@ -1,7 +1,8 @@
-"""hal on an emulated processor without AVX-512, as most computers have."""
+"""hal on emulated processors: without AVX-512, as most computers have, and of Arm."""
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -12,35 +13,36 @@ from pathlib import Path
 import pytest
 import torch
 from hal.backends.cpu.native import build
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from safetensors.torch import load_file
 
 import hal
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
-QEMU = shutil.which("qemu-x86_64")
 TOKENS = list(range(5, 45))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-3}
 """The greatest difference of logits from those of this processor in float32, as a share of the greatest logit."""
 SCHEMES = ("w8a8_dynamic", "w8a16", "w4a16")
 
 PROGRAM = """
-import sys
+import platform, sys
 import torch, hal
 from safetensors.torch import save_file
 from hal.backends.cpu.native.build import processor_flags
 from hal.backends.cpu import capabilities, packing
 from hal.doctor.checks import checks
 
-found, *runs = sys.argv[1:]
-assert "avx2" in processor_flags() and not any(each.startswith("avx512") for each in processor_flags())
-assert capabilities.packs(torch.float32) and not capabilities.packs(torch.bfloat16)
+found, instructions, *runs = sys.argv[1:]
+if platform.machine() == "x86_64":
+    assert not any(each.startswith("avx512") for each in processor_flags())
+    assert capabilities.packs(torch.float32) and not capabilities.packs(torch.bfloat16)
 packing.SAMPLE_BYTES = 1 << 20  # what is measured here decides nothing
 logits = {}
 for run in runs:
     path, dtype = run.rsplit(":", 1)
     compilation = {"compiler": "graph", "capture_sizes": [1]}
     backend = hal.open({"backend": "cpu", "dtype": dtype, "options": {"native": True}, "compilation": compilation})
+    assert backend.products()["instructions"].split()[-1] == instructions, backend.products()
     for name, check in checks(backend) if dtype == "float32" else ():
         print(name, check())
     runner = hal.Runner(hal.load_model(path, backend), backend)
@@ -51,6 +53,19 @@ for run in runs:
     logits[run] = torch.cat(steps)
 save_file(logits, found)
 """
+
+
+def emulating(processor: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command of Python on a processor of qemu's, and its environment."""
+    root = os.environ.get("ARM_ROOT")
+    if processor == "neoverse-n1":
+        if root is None:
+            pytest.skip("ARM_ROOT names no folder with Python for Arm: see make test-processors")
+        own = {"PYTHONHOME": f"{root}/usr", "CXX": "aarch64-linux-gnu-g++"}
+        return ["qemu-aarch64", "-cpu", processor, "-L", root, f"{root}/usr/bin/python3.11"], {**os.environ, **own}
+    if shutil.which("qemu-x86_64") is None:
+        pytest.skip("qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
+    return ["qemu-x86_64", "-cpu", processor, sys.executable], {**os.environ}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX and AVX-512 are parts of x86 processors")
@@ -66,19 +81,29 @@ def test_the_compiler_is_told_what_an_emulated_processor_lacks(monkeypatch: pyte
     assert build.compiler_flags(None) == tuple(of_compiler[name] for name in lacks)
 
 
-@pytest.mark.skipif(QEMU is None, reason="qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
 @thorough(PROCESSES)
+@thorough(EXHAUSTIVE, r"\[(Nehalem|neoverse)")
 @pytest.mark.parametrize(
-    ("dtypes", "schemes"), [(["bfloat16"], []), (["float32", "float16"], SCHEMES)], ids=["bfloat16", "others"]
+    ("processor", "instructions", "dtypes", "schemes"),
+    [
+        ("Haswell", "AVX2", ["bfloat16"], []),
+        ("Haswell", "AVX2", ["float32", "float16"], SCHEMES),
+        ("Nehalem", "SSE4", ["bfloat16", "float16"], SCHEMES),
+        ("neoverse-n1", "NEON", ["float32", "bfloat16", "float16"], SCHEMES),
+    ],
+    ids=["Haswell-bfloat16", "Haswell-others", "Nehalem", "neoverse-n1"],
 )
-def test_a_processor_with_avx2(dtypes: Sequence[str], schemes: Sequence[str], trained: Path, tmp_path: Path) -> None:
+def test_an_emulated_processor(
+    processor: str, instructions: str, dtypes: Sequence[str], schemes: Sequence[str], trained: Path, tmp_path: Path
+) -> None:
+    command, environment = emulating(processor)
     runs = [(trained, dtype) for dtype in dtypes]
     for scheme in schemes:
         quantize_checkpoint(trained, tmp_path / scheme, scheme, group_size=64 if scheme == "w4a16" else None)
         runs.append((tmp_path / scheme, "bfloat16"))
     names, found = [f"{path}:{dtype}" for path, dtype in runs], tmp_path / "logits.safetensors"
-    command = [str(QEMU), "-cpu", "Haswell", sys.executable, "-c", PROGRAM, str(found), *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    command += ["-c", PROGRAM, str(found), instructions, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
     logits = load_file(found)
     for name, (path, dtype) in zip(names, runs, strict=True):
