@@ -1,14 +1,20 @@
-"""The layout of a projection's weight, and who multiplies it: what is measured to be the fastest."""
+"""The layout of a projection's weight, and who multiplies it: what is measured to be the fastest.
+
+What was measured is kept in the cache of compiled code: a machine measures a shape once, and its processes agree.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Protocol
 
@@ -17,7 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.config import CompileCache, cache_folder, content_key
+from hal.errors import ConfigError
+
 from .capabilities import packs, product_dtype
+from .native.build import processor_line
 
 ROWS = (1, 8, 32)
 """Batch sizes to measure at if the config names none."""
@@ -74,6 +84,7 @@ class FewRows:
 class FewRowsKernel(Protocol):
     """The C++ kernel of few rows."""
 
+    path: str  # of the library, which the sources and flags of the kernels determine
     few: dict[Layout, FewRows]
     many: bool  # whether it has tiles, with which it may be the fastest for many rows
 
@@ -183,7 +194,10 @@ class Packing:
         rows = tuple(sizes) if len(sizes) <= 3 else (sizes[0], sizes[len(sizes) // 2], sizes[-1])
         key = weight.shape, weight.dtype, rows, torch.get_num_threads(), self._kernel is not None
         if key not in _measured:
-            _measured[key] = measure(weight[: SAMPLE_BYTES // weight[0].nbytes], rows, self._kernel)
+            _measured[key] = kept(
+                content_key(*map(str, key), "" if self._kernel is None else self._kernel.path),
+                lambda: measure(weight[: SAMPLE_BYTES // weight[0].nbytes], rows, self._kernel),
+            )
             self._release()
         found = _measured[key]
         speedups = found.speedups
@@ -217,6 +231,27 @@ class Packing:
             self._kernel.few[layout] = FewRows(most, block)
         else:
             self._kernel.few.pop(layout, None)
+
+
+MACHINE = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that change how fast torch's libraries are."""
+FILE = "measured.json"
+
+
+def kept(key: str, measure: Callable[[], Measured]) -> Measured:
+    """Return what this machine measured for a key, in an earlier process or now."""
+    machine = processor_line(), torch.__version__, torch.backends.cpu.get_cpu_capability()
+    whole = content_key(key, *machine, *(os.environ.get(name, "") for name in MACHINE), str(SAMPLE_BYTES))
+
+    def write(folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps(attrs.asdict(measure())), encoding="utf-8")
+
+    try:
+        entry = CompileCache(cache_folder("cpu-products")).get_or_put(whole, write)
+        return Measured(**json.loads((entry / FILE).read_text(encoding="utf-8")))
+    except (ConfigError, OSError) as error:
+        log.debug("what is measured of products is not kept: %s", error)
+        return measure()
 
 
 def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None = None) -> Measured:

@@ -28,6 +28,7 @@ class LinearKernels(Bindings):
     """The bindings, as :mod:`.kernels` describes them.
 
     Attributes:
+        path: that of the library.
         instructions: the sets that the library was compiled for.
         few: how weights are multiplied with few rows, by their layout. Weights of other layouts use torch.
         many: whether the kernel of packed weights may be the fastest for many rows, too: in tiles of AMX.
@@ -40,6 +41,7 @@ class LinearKernels(Bindings):
         self._block = self.function("packed_block", c_int64, c_void_p, c_void_p, *[c_int64] * 3)
         self._collapse = self.function("collapse_pages", c_int, c_void_p, c_int64)
         self.many = bool(self.function("multiplies_tiles", c_int)())
+        self.path = str(library._name)
         self.instructions = self.function("instructions", c_char_p)().decode().strip()
         self.few: dict[Layout, FewRows] = {}
         self._held: dict[int, _Held] = {}

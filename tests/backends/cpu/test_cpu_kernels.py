@@ -610,6 +610,21 @@ class TestPacking:
         prepared = Packing(kernel=kernel).prepare(weight, shared=False, sizes=(1, 32))
         assert kernel.few.pop(Layout.of(prepared)).most == 8
 
+    def test_what_is_measured_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not for other settings of torch's libraries, nor where nothing can be kept."""
+        monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+        numbers = iter(range(9))
+
+        def found(key: str = "a") -> int:
+            return packing.kept(key, lambda: Measured([0.0], few_packed=next(numbers))).few_packed
+
+        assert (found(), found(), found("b")) == (0, 0, 1)
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        assert (found(), found()) == (2, 2)
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
+        assert (found(), found()) == (3, 4)
+
     def test_it_is_measured_for_real(self, native: hal.Backend) -> None:
         for dtype in DTYPES:
             kernel = native.kernels["linear"].taking(FLOAT).__self__
