@@ -53,6 +53,7 @@ struct Product<bfloat16> {
 template <class T>
 using Operand = typename Product<T>::Operand;
 
+constexpr int kSecond = 2;  // prefetches into a core's second cache: its first has fewer at a time
 constexpr int kRows = 4;                              // of the matrix, per tile
 constexpr int kGroup = kRegisters >= 32 ? 4 : 3;      // of the others, so that sums stay in registers
 template <int M>
@@ -95,7 +96,7 @@ __attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, i
         }
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; r++) {
-            if (Ahead && r * P::kStep * sizeof(Row) % 64 == 0) __builtin_prefetch(next + i * kRows + r * P::kStep);
+            if (Ahead && r * P::kStep * sizeof(Row) % 64 == 0) __builtin_prefetch(next + i * kRows + r * P::kStep, 0, kSecond);
             typename P::Vector left;
             if constexpr (Packed)
                 left = load<typename P::Vector>(rows + i * kRows + r * P::kStep);
@@ -118,7 +119,8 @@ inline void tile_of(int64_t count, Arguments... arguments) {
 constexpr int64_t kOthers = 64;  // others at a time
 constexpr int64_t kBlock = 32;   // rows at a time; they stay in the CPU cache for all groups of others
 constexpr int64_t kNear = 8;     // of these, so many are widened at a time
-constexpr int64_t kWorthWidening = 4 * kGroup;  // others, for more of which widening rows in a pass of its own is faster
+// Others, for more of which widening rows in a pass of its own is faster: where registers are few.
+constexpr int64_t kWorthWidening = kRegisters >= 32 ? kOthers : 4 * kGroup;
 
 // Multiplies up to kBlock rows of a matrix, contiguous, with up to kOthers others.
 template <class T>
