@@ -172,52 +172,56 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
     for (int m = 0; m < Rows; m++) held[m * kLanes] = sums[m];
 }
 
+// Multiplies `count` rows of the weight from `begin` on with `Rows` rows of x from `row` on.
+template <int Kind, int64_t Parts, int Rows, class T>
+__attribute__((noinline)) void multiply_unit(const WeightOnly& given, const Integers& x, int64_t row,
+                                             const Spread& spread, int64_t begin, int64_t count, float* scales,
+                                             float* zeros, T* y) {
+    constexpr float kOffset = Kind == kNibbles ? 8 : 0;
+    const bool corrected = Kind == kNibbles || given.zeros.values;
+    Lanes held[Rows * kLanes] = {};
+    for (int64_t r = 0; r < count; r++) {
+        given.scales.read(begin + r, scales);
+        multiply<Kind, Parts, Rows>(given, x, row, spread, given.weight + (begin + r) * given.row_bytes(), scales,
+                                    held + r);
+        if (!corrected) continue;
+        if (given.zeros.values) given.zeros.read(begin + r, zeros);
+        for (int64_t group = 0; group < x.groups; group += kLanes) {
+            const Lanes less = load<Lanes>(scales + group) * (load<Lanes>(zeros + group) + kOffset);
+            for (int m = 0; m < Rows; m++)
+                held[m * kLanes + r] -= load<Lanes>(x.sums.data() + (row + m) * x.groups + group) * less;
+        }
+    }
+    for (int m = 0; m < Rows; m++) {
+        const Lanes sums = sums_of(held + m * kLanes);
+        for (int64_t i = 0; i < count; i++)
+            y[(row + m) * given.out + begin + i] = T(sums[i] + given.bias_of<T>(begin + i));
+    }
+}
+
 template <int Kind, int64_t Parts, int Rows = kFew, class... Arguments>
-inline void multiply_rows(int64_t rows, Arguments&... arguments) {
+void multiply_rows(const WeightOnly& given, const Integers& x, int64_t row, Arguments&... arguments) {
     if constexpr (Rows > 1)
-        if (rows < Rows) return multiply_rows<Kind, Parts, Rows - 1>(rows, arguments...);
-    multiply<Kind, Parts, Rows>(arguments...);
+        if (given.rows - row < Rows) return multiply_rows<Kind, Parts, Rows - 1>(given, x, row, arguments...);
+    multiply_unit<Kind, Parts, Rows>(given, x, row, arguments...);
 }
 
 template <int Kind, int64_t Parts, class T>
 void run_integers(const WeightOnly& given, const T* from, int64_t stride, T* y) {
-    thread_local Integers x;
-    round<Kind>(given, from, stride, x);
-    const Integers& integers = x;
-    constexpr float kOffset = Kind == kNibbles ? 8 : 0;
-    const bool corrected = Kind == kNibbles || given.zeros.values;
-    const int64_t groups = x.groups;
+    thread_local Integers rounded;
+    round<Kind>(given, from, stride, rounded);
+    const Integers& x = rounded;  // the threads share this one's
     const Spread spread(x.blocks * Parts, kBlockOfX / Parts, given.group, given.scales.groups);
     const bool parallel = given.out * given.width > kSerial;
     Claims claims((given.out + kLanes - 1) / kLanes, parallel ? omp_get_max_threads() : 1);
 #pragma omp parallel if (parallel)
     {
-        std::vector<float> scales(groups + 3), zeros(groups);  // Spread reads four at a time
+        std::vector<float> of_scales(x.groups + 3), of_zeros(x.groups);  // Spread reads four at a time
+        float *scales = of_scales.data(), *zeros = of_zeros.data();
         claims.run([&](int64_t unit, int64_t) {
-            const int64_t begin = unit * kLanes;
-            const int64_t taken = std::min<int64_t>(kLanes, given.out - begin);
-            Lanes held[kMostRows * kLanes] = {};
-            for (int64_t r = 0; r < taken; r++) {
-                given.scales.read(begin + r, scales.data());
-                const uint8_t* line = given.weight + (begin + r) * given.row_bytes();
-                for (int64_t m = 0; m < given.rows; m += kFew) {
-                    Lanes* to = held + m * kLanes + r;
-                    const float* of_row = scales.data();
-                    multiply_rows<Kind, Parts>(given.rows - m, given, integers, m, spread, line, of_row, to);
-                }
-                if (!corrected) continue;
-                if (given.zeros.values) given.zeros.read(begin + r, zeros.data());
-                for (int64_t group = 0; group < groups; group += kLanes) {
-                    const Lanes less = load<Lanes>(scales.data() + group) * (load<Lanes>(zeros.data() + group) + kOffset);
-                    for (int64_t m = 0; m < given.rows; m++)
-                        held[m * kLanes + r] -= load<Lanes>(integers.sums.data() + m * groups + group) * less;
-                }
-            }
-            for (int64_t m = 0; m < given.rows; m++) {
-                const Lanes sums = sums_of(held + m * kLanes);
-                for (int64_t i = 0; i < taken; i++)
-                    y[m * given.out + begin + i] = T(sums[i] + given.bias_of<T>(begin + i));
-            }
+            const int64_t begin = unit * kLanes, count = std::min<int64_t>(kLanes, given.out - begin);
+            for (int64_t row = 0; row < given.rows; row += kFew)
+                multiply_rows<Kind, Parts>(given, x, row, spread, begin, count, scales, zeros, y);
         });
     }
 }
