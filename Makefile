@@ -123,7 +123,7 @@ test-exhaustive: $(VENV)/.test
 thorough: $(VENV)/.test
 	@$(foreach folder,$(RUNS),$(TEST_PYTHON) -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
 
-# The CPU driver on emulated processors, Arm's too: on Debian, with the packages qemu-user and g++-aarch64-linux-gnu.
+# On Debian, with the packages qemu-user and g++-aarch64-linux-gnu. Arm's Python and torch are downloaded.
 test-processors: $(VENV)/.test
 	$(BIN)/python tools/processors/arm_root.py $(VENV)/arm
 	ARM_ROOT=$(abspath $(VENV)/arm) $(TEST_PYTHON) -m pytest -q tests/backends/cpu/test_older_processors.py
