@@ -48,10 +48,9 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 @functools.cache
 def multiplies_int8() -> bool:
     """Return whether torch's int8 matrix product is exact on this processor: without VNNI, it may saturate."""
-    extremes = torch.tensor([-128, 127, 127, -128] * 64, dtype=torch.int8)
-    x, weight = extremes.view(4, 64), extremes.view(64, 4).t().contiguous()
-    exact = x.int() @ weight.t().int()
+    extremes = torch.tensor([-128, 127, 127, -128], dtype=torch.int8).repeat_interleave(64).view(4, 64)
+    exact = extremes.int() @ extremes.t().int()
     try:
-        return torch.equal(torch._int_mm(x, weight.t()), exact)
+        return torch.equal(torch._int_mm(extremes, extremes.t()), exact)
     except RuntimeError:
         return False

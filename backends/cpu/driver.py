@@ -172,7 +172,7 @@ class CpuBackend(Backend):
             first = "" if few is None or dtype is torch.float32 else "of few rows by C++ if faster; of more "
             found[f"{name} products"] = first + by
         if few is not None:
-            found["low-bit products"] = "of up to 64 rows by C++, as 16-bit integers if activations have 16 bits"
+            found["low-bit products"] = f"of up to 64 rows by C++; of up to {few.integer_rows} in 16 bits, as integers"
         return found
 
     def graph(self) -> Graph:

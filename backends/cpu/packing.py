@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +169,7 @@ def by_rows(
 
 
 class Packing:
-    """Packs weights where this is faster, measured once per process for each shape and list of batch sizes.
+    """Packs weights where this is faster, measured once for each shape and list of batch sizes.
 
     Args:
         release: returns freed memory to the system. A measurement takes more than most weights, and what it leaves
@@ -240,8 +241,9 @@ FILE = "measured.json"
 
 def kept(key: str, measure: Callable[[], Measured]) -> Measured:
     """Return what this machine measured for a key, in an earlier process or now."""
-    machine = processor_line(), torch.__version__, torch.backends.cpu.get_cpu_capability()
-    whole = content_key(key, *machine, *(os.environ.get(name, "") for name in MACHINE), str(SAMPLE_BYTES))
+    machine = processor_line(), platform.processor(), torch.__version__, torch.backends.cpu.get_cpu_capability()
+    settings = (os.environ.get(name, "") for name in MACHINE)
+    whole = content_key(key, Path(__file__).read_bytes(), *machine, *settings, str(SAMPLE_BYTES))
 
     def write(folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(attrs.asdict(measure())), encoding="utf-8")
@@ -249,7 +251,7 @@ def kept(key: str, measure: Callable[[], Measured]) -> Measured:
     try:
         entry = CompileCache(cache_folder("cpu-products")).get_or_put(whole, write)
         return Measured(**json.loads((entry / FILE).read_text(encoding="utf-8")))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, TypeError, ValueError) as error:
         log.debug("what is measured of products is not kept: %s", error)
         return measure()
 

@@ -33,7 +33,7 @@ struct Tile {
 };
 
 // scores[m * stride + r] = rows[r] . queries[m], for M queries, packed in groups of kHeads, and kSteps steps of a row; 0
-// for any number. A reduction of 16 vectors takes as long for fewer, so fewer queries take more rows at a time.
+// for any number. A reduction of kHeld vectors takes as long for fewer, so fewer queries take more rows at a time.
 template <class T, int M, int kSteps>
 inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, int64_t dim, float* scores,
                  int64_t stride) {

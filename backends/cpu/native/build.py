@@ -93,7 +93,7 @@ def compiler_flags(highest: InstructionSet | None) -> tuple[str, ...]:
     return (*without, *_FLAGS[highest])
 
 
-_HWCAPS = {"lse": (16, 8), "fp16": (16, 10), "dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+_HWCAPS = {"lse": (16, 8), "fp16": (16, 10), "dotprod": (16, 20)}
 """What Linux says of an Arm processor: the entry of the auxiliary vector and its bit, by the compiler's name."""
 
 
@@ -180,7 +180,7 @@ def _compiled(cache: CompileCache, flags: Sequence[str]) -> Path:
 def _sources_key(flags: Sequence[str]) -> str:
     """Return a hash of everything that determines the library except the compiler.
 
-    This includes the processor, because of -march=native.
+    This includes the processor, which the compiler asks.
     """
     sources = (part for path in _sources("*.cpp", "*.h") for part in (path.name, path.read_bytes()))
     return content_key(*flags, platform.machine(), processor_line(), os.environ.get("CXX", ""), *sources)
@@ -240,11 +240,12 @@ def try_instructions(library: Path) -> None:
     except OSError as error:
         log.debug("the C++ kernels are not tried in another process: %s", error)
         return
-    if done.returncode:
-        how = f"in {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"with {done.returncode}"
+    if done.returncode > 0:
+        log.debug("the C++ kernels are not tried in another process: %s", done.stderr.decode(errors="replace").strip())
+    if done.returncode < 0:
         raise DriverUnavailable(
-            f"the C++ kernels of the cpu driver end {how}: this processor, {platform.machine()}, does not know all "
-            "instructions that it reports",
+            f"the C++ kernels of the cpu driver end in {signal.Signals(-done.returncode).name}: this processor, "
+            f"{platform.machine()}, does not know all instructions that it reports",
             "set the driver's option instructions to a lower set, such as avx2, or native to false",
         )
 

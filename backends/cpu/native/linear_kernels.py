@@ -30,6 +30,7 @@ class LinearKernels(Bindings):
     Attributes:
         path: that of the library.
         instructions: the sets that the library was compiled for.
+        integer_rows: up to how many rows of 16-bit activations weights of 8 or 4 bits multiply as integers.
         few: how weights are multiplied with few rows, by their layout. Weights of other layouts use torch.
         many: whether the kernel of packed weights may be the fastest for many rows, too: in tiles of AMX.
     """
@@ -43,6 +44,7 @@ class LinearKernels(Bindings):
         self.many = bool(self.function("multiplies_tiles", c_int)())
         self.path = str(library._name)
         self.instructions = self.function("instructions", c_char_p)().decode().strip()
+        self.integer_rows = self.function("integer_rows", c_int64)()
         self.few: dict[Layout, FewRows] = {}
         self._held: dict[int, _Held] = {}
 

@@ -137,7 +137,8 @@ class Multiplication {
     // Writes rows[r] . others[m] to sums[m * kBlock + r].
     void run(const T* rows, int64_t count, float* sums) {
         // Rows that are widened to be multiplied are widened once for all groups of others.
-        if (!std::is_same_v<T, Operand<T>> && count_ > kWorthWidening) return run_widened(rows, count, sums);
+        if constexpr (kWorthWidening < kOthers && !std::is_same_v<T, Operand<T>>)
+            if (count_ > kWorthWidening) return run_widened(rows, count, sums);
         for (int64_t m = 0; m < count_; m += kGroup)
             for (int64_t row = 0; row < count; row += kRows)
                 multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), m,

@@ -1,6 +1,6 @@
 // Recurrent layers: the causal convolution, the gated delta rule, and their norms and gates.
 //
-// The delta rule advances token by token. Each row of a state matrix depends on itself alone, so eight rows stay in the
+// The delta rule advances token by token. Each row of a state matrix depends on itself alone, so a few rows stay in the
 // CPU cache for all tokens of a sequence: memory has each row read once, and written once.
 #include <algorithm>
 #include <cmath>
@@ -110,7 +110,7 @@ struct Inputs {
     int64_t length, width;  // tokens; elements of a padded key
 };
 
-// Advances eight rows of a state through the tokens: `values` and `results` have a row's element per token. The rows
+// Advances kAtOnce rows of a state through the tokens: `values` and `results` have a row's element per token. The rows
 // are in `rows` before, and in `out` after each token. For several tokens, both are the same memory.
 template <class Kept>
 void advance(const float* rows, float* out, const Inputs& in, const float* values, float* results, Kept keep) {

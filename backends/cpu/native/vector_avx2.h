@@ -6,6 +6,7 @@
 #include "elements.h"
 
 constexpr int kLanes = 8, kRegisters = 16;
+#define HAL_AVX2
 #define HAL_WIDENS
 
 // The compiler widens each half of these alone.

@@ -6,6 +6,7 @@
 #include "elements.h"
 
 constexpr int kLanes = 16, kRegisters = 32;
+#define HAL_AVX512
 #define HAL_WIDENS
 
 inline __m512 widened(const bfloat16* from) {
@@ -22,12 +23,17 @@ inline void narrowed(__m512 values, float16* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
 }
 
-#ifdef __AVX512VNNI__
 #define HAL_INTEGERS
 using Register = __m512i;
 
 // Adds the products of 16-bit integers, two to a lane of the sum.
-inline __m512i add_products(__m512i sum, __m512i left, __m512i right) { return _mm512_dpwssd_epi32(sum, left, right); }
+inline __m512i add_products(__m512i sum, __m512i left, __m512i right) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, left, right);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(left, right));
+#endif
+}
 
 // Returns one of four floats in each lane.
 inline __m512 spread_four(const float* four, __m512i lanes) {
@@ -38,4 +44,3 @@ inline __m512 spread_four(const float* four, __m512i lanes) {
 inline __m512i entries(const int16_t* table, __m512i indices) {
     return _mm512_permutexvar_epi16(indices, _mm512_loadu_si512(table));
 }
-#endif

@@ -2,7 +2,7 @@
 //
 // Where the processor multiplies integers, x is rounded to 16-bit ones, with a scale for each block of x. This is exact to
 // 2**-15 of the block's largest element, which is less than bfloat16's rounding. A weight is then never widened further:
-// one or two rows of x are multiplied here, more in weight_only_columns.cpp, or in weight_only_tiles.cpp with AMX.
+// a few rows of x are multiplied here; more with AVX512_VNNI in weight_only_columns.cpp, with AMX in weight_only_tiles.cpp.
 // Otherwise some rows of a weight at a time are widened, in a core's cache: to float32, or where the processor multiplies
 // pairs of bfloat16, to these.
 #include <omp.h>
@@ -157,7 +157,9 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
                 Ints sum = {};
 #pragma GCC unroll 8
                 for (int i = 0; i < kVectors; i++) sum = dot(sum, weight[i], load<Shorts>(of_row + i * 2 * kLanes));
-                sums[m] += __builtin_convertvector(sum, Lanes) * (scale * of_x[m * blocks + block]);
+                Lanes factor = scale * of_x[m * blocks + block];
+                keep(factor);
+                sums[m] += __builtin_convertvector(sum, Lanes) * factor;
             }
         }
     };
@@ -187,9 +189,13 @@ __attribute__((noinline)) void multiply_unit(const WeightOnly& given, const Inte
         if (!corrected) continue;
         if (given.zeros.values) given.zeros.read(begin + r, zeros);
         for (int64_t group = 0; group < x.groups; group += kLanes) {
-            const Lanes less = load<Lanes>(scales + group) * (load<Lanes>(zeros + group) + kOffset);
-            for (int m = 0; m < Rows; m++)
-                held[m * kLanes + r] -= load<Lanes>(x.sums.data() + (row + m) * x.groups + group) * less;
+            Lanes less = load<Lanes>(scales + group) * (load<Lanes>(zeros + group) + kOffset);
+            keep(less);  // or the compiler would multiply in another order for one row than for several
+            for (int m = 0; m < Rows; m++) {
+                Lanes product = load<Lanes>(x.sums.data() + (row + m) * x.groups + group) * less;
+                keep(product);
+                held[m * kLanes + r] -= product;
+            }
         }
     }
     for (int m = 0; m < Rows; m++) {
@@ -256,6 +262,17 @@ void run(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
 }
 
 }  // namespace
+
+// Returns up to how many rows of 16-bit elements are multiplied as integers.
+extern "C" int64_t integer_rows() {
+#if defined(__AVX512VNNI__)
+    return kOthers;
+#elif defined(HAL_INTEGERS)
+    return kMostRows;
+#else
+    return 0;
+#endif
+}
 
 // Multiplies up to 64 rows of x, whose elements have unit stride, with a weight of 8 or 4 bits. Zero points and the bias
 // may be null. A group has at most `width` elements.

@@ -51,7 +51,7 @@ struct Factors {
     template <class T>
     void copy(const T* from, float* to) const {
         int64_t i = 0;
-#ifdef __AVX512BW__
+#ifdef HAL_AVX512
         if constexpr (sizeof(T) == 2)  // which the compiler would convert one by one
             for (; i < groups; i += kLanes) {
                 const int64_t left = groups - i;
@@ -99,7 +99,7 @@ inline float number_of(const uint8_t* row, int64_t i, int kind) {
 
 // Returns kLanes elements of a row from `first` on, which is even.
 inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
-#ifdef __AVX512BW__
+#ifdef HAL_AVX512
     const auto wide = [](__m128i bytes) { return Lanes(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))); };
     if (kind == kBytes) return wide(load<__m128i>(row + first));
     const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + first / 2)), nibble = _mm_set1_epi8(15);
@@ -109,7 +109,7 @@ inline Lanes numbers_of(const uint8_t* row, int64_t first, int kind) {
     return wide(_mm_shuffle_epi8(table, _mm_unpacklo_epi8(low, high)));
 #else
     if (kind == kBytes) {
-#ifdef __AVX2__
+#ifdef HAL_AVX2
         return Lanes(bytes_of(row + first));
 #endif
         using Bytes = int8_t __attribute__((vector_size(kLanes)));
@@ -161,7 +161,6 @@ constexpr float kLeast = 0x1p-112;  // a block whose elements are no larger is t
 // are not all finite give zeros and NaN, which makes all results of the row NaN.
 template <class T>
 inline float round_block(const T* x, int64_t count, int32_t* q) {
-    using Bits = Ints;
     constexpr int kVectors = kBlockOfX / kLanes;
     T filled[kBlockOfX];
     if (count < kBlockOfX) {
@@ -169,10 +168,10 @@ inline float round_block(const T* x, int64_t count, int32_t* q) {
         x = filled;
     }
     Lanes values[kVectors];
-    Bits most = {};  // sizes are in the order of their bits, and what is not finite comes last
+    Ints most = {};  // sizes are in the order of their bits, and what is not finite comes last
     for (int i = 0; i < kVectors; i++) {
         values[i] = wide(x + i * kLanes);
-        const Bits size = Bits(values[i]) & 0x7fffffff;
+        const Ints size = Ints(values[i]) & 0x7fffffff;
         most = size > most ? size : most;
     }
     int32_t largest = 0;

@@ -60,7 +60,7 @@ class WeightOnlyKernels(Bindings):
     ) -> Tensor:
         """See :func:`hal.ops.linear`. Few rows read the weight once; those of int8 are widened.
 
-        A row of x with an element that is not finite gives NaN.
+        A row of x with an element that is not finite gives NaN where it is rounded to integers.
         """
         factors = weight_scale, weight_zero_point
         if dtype is not None and dtype is not x.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from ctypes import c_int64
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ SIZES = (
 FLOAT4 = Form("float4", columns=32, scales="e8m0")
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 ROWS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 64)
-INTEGERS = 64 if "avx512_vnni" in processor_flags() else 0
+INTEGERS = 64 if "avx512_vnni" in processor_flags() else 16
 """Rows of x up to which x is rounded to integers."""
 
 
@@ -77,8 +78,8 @@ def of_weight(weight: Tensor, group: int) -> Form:
 def check(kernels: WeightOnlyKernels, dtype: torch.dtype, bits: int, *, as_integers: int) -> None:
     """Compare with products of dequantized weights in float64; each size has every other number of rows.
 
-    Of up to ``as_integers`` rows, the error is that of one rounding of the result. Of more, for groups of unusual
-    sizes, and without products of 16-bit integers, weights are rounded to x's dtype, too.
+    Of up to ``as_integers`` rows, the error is that of one rounding of the result. Of more, and for groups of unusual
+    sizes, weights may be rounded to x's dtype, too.
     """
     torch.manual_seed(0)
     eps = torch.finfo(dtype).eps
@@ -115,14 +116,32 @@ def test_tiles(bits: int, tiles: WeightOnlyKernels) -> None:
     check_experts(tiles, torch.float16)
 
 
-@thorough(EXHAUSTIVE, r"\[avx512\]")
+@thorough(EXHAUSTIVE, r"\[(avx512|sse4)\]")
 @thorough(MODE)
-@pytest.mark.parametrize("highest", ["avx2", "avx512"])
+@pytest.mark.parametrize("highest", ["sse4", "avx2", "avx512"])
 def test_lower_instruction_sets(highest: str) -> None:
-    lower = WeightOnlyKernels(build.load(highest))
+    lower = WeightOnlyKernels(build.load(highest))  # type: ignore[arg-type]
     for bits in (8, 4):
-        check(lower, torch.bfloat16, bits, as_integers=0)
+        check(lower, torch.bfloat16, bits, as_integers=16)
     check_experts(lower, torch.bfloat16)
+    rows_are_independent(lower)
+
+
+def rows_are_independent(kernels: WeightOnlyKernels) -> None:
+    """A row is the same alone and among others that are multiplied as integers, to the last bit."""
+    torch.manual_seed(0)
+    in_columns = kernels.function("integer_rows", c_int64)() > 16  # another kernel, of more than two rows
+    many, x, out, width = (1, 2) if in_columns else (1, 2, 3, 4, 5, 16), torch.randn(16, 512).half(), 128, 512
+    for bits, group in ((4, 32), (4, 128), (8, 32), (8, 128)):
+        weight, scale = weights(bits, out, width), torch.rand(out, width // group) + 0.5
+        zero = torch.randint(-8, 8, scale.shape).to(torch.int8)
+        bias = -multiplied(kernels, x[:1], weight, scale, group, zero=zero)[0].float()  # which leaves the last bits
+        alone, *others = (multiplied(kernels, x[:n], weight, scale, group, zero=zero, bias=bias)[0] for n in many)
+        assert all(torch.equal(each, alone) for each in others), f"{bits} bits in groups of {group}"
+
+
+def test_a_row_does_not_depend_on_the_others(kernels: WeightOnlyKernels) -> None:
+    rows_are_independent(kernels)
 
 
 @pytest.mark.parametrize("rows", [2, 20])
