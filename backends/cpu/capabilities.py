@@ -1,4 +1,4 @@
-"""What this processor, this build of torch and its oneDNN multiply fast. Each is a question of its own, asked once."""
+"""Which products are fast with this processor, build of torch and oneDNN: each function probes one capability, once."""
 
 from __future__ import annotations
 

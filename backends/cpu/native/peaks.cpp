@@ -11,15 +11,6 @@ namespace {
 using Pieces = uint64_t __attribute__((vector_size(64)));
 constexpr int64_t kPiece = 1 << 16, kAheadBytes = 4096;
 
-// Where the compiler keeps a sum: in a vector register.
-#if defined(__x86_64__)
-#define IN_REGISTER "+v"
-#elif defined(__aarch64__)
-#define IN_REGISTER "+w"
-#else
-#define IN_REGISTER "+m"
-#endif
-
 // Adds products to as many vectors of sums as multiply() of panels.h holds. Returns the operations.
 template <class T>
 int64_t add_products(int64_t steps) {

@@ -37,14 +37,19 @@ inline V load(const T* from) {
     return value;
 }
 
-// Keeps a vector in a register, where the compiler would read it from memory for each use.
+// Where the compiler's assembly keeps a vector that it reads and writes.
+#if defined(__x86_64__)
+#define IN_REGISTER "+v"
+#elif defined(__aarch64__)
+#define IN_REGISTER "+w"
+#else
+#define IN_REGISTER "+m"
+#endif
+
+// Has the compiler compute a vector here and hold it, where it would read it anew or merge it with what follows.
 template <class V>
 inline void keep(V& vector) {
-#if defined(__x86_64__)
-    asm("" : "+v"(vector));
-#elif defined(__aarch64__)
-    asm("" : "+w"(vector));
-#endif
+    asm("" : IN_REGISTER(vector));
 }
 
 // Returns kLanes elements in float32.

@@ -165,7 +165,10 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
     };
     constexpr int64_t kBlockBytes = Parts * kPart;
     const int64_t whole = given.width / kBlockOfX;
-    for (int64_t block = 0; block < whole; block++) add(block, line + block * kBlockBytes, line + block * kBlockBytes + kAhead);
+    for (int64_t block = 0; block < whole; block++) {
+        const uint8_t* from = line + block * kBlockBytes;
+        add(block, from, from + kAhead);
+    }
     if (whole < blocks) {
         uint8_t last[kBlockBytes] = {};
         std::copy_n(line + whole * kBlockBytes, bytes - whole * kBlockBytes, last);

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hal.backends.cpu.kernels import int8_product_in_float32
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.arguments import noting
 from hal.backends.cpu.native.build import compiler_flags
@@ -24,6 +25,15 @@ SIZES = ((96, 64), (50, 33), (17, 1), (1, 130), (300, 576), (16, 2050))
 
 
 pytestmark = pytest.mark.usefixtures("threads")
+
+
+@pytest.mark.parametrize("width", [1, 1024, 2500])
+def test_a_product_in_float32_is_exact(width: int) -> None:
+    """Processors without products of integers compute it, so that no other test on this one may."""
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-128, 128, (rows, width), dtype=torch.int8) for rows in (5, 7))
+    x[0], weight[:2] = -128, torch.tensor([[-128], [127]])
+    assert torch.equal(int8_product_in_float32(x.view(5, 1, width), weight)[:, 0], x.int() @ weight.int().t())
 
 
 @pytest.fixture(params=["best", pytest.param("avx2", marks=thorough(MODE))])
