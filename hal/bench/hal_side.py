@@ -21,6 +21,7 @@ from hal.bench.workload import Contender, Inputs, Side, prefill
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
 from hal.checkpoint.random_weights import RandomCheckpoint, meta_model
+from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config import read
 from hal.drivers.compiler import EAGER
 from hal.step import SEQUENCE
@@ -227,9 +228,20 @@ def _cut(setting: Setting, layers: int) -> Setting:
     if isinstance(checkpoint, RandomCheckpoint):
         cut: Checkpoint = RandomCheckpoint.of(Path(setting.plan.name).name, config)
     else:
-        kept = {name: info for name, info in checkpoint.tensors.items() if _layer_of(name) < layers}
-        cut = attrs.evolve(checkpoint, config=config, tensors=kept)
+        cut = attrs.evolve(checkpoint, config=config, tensors=_tensors_of_layers(checkpoint, layers))
     return attrs.evolve(setting, checkpoint=cut, meta=meta)
+
+
+def _tensors_of_layers(checkpoint: Checkpoint, layers: int) -> dict[str, TensorInfo]:
+    """Return the tensors of the first layers. A model of fewer has its last one again in place of the others."""
+    last = max(map(_layer_of, checkpoint.tensors))
+    kept = {name: info for name, info in checkpoint.tensors.items() if _layer_of(name) < layers}
+    for name, info in [*kept.items()]:
+        if _layer_of(name) == last:
+            for layer in range(last + 1, layers):
+                again = name.replace(f".layers.{last}.", f".layers.{layer}.", 1)
+                kept[again] = attrs.evolve(info, stored=info.stored or name)
+    return kept
 
 
 def _layer_of(name: str) -> int:

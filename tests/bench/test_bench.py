@@ -948,6 +948,11 @@ class TestLaunches:
             assert each.outside == {"embedding": 1, "linear": 1, "rms_norm": 1}
             assert each.per_layer == 9
 
+    def test_a_model_of_one_layer_is_counted_with_that_layer_twice(self, setting: plan.Setting, tmp_path: Path) -> None:
+        opened = hal.Checkpoint.open(random_checkpoint(tmp_path / "qwen3", num_hidden_layers=1))
+        (found, _) = hal_side.count_launches(attrs.evolve(setting, checkpoint=opened), lambda text: None)
+        assert found.layer == {"linear": 4, "rms_norm": 4, "paged_attention": 1}
+
     @thorough(FAMILY)
     def test_kinds_of_layers_are_cut_too(self, setting: plan.Setting) -> None:
         kinds = ["full_attention", "full_attention"]
