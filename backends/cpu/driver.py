@@ -25,9 +25,10 @@ from hal.ops import operation
 from hal.ops.forms import FLOAT
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import FormKernels
+from hal.ops.kernels.partial_kernel import kernel_of
 
-from . import capabilities, kernels, low_bits
+from . import kernels, low_bits
+from .description import Describe
 from .native.arguments import DTYPES, bound
 from .native.build import InstructionSet
 from .packing import ROWS, Packing, packed
@@ -82,7 +83,7 @@ class CpuDevice(HostDevice):
 KERNELS: dict[str, Kernel] = {
     **torch_kernels.KERNELS,
     **composed_recurrence.KERNELS,
-    **{name: FormKernels(name, each) for name, each in low_bits.KERNELS.items()},
+    **low_bits.form_kernels(low_bits.KERNELS),
     "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
     "packed_attention": composed_attention.packed,
@@ -133,7 +134,7 @@ class CpuBackend(Backend):
 
     def __init__(self, options: CpuOptions) -> None:
         library = _library(options)
-        native = _native_kernels(library)
+        native, forms = _native_kernels(library)
         super().__init__(
             "cpu",
             CpuDevice(library),
@@ -145,6 +146,9 @@ class CpuBackend(Backend):
         )
         self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
         self._product = {**KERNELS, **native}["linear"].taking(FLOAT)  # type: ignore[attr-defined]
+        self._described: dict[Kernel | None, Describe] = {
+            kernel: describe for each in forms.values() for _, kernel, describe in each
+        }
         self._few_rows: LinearKernels | None = self._product.__self__ if native else None
         self._packing = Packing(self.device.empty_cache, self._few_rows) if options.pack_weights else None
         self.threads = SHARED.open()
@@ -161,19 +165,6 @@ class CpuBackend(Backend):
 
     def _release(self) -> None:
         SHARED.close()
-
-    def products(self) -> Mapping[str, str]:
-        """Return who multiplies: the C++ kernels up to so many rows, then oneDNN or torch, and in which dtype."""
-        few = self._few_rows
-        found = {"instructions": "no C++ kernels" if few is None else few.instructions}
-        for dtype in self.limits.dtypes:
-            name, fast = (str(each).removeprefix("torch.") for each in (dtype, capabilities.product_dtype(dtype)))
-            by = f"by oneDNN or torch in {fast}{', packed if faster' if capabilities.packs(dtype) else ''}"
-            first = "" if few is None or dtype is torch.float32 else "of few rows by C++ if faster; of more "
-            found[f"{name} products"] = first + by
-        if few is not None:
-            found["low-bit products"] = f"of up to 64 rows by C++; of up to {few.integer_rows} in 16 bits, as integers"
-        return found
 
     def graph(self) -> Graph:
         """Return a new, empty tape."""
@@ -197,6 +188,12 @@ class CpuBackend(Backend):
         for name, weight in weights.items():
             held = prepared[name]
             held.copy_(packed(weight) if held.is_mkldnn else weight)
+
+    def describe_kernel(self, weight: Tensor, use: WeightUse) -> str:
+        """Return which kernel computes an operation with a weight, for how many rows."""
+        kernel = kernel_of(self.kernels.get(use.operation), use.form)
+        describe = self._described.get(kernel, super().describe_kernel)
+        return describe(weight, use)
 
     def plain_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in its plain layout."""
@@ -223,10 +220,14 @@ def _library(options: CpuOptions) -> ctypes.CDLL | None:
         return None
 
 
-def _native_kernels(library: ctypes.CDLL | None) -> dict[str, Kernel]:
+def _native_kernels(library: ctypes.CDLL | None) -> tuple[dict[str, Kernel], low_bits.Forms]:
+    """Return the C++ kernels, and the kernels by form with their descriptions."""
+    if library is None:
+        return {}, low_bits.KERNELS
     from .native.kernels import native_kernels
 
-    return {} if library is None else native_kernels(library)
+    kernels, forms = native_kernels(library)
+    return kernels | low_bits.form_kernels(forms), forms
 
 
 def _collectives(library: ctypes.CDLL | None) -> Mapping[str, Kernel]:

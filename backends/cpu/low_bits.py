@@ -7,9 +7,9 @@ expert with rows, whose number is a value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,24 @@ from hal.errors import OperationError
 from hal.ops.forms import Form, dequantize
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import Takes, plain
+from hal.ops.kernels.partial_kernel import FormKernels, Takes, plain
 from hal.ops.projection import floating_bias
 
 from . import packing
-from .capabilities import multiplies_int8
+from .capabilities import multiplies_int8, product_dtype
+from .description import ANY, Describe, of_rows, torch_in
 from .kernels import int8_product, int8_product_in_float32
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
+
+Forms = Mapping[str, Sequence[tuple[Takes, Kernel, Describe]]]
+"""For each operation, kernels, which forms each takes, and its description. The first that takes a form runs."""
+
+
+def form_kernels(forms: Forms) -> dict[str, Kernel]:
+    """Return the kernels by operation."""
+    return {name: FormKernels(name, [(takes, kernel) for takes, kernel, _ in each]) for name, each in forms.items()}
 
 
 def by_expert(linear: Kernel) -> Callable[..., Tensor]:
@@ -156,13 +168,32 @@ def in_float32(
     return values.to(dtype) if out is None else out.copy_(values)
 
 
+def input_dtype(use: WeightUse) -> torch.dtype:
+    """Return the dtype of x in products of forms that are not exact."""
+    return use.dtype if use.form.inputs == "float" else torch.float32
+
+
+def describe(weight: Tensor, use: WeightUse) -> str:
+    """Return who multiplies in :func:`linear`."""
+    return torch_in(product_dtype(input_dtype(use)), "widened")
+
+
+def _packs_int8(dtype: torch.dtype, width: int) -> bool:
+    """Return whether torch has a product with an int8 weight. It reads 16 columns at a time, past the end of others."""
+    return dtype is torch.bfloat16 and width % 16 == 0
+
+
+def _describe_few_int8(weight: Tensor, use: WeightUse) -> str:
+    few = PACKED_ROWS if _packs_int8(use.dtype, weight.shape[-1]) else 0
+    return of_rows((torch_in(weight.dtype, "not widened"), few), (describe(weight, use), ANY))
+
+
 def few_int8(
     x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor, *given: Any, out: Tensor | None = None
 ) -> Tensor:
     """See :func:`hal.ops.linear`. In bfloat16, few rows read the int8 weight directly, and scales are rounded."""
     rows, dtype = x.reshape(-1, weight.shape[1]), given[-2] or x.dtype
-    # torch's kernel reads 16 columns at a time, past the end of others.
-    if {x.dtype, dtype} != {torch.bfloat16} or not 0 < rows.shape[0] <= PACKED_ROWS or weight.shape[1] % 16 != 0:
+    if x.dtype is not dtype or not _packs_int8(dtype, weight.shape[1]) or not 0 < rows.shape[0] <= PACKED_ROWS:
         return linear(x, weight, bias, weight_scale, *given, out=out)
     values = torch._weight_int8pack_mm(rows.contiguous(), weight, weight_scale.view(-1).to(x.dtype))
     values = values.view(*x.shape[:-1], -1)
@@ -173,6 +204,11 @@ def few_int8(
 @functools.cache
 def _integer_linear() -> Callable[..., Tensor]:
     return torch_kernels.integer_linear(int8_product if multiplies_int8() else int8_product_in_float32)
+
+
+def describe_exact(weight: Tensor, use: WeightUse) -> str:
+    """Return who multiplies in :func:`exact_linear`."""
+    return torch_in(torch.int8 if multiplies_int8() else torch.float32)
 
 
 def exact_linear(*given: Any, out: Tensor | None = None) -> Tensor:
@@ -197,16 +233,19 @@ def _every(form: Form) -> bool:
     return True
 
 
+def _torch(weight: Tensor, use: WeightUse) -> str:
+    return "torch"
+
+
 exact: Takes = attrgetter("exact")
-LINEAR: Sequence[tuple[Takes, Kernel]] = (
-    (plain, _float_linear),
-    (exact, exact_linear),
-    (lambda form: form == Form("int8"), few_int8),
-    (_every, linear),
+LINEAR: Sequence[tuple[Takes, Kernel, Describe]] = (
+    (plain, _float_linear, lambda weight, use: of_rows(*packing.products(weight))),
+    (exact, exact_linear, describe_exact),
+    (lambda form: form == Form("int8"), few_int8, _describe_few_int8),
+    (_every, linear, describe),
 )
-KERNELS: dict[str, Sequence[tuple[Takes, Kernel]]] = {
-    "embedding": ((plain, torch_kernels.embedding), (_every, embedding)),
-    "grouped_linear": tuple((takes, by_expert(kernel)) for takes, kernel in LINEAR),
+KERNELS: Forms = {
+    "embedding": ((plain, torch_kernels.embedding, _torch), (_every, embedding, _torch)),
+    "grouped_linear": tuple((takes, by_expert(kernel), how) for takes, kernel, how in LINEAR),
     "linear": LINEAR,
 }
-"""The kernels of each operation that takes weights in any form, and which forms each takes."""

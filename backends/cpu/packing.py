@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from hal.config import CompileCache, cache_folder, content_key
 from hal.errors import ConfigError
 
 from .capabilities import packs, product_dtype
+from .description import ANY, torch_in
 from .native.build import processor_line
 
 ROWS = (1, 8, 32)
@@ -139,6 +139,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     return out
 
 
+def products(weight: Tensor) -> list[tuple[str, int]]:
+    """Return who multiplies in :func:`linear` up to how many rows."""
+    if weight.is_mkldnn:
+        table, packed = getattr(weight, "table", None), "oneDNN (packed)"
+        return [(packed, ANY)] if table is None else [(packed, weight.rows), *products(table)]  # type: ignore[attr-defined]
+    fast = product_dtype(weight.dtype)
+    own = torch_in(weight.dtype), ANY if fast is weight.dtype else 1
+    return [own, (torch_in(fast, "widened"), ANY)]
+
+
 def by_rows(
     x: Tensor,
     count: int,
@@ -208,7 +218,7 @@ class Packing:
             "rows packed, %d plain",
             *key[:4],
             [round(each, 2) for each in speedups],
-            "any" if found.few_packed == sys.maxsize else found.few_packed,
+            "any" if found.few_packed == ANY else found.few_packed,
             found.few_plain,
         )
         if not gains:
@@ -324,7 +334,7 @@ def _most_rows(took: dict[int, dict[tuple[bool, bool], float]], layout: bool) ->
             break
         gain += math.log(MIN_SPEEDUP * times[layout, False] / times[layout, True])
         if gain >= best:
-            most, best = sys.maxsize if rows >= MANY_ROWS else rows, gain
+            most, best = ANY if rows >= MANY_ROWS else rows, gain
     return most
 
 

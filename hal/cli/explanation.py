@@ -67,8 +67,7 @@ def captures_python(config: CompilationConfig, size: int) -> bool:
 
 
 def _at_markers(model: CausalLM, on: Backend, size: int) -> None:
-    with _capturing_only(on, size), on.translating_errors():
-        form = _form(model, on, size)
+    form = _form(model, on, size)
     pieces, at = form.num_graphs, sorted(form.at)
     echo(
         f"{UNTRACED} captured in {pieces} pieces; the {pieces - 1} calls between them, of {', '.join(at)}, run "
@@ -83,7 +82,7 @@ def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
 
     began = time.perf_counter()
     kept = sorted(on.inductor or ())
-    states = on.allocate(_spec(model, on, 2))
+    states = on.allocate(spec_of_blocks(model, on, 2))
     traced = stage_of("trace", trace_step(model, states, StepSizes(size), whole=kept), began)
     print_stages((traced,))
     echo(
@@ -95,15 +94,19 @@ def _for_inductor(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
 
 def _rewritten(model: CausalLM, on: Backend, size: int) -> tuple[Sequence[Stage], SplitStep | None]:
     """Print the rewritten step, and how it is split or lowered, or which stages another compiler reports."""
+    from hal.step import StepShape
+
     compiler = on.config.compilation.of("decode").compiler
     split, after = None, None
     if compiler == "piecewise":
-        step, split = _in_pieces(model, on, size)
+        pieces = _form(model, on, size)
+        step, split = pieces.optimized, pieces.split
+        assert split is not None  # it would have raised otherwise
     else:
         step, seconds = _lowered(model, on, size)
         after = "lower", "", f"{seconds:.3f}"
     own = compiler in ("graph", "piecewise")
-    later = () if own else _of_another(model, on, size)
+    later = () if own else _form(model, on, size).stages(StepShape.uniform(size))
     if not own and not later:
         echo(f"the compiler {compiler} does not report its stages; if it uses hal's rewrites, it receives this\n")
     print_stages(step.stages, after, later)
@@ -142,35 +145,19 @@ def _lowered(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, fl
     return step, time.perf_counter() - began - sum(each.seconds for each in step.stages)
 
 
-def _in_pieces(model: CausalLM, on: Backend, size: int) -> tuple[OptimizedStep, SplitStep]:
-    with _capturing_only(on, size), on.translating_errors():
-        pieces = _form(model, on, size)
-    assert pieces.optimized is not None  # it would have raised otherwise
-    assert pieces.split is not None
-    return pieces.optimized, pieces.split
-
-
-def _of_another(model: CausalLM, on: Backend, size: int) -> Sequence[Stage]:
-    """Return the stages that a compiler of another package reports after the rewrites."""
-    from hal.step import StepShape
-
-    with _capturing_only(on, size), on.translating_errors():
-        stages: Sequence[Stage] = _form(model, on, size).stages(StepShape.uniform(size))
-    return stages
-
-
 def context_of(model: CausalLM, on: Backend, num_blocks: int, phase: Phase = "decode") -> FormContext:
     """Return the context of a phase, with states of so many blocks."""
     from hal.execution.context import FormContext
 
-    states = on.allocate(_spec(model, on, num_blocks))
+    states = on.allocate(spec_of_blocks(model, on, num_blocks))
     longest = min(model.max_length, states.spec.num_tokens)
     return FormContext(model, on, states, on.config.compilation.of(phase), phase, None, longest)
 
 
 def _form(model: CausalLM, on: Backend, size: int) -> Any:
-    """Return the form that the backend's compiler gives decode steps."""
-    return on.compiler(on.config.compilation.of("decode").compiler).make(context_of(model, on, size + 1))
+    """Return the form that the backend's compiler gives decode steps, which captures those of ``size`` sequences."""
+    with _capturing_only(on, size):
+        return on.compiler(on.config.compilation.of("decode").compiler).make(context_of(model, on, size + 1))
 
 
 @contextmanager
@@ -190,7 +177,8 @@ def _capturing_only(on: Backend, size: int) -> Iterator[None]:
         on.configure(config)
 
 
-def _spec(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
+def spec_of_blocks(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
+    """Return the spec of states of so many blocks."""
     from hal.step import StateSpec
 
     dtype = next(model.parameters()).dtype

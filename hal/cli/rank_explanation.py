@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hal.cli.console import print_table
-from hal.cli.explanation import captures_python
+from hal.cli.explanation import captures_python, spec_of_blocks
+from hal.cli.kernel_explanation import without_numbers
 from hal.cli.stdout import echo
 from hal.errors import CompileError
 
@@ -48,7 +48,7 @@ def explain_ranks(opened: Checkpoint, model: CausalLM, on: Backend, size: int) -
     if not calls:
         echo()
         return
-    rows = Counter((each.operation, _without_numbers(each.of), each.sent) for each in calls)
+    rows = Counter((each.operation, without_numbers(each.of), each.sent) for each in calls)
     print_table(
         ("collective", "results of", "times", "a rank sends, each time"),
         [(name, of, str(times), _kib(sent)) for (name, of, sent), times in rows.items()],
@@ -115,16 +115,11 @@ def _calls(model: CausalLM, on: Backend, size: int) -> list[CollectiveCall]:
 
 def _traced(model: CausalLM, on: Backend, size: int, whole: Collection[str]) -> TracedStep:
     from hal.compile.trace import StepSizes, trace_step
-    from hal.step import ALL, NONE, StateSpec
+    from hal.step import ALL, NONE
 
     rows = ALL if model.has_logits else NONE
-    spec = StateSpec(tuple(model.states), next(model.parameters()).dtype, 2, on.block_size, num_slots=2)
-    sizes = StepSizes(size, any_size=False)
-    return trace_step(model, on.allocate(spec), sizes, whole=whole, decompose=False, rows=rows)
-
-
-def _without_numbers(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+    states, sizes = on.allocate(spec_of_blocks(model, on, 2)), StepSizes(size, any_size=False)
+    return trace_step(model, states, sizes, whole=whole, decompose=False, rows=rows)
 
 
 def _mib(nbytes: float) -> str:

@@ -20,6 +20,8 @@ from hal.drivers.backend import Backend
 from hal.errors import HalError
 from hal.nn import WeightUse
 from hal.ops import Draw
+from hal.ops.form_samples import drawn_weight
+from hal.ops.forms import FLOAT, Form
 from hal.ops.tolerance import assert_agree
 from hal.testing.case import NotApplicable
 from hal.testing.graph_cases import inputs_in_place
@@ -35,6 +37,7 @@ SAMPLES = 2
 SIZE = 64
 PROJECTION = 512, 640
 """Sizes of a weight that drivers bring into their own layout: the CPU's leaves small ones as they are."""
+FORMS = FLOAT, Form("int8"), Form("int4", columns=128), Form("int8", inputs="int8")
 HEAD_DIM = 128
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 SHARD = 8, 64
@@ -56,8 +59,8 @@ def checks(backend: Backend) -> Iterator[tuple[str, Callable[[], str]]]:
     """
     yield "matmul", partial(_matmul, backend)
     yield "projection", partial(_projection, backend)
-    for name, how in backend.products().items():
-        yield name, how.__str__
+    for form in FORMS:
+        yield f"products of {form}", partial(_product, backend, form)
     for name in OPERATIONS:
         yield name, partial(_operation, backend, name)
     yield "attention", partial(_attention, backend)
@@ -106,6 +109,17 @@ def _projection(backend: Backend) -> str:
         found = backend.ops.linear(x.to(backend.device.torch), held["weight"])
         torch.testing.assert_close(found.cpu(), (x.float() @ weight.float().t()).to(dtype), rtol=0, atol=0)
     return f"prepared weights of {PROJECTION[0]} x {PROJECTION[1]}, {_names(backend.limits.dtypes)}"
+
+
+def _product(backend: Backend, form: Form) -> str:
+    found: dict[str, list[torch.dtype]] = {}
+    for dtype in backend.limits.dtypes:
+        draw, use = Draw(dtype, backend.device.torch), WeightUse("linear", dtype, form)
+        numbers = (draw.normal(*PROJECTION), None, None) if form == FLOAT else drawn_weight(draw, form, *PROJECTION)
+        given = zip(("weight", "weight_scale", "weight_zero_point"), numbers, strict=True)
+        held = backend.prepare_weights({name: each for name, each in given if each is not None}, use)
+        found.setdefault(backend.describe_kernel(held["weight"], use), []).append(dtype)
+    return "; ".join(f"{_names(dtypes)}: {how}" for how, dtypes in found.items())
 
 
 def _operation(backend: Backend, name: str) -> str:

@@ -41,7 +41,7 @@ from hal.drivers.compiler import (
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
-from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel
+from hal.ops.kernels.partial_kernel import FormKernels, PartialKernel, kernel_of
 from hal.ops.kernels.prepared_arguments import check_kernel
 from hal.parallel import collectives
 from hal.parallel.mesh import Mesh, joined
@@ -313,10 +313,6 @@ class Backend(BackendResources):
                 f"set dtype to one of {', '.join(str(known).removeprefix('torch.') for known in self.limits.dtypes)}",
             )
 
-    def products(self) -> Mapping[str, str]:
-        """Return how products are computed, by dtype or form of weights, for ``hal doctor``; empty without a choice."""
-        return {}
-
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return weights in the form that this backend's kernels take; called once for each use, at load.
 
@@ -334,6 +330,24 @@ class Backend(BackendResources):
             kernels get, too. The default returns ``weights`` itself.
         """
         return weights
+
+    def describe_kernel(self, weight: Tensor, use: WeightUse) -> str:
+        """Return what computes an operation with a weight, for ``hal explain`` and ``hal doctor``.
+
+        Override it if the kernel chooses, for example by the layout of the weight and the number of rows.
+
+        Args:
+            weight: a result of :meth:`prepare_weights` for the operation's argument ``weight``.
+            use: as for :meth:`prepare_weights`.
+
+        Returns:
+            A phrase. The default is the name of the kernel that takes the form, or ``the reference``.
+        """
+        kernel = kernel_of(self.kernels.get(use.operation), use.form)
+        if kernel is None:
+            return "the reference"
+        name: str = getattr(kernel, "__qualname__", type(kernel).__qualname__)
+        return ".".join(filter(None, (kernel.__module__, name.partition(".<locals>")[0])))  # torch's have no module
 
     def replace_weights(self, prepared: Mapping[str, Tensor], weights: Mapping[str, Tensor], use: WeightUse) -> None:
         """Write new values into the memory of prepared weights, which graphs and compiled code read.

@@ -54,6 +54,7 @@ _RESULTS: Mapping[str, Callable[..., str]] = {
     "graph": _instance(Graph, "a hal.vendor.Graph"),
     "allocate": _memory,
     "prepare_weights": _prepared,
+    "describe_kernel": _instance(str, "a string"),
     "plain_weight": _same_shape,
     "explain": lambda result, error: "" if result is None or isinstance(result, HalError) else "a HalError, or None",
     "counting_launches": _instance(AbstractContextManager, "a context manager"),

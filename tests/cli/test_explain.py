@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,7 @@ import hal
 from hal import ops
 from hal.cli import main
 from hal.cli.explanation import explain_step
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.vendor import PartialKernel
 
 READS_VALUES = """
@@ -64,6 +66,34 @@ class TestExplain:
         assert self.run(str(quantized), "--backend", "cpu")[2] == (
             f"4 quantized layers take {held:,} bytes: float4 in groups of 32"
         )
+
+    @pytest.mark.parametrize(
+        ("scheme", "dtype", "form"),
+        [
+            (None, "bfloat16", "bfloat16"),
+            (None, "float32", "float32"),
+            ("w8a16", "bfloat16", "int8"),
+            ("w4a16", "bfloat16", "int4 in groups of 64"),
+            ("w8a8_dynamic", "bfloat16", "int8, and int8 inputs"),
+        ],
+    )
+    def test_what_computes_with_each_weight(
+        self, trained: Path, scheme: str | None, dtype: str, form: str, tmp_path: Path
+    ) -> None:
+        """Equal weights of the two layers have one line."""
+        path = trained if scheme is None else tmp_path / "quantized"
+        if scheme is not None:
+            quantize_checkpoint(trained, path, scheme, group_size=64 if scheme == "w4a16" else None)
+        rows = [re.split("  +", line) for line in self.run(str(path), "--backend", "cpu", "--dtype", dtype)]
+        table = f"4096 x 192 {dtype}"
+        for layer, times, operation, weight in (
+            ("model.embed_tokens", "1", "embedding", table),
+            ("model.embed_tokens", "1", "linear", table),
+            ("model.layers.*.self_attn.qkv_proj", "2", "linear", f"1024 x 192 {form}"),
+            ("model.layers.*.mlp.down_proj", "2", "linear", f"192 x 512 {form}"),
+        ):
+            (described,) = (row[4] for row in rows if row[:4] == [layer, times, operation, weight])
+            assert re.match("torch$" if operation == "embedding" else r"(C\+\+|oneDNN|torch) \(", described)
 
     def test_fused_operations_without_a_kernel(self, trained: Path, cpu: hal.Backend) -> None:
         """They have no row in the table, in which a reader looks for them."""
@@ -149,7 +179,7 @@ class TestExplain:
         options = "--compilation-config", json.dumps(config), "--dump", str(folder)
         lines = self.run(str(trained), "--backend", "cpu", *options)
         assert lines[1].startswith("states take ")
-        assert lines[2:] == ["", prefill, "", said, "", f"no graph to write to {folder}"]
+        assert lines[-6:] == ["", prefill, "", said, "", f"no graph to write to {folder}"]
         assert not folder.exists()
 
     @thorough(MODE)

@@ -325,8 +325,8 @@ def _command_line(process: psutil.Process) -> list[str]:
 @thorough(PROCESSES)
 def test_what_is_examined_on_each_device(everything: dict[str, Any]) -> None:
     assert [device["name"] for device in of(everything, "acme")["devices"]] == ["card 0", "card 1"]
-    kinds = [*(f"{each} products" for each in ("float32", "bfloat16", "float16", "low-bit")), "instructions"]
-    for name, graph, products in (("cpu", "passed", kinds), ("acme", "skipped", [])):
+    products = [f"products of {each}" for each in checks.FORMS]
+    for name, graph in (("cpu", "passed"), ("acme", "skipped")):
         for device in of(everything, name)["devices"]:
             outcomes = {each["name"]: each["outcome"] for each in device["checks"]}
             passed = ["matmul", "projection", *products, *checks.OPERATIONS, "attention"]

@@ -308,6 +308,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "graph": (),
     "allocate": (SPEC,),
     "prepare_weights": ({"weight": torch.ones(4, 4)}, USE),
+    "describe_kernel": (torch.ones(4, 4), USE),
     "plain_weight": (torch.ones(4, 4),),
     "explain": (RuntimeError(),),
     "counting_launches": (),
@@ -326,7 +327,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-MAY_RETURN = {("explain", "None"), ("resolve", "the class")}
+MAY_RETURN = {("explain", "None"), ("resolve", "the class"), ("describe_kernel", "a text")}
 
 
 @pytest.mark.parametrize(("hook", "value"), sorted({(hook, value) for hook in CALLS for value in WRONG} - MAY_RETURN))

@@ -6,12 +6,16 @@ import ctypes
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from ctypes import c_char_p
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes in C++."""
@@ -72,6 +76,15 @@ class Bindings:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+
+    def named(self, *details: str) -> str:
+        """Return the name of a kernel in descriptions, with the highest instruction set that it was compiled for."""
+        sets = bound(self.library, "instructions", c_char_p)().decode().split()
+        return f"C++ ({', '.join((*sets[-1:], *details))})"
+
+    def describe(self, weight: Tensor, use: WeightUse) -> str:
+        """Return who computes an operation with a prepared weight."""
+        return self.named()
 
     def function(self, name: str, result: Any, *arguments: Any) -> NativeFunction:
         """Return a function of the library with the types of its result and arguments."""

@@ -8,7 +8,6 @@ does not support is copied first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 
 from hal.errors import OperationError
 from hal.ops.kernels.kernel_table import Kernel
-from hal.ops.kernels.partial_kernel import FormKernels, Takes, plain
+from hal.ops.kernels.partial_kernel import plain
 
 from .. import low_bits
-from ..low_bits import by_expert
+from ..low_bits import Forms, by_expert
 from .arguments import DTYPES, Bindings, addresses, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
@@ -50,9 +49,10 @@ NATIVE = (
 )
 
 
-def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
-    """Return the C++ kernels by operation, and torch's for the forms of weights that they do not take."""
+def native_kernels(library: ctypes.CDLL) -> tuple[dict[str, Kernel], Forms]:
+    """Return the C++ kernels by operation, and those by form, with torch's for the forms that they do not take."""
     experts, int8, weight_only = ExpertKernels(library), Int8Kernels(library), WeightOnlyKernels(library)
+    floats = LinearKernels(library)
     made = (
         (_Library(library), BASIC),
         (AttentionKernels(library), ATTENTION_KERNELS),
@@ -62,23 +62,21 @@ def native_kernels(library: ctypes.CDLL) -> dict[str, Kernel]:
         (RecurrentKernels(library), RECURRENT_KERNELS),
         (SamplingKernels(library), SAMPLING_KERNELS),
     )
-    by_form: dict[str, Sequence[tuple[Takes, Kernel]]] = {
-        "embedding": [(in_groups, weight_only.embedding)],
+    forms: Forms = {
+        "embedding": [(in_groups, weight_only.embedding, experts.describe)],
         "grouped_linear": [
-            (plain, experts.grouped_linear),
-            (low_bits.exact, by_expert(int8.linear)),
-            (in_groups, weight_only.grouped_linear),
+            (plain, experts.grouped_linear, experts.describe),
+            (low_bits.exact, by_expert(int8.linear), int8.describe),
+            (in_groups, weight_only.grouped_linear, weight_only.describe),
         ],
         "linear": [
-            (plain, LinearKernels(library).linear),
-            (low_bits.exact, int8.linear),
-            (in_groups, weight_only.linear),
+            (plain, floats.linear, floats.describe),
+            (low_bits.exact, int8.linear, int8.describe),
+            (in_groups, weight_only.linear, weight_only.describe),
         ],
     }
-    return {
-        **{name: getattr(bindings, name) for bindings, names in made for name in names},
-        **{name: FormKernels(name, [*each, *low_bits.KERNELS[name]]) for name, each in by_form.items()},
-    }
+    kernels = {name: getattr(bindings, name) for bindings, names in made for name in names}
+    return kernels, {name: [*each, *low_bits.KERNELS[name]] for name, each in forms.items()}
 
 
 class _Library(Bindings):

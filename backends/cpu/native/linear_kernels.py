@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import c_char_p, c_int, c_int64, c_void_p
-from typing import Any
+from ctypes import c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,9 +13,14 @@ from torch import Tensor
 
 from hal.ops.forms import Form
 
-from ..low_bits import exact_linear
+from .. import packing
+from ..description import ANY, of_rows
+from ..low_bits import describe_exact, exact_linear
 from ..packing import FewRows, Layout, linear
 from .arguments import DTYPES, Bindings, addresses, empty, require
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 
 @attrs.frozen
@@ -29,8 +34,6 @@ class LinearKernels(Bindings):
 
     Attributes:
         path: that of the library.
-        instructions: the sets that the library was compiled for.
-        integer_rows: up to how many rows of 16-bit activations weights of 8 or 4 bits multiply as integers.
         few: how weights are multiplied with few rows, by their layout. Weights of other layouts use torch.
         many: whether the kernel of packed weights may be the fastest for many rows, too: in tiles of AMX.
     """
@@ -43,8 +46,6 @@ class LinearKernels(Bindings):
         self._collapse = self.function("collapse_pages", c_int, c_void_p, c_int64)
         self.many = bool(self.function("multiplies_tiles", c_int)())
         self.path = str(library._name)
-        self.instructions = self.function("instructions", c_char_p)().decode().strip()
-        self.integer_rows = self.function("integer_rows", c_int64)()
         self.few: dict[Layout, FewRows] = {}
         self._held: dict[int, _Held] = {}
 
@@ -59,6 +60,11 @@ class LinearKernels(Bindings):
         if few is not None and 0 < x.numel() <= few.most * x.shape[-1] and _alike(x, weight, bias):
             return self.few_rows(x, weight, bias, few, self.address_of(weight), out=out)
         return linear(x, weight, bias, out=out)
+
+    def describe(self, weight: Tensor, use: WeightUse) -> str:
+        """Return who multiplies in :meth:`linear`."""
+        few = self._hold(weight).few
+        return of_rows((self.named(), 0 if few is None else few.most), *packing.products(weight))
 
     def few_rows(
         self,
@@ -130,6 +136,10 @@ class Int8Kernels(Bindings):
         self._quantize = self.function("quantize", None, *[c_void_p] * 4, c_int, *[c_int64] * 2)
         self._dynamic = self.function("dynamic_quantize", None, *[c_void_p] * 3, c_int, *[c_int64] * 2)
         self._linear = self.function("int8_linear", None, *[c_void_p] * 7, *[c_int] * 2, *[c_int64] * 3)
+
+    def describe(self, weight: Tensor, use: WeightUse) -> str:
+        """Return who multiplies in :meth:`linear`."""
+        return of_rows((self.named("int8"), MOST_ROWS), (describe_exact(weight, use), ANY))
 
     def quantize(self, x: Tensor, scale: Tensor, offset: Tensor | None, *, out: Tensor | None = None) -> Tensor:
         """See :func:`hal.ops.quantize`."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from ctypes import c_int, c_int64, c_void_p
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from hal.errors import OperationError
 from hal.ops.forms import Form
 
 from .. import low_bits
+from ..description import ANY, of_rows
 from ..low_bits import by_expert, wrong_counts
 from .arguments import DTYPES, Bindings, addresses, empty, require
+
+if TYPE_CHECKING:
+    from hal.nn import WeightUse
 
 NUMBERS = {"int8": 0, "int4": 1, "float4": 2}
 """Codes of what a weight holds in C++."""
@@ -44,6 +49,24 @@ class WeightOnlyKernels(Bindings):
         self._grouped = self.function("weight_only_grouped_linear", c_int64, *given)
         self._many = partial(low_bits.linear, widen=self._widened)
         self._many_by_expert = by_expert(self._many)
+        self._integer_rows = self.function("integer_rows", c_int64)
+
+    def describe(self, weight: Tensor, use: WeightUse) -> str:
+        """Return who multiplies in :meth:`linear`, and for each expert in :meth:`grouped_linear`."""
+        rounds = self._rounds(use.form, use.form.width(weight), low_bits.input_dtype(use))
+        few = (self.named("as integers"), self._integer_rows() if rounds else 0), (self.named("widened"), MOST_ROWS)
+        return of_rows(*few, (low_bits.describe(weight, use), ANY))
+
+    def _rounds(self, form: Form, width: int, dtype: torch.dtype) -> bool:
+        """Return whether a row is multiplied as integers, by trying it: an infinity then gives NaN."""
+        x, ones, blocks = (
+            torch.zeros(1, width, dtype=dtype),
+            form.kind.pack(torch.ones(1, width)),
+            form.blocks(1, width),
+        )
+        x[0, 0] = math.inf
+        scale = torch.ones(blocks) if form.scales == "float" else torch.full(blocks, 127, dtype=torch.uint8)
+        return bool(self.linear(x, ones, None, scale, None, None, None, form).isnan())
 
     def linear(
         self,

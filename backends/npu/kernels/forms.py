@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,7 @@ def by_rows(kernel: Kernel) -> Kernel:
     The other one gets at least one row, and computes in the dtype of a floating-point x.
     """
 
+    @wraps(kernel)
     def product(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         *given, x_scale, dtype, form = rest
         if x.dim() != 2:

@@ -12,6 +12,7 @@ import click
 from hal.cli.config_options import Settings, configured, parallel
 from hal.cli.console import print_table
 from hal.cli.explanation import captures_python, context_of, explain_step, print_rewrites, print_stages
+from hal.cli.kernel_explanation import explain_kernels
 from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.stdout import ResultCommand, check_folder, echo, writing
 from hal.config import bounds
@@ -43,10 +44,11 @@ SEQUENCES = click.IntRange(1, bounds.SEQUENCES)
 def command(checkpoint: Path, settings: Settings, batch_size: int, dump: Path | None) -> None:
     """Compile a decode step of the model in the folder CHECKPOINT, and report each stage.
 
-    Prints the calls and duration of each stage; for each rewrite, the number of sites where it was applied, and of
-    matching sites where it was skipped, with reasons; the fused operations without a kernel on the backend; the options
-    that a kernel lacks; where the step is split; and, on devices that count them, the launches of a layer before and
-    after. Reports if the compiler applies no rewrites. The encoder of a model that reads images follows.
+    Prints the kernel that computes with each weight; the calls and duration of each stage; for each rewrite, the number
+    of sites where it was applied, and of matching sites where it was skipped, with reasons; the fused operations
+    without a kernel on the backend; the options that a kernel lacks; where the step is split; and, on devices that
+    count them, the launches of a layer before and after. Reports if the compiler applies no rewrites. The encoder of a
+    model that reads images follows.
 
     With --tensor-parallel, --data-parallel and --experts, prints a rank's weights, and for each layer its collectives:
     how many a step has, the bytes that a rank sends, and whether they are fused with other operations. Among the
@@ -69,6 +71,7 @@ def command(checkpoint: Path, settings: Settings, batch_size: int, dump: Path | 
         f"{opened.architecture}, {len(model.states)} layers, on {on.name}: a decode step of {batch_size}, "
         f"{config.compiler}\n{_cache(model, on)}\n{_quantized(model)}"
     )
+    explain_kernels(model, on)
     _layers(opened, model, on)
     if shared.size > 1:
         explain_ranks(opened, model, on, batch_size)

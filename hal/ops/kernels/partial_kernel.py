@@ -202,3 +202,11 @@ class AddedKernel:
         """Run the kernel, and write its result to a tensor that a replay gives."""
         result = self.kernel(*arguments)
         return result if out is None else out.copy_(result)
+
+
+def kernel_of(kernel: Kernel | None, form: Form) -> Kernel | None:
+    """Return which kernel of an operation takes weights of a form; None for the operation's body."""
+    if isinstance(kernel, FormKernels):
+        kernel = kernel.taking(form) or kernel.otherwise
+    added = getattr(kernel, "__self__", None)
+    return added.kernel if isinstance(added, AddedKernel) else kernel

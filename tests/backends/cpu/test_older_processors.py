@@ -31,6 +31,8 @@ from safetensors.torch import save_file
 from hal.backends.cpu.native.build import processor_flags
 from hal.backends.cpu import capabilities, packing
 from hal.doctor.checks import checks
+from hal.nn import WeightUse
+from hal.ops.forms import Form
 
 found, instructions, *runs = sys.argv[1:]
 if platform.machine() == "x86_64":
@@ -42,7 +44,9 @@ for run in runs:
     path, dtype = run.rsplit(":", 1)
     compilation = {"compiler": "graph", "capture_sizes": [1]}
     backend = hal.open({"backend": "cpu", "dtype": dtype, "options": {"native": True}, "compilation": compilation})
-    assert backend.products()["instructions"].split()[-1] == instructions, backend.products()
+    use = WeightUse("linear", backend.limits.dtypes[0], Form("int8"))
+    described = backend.describe_kernel(torch.ones(1, 64, dtype=torch.int8), use)
+    assert described.startswith(f"C++ ({instructions}, "), described
     for name, check in checks(backend) if dtype == "float32" else ():
         print(name, check())
     runner = hal.Runner(hal.load_model(path, backend), backend)

@@ -479,17 +479,18 @@ def test_the_process_is_left_as_it_was(opened: Opened, small: Path) -> None:
 
 
 @thorough(AGAIN)
-def test_explain_shows_what_came_of_it(folder: Path, tmp_path: Path) -> None:
-    path, dump = random_checkpoint(tmp_path / "qwen3", **SMALL), tmp_path / "dump"
+def test_explain_shows_what_came_of_it(small: Path, folder: Path, tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
     config = json.dumps({"compiler": "npugraph_ex", "cache_dir": str(folder), "max_capture_size": 4})
     arguments = ["--backend", "npu", "--dtype", "float16", "--compilation-config", config, "--batch-size", "3"]
-    result = CliRunner().invoke(main, ["explain", str(path), *arguments, "--dump", str(dump)])
+    result = CliRunner().invoke(main, ["explain", str(small), *arguments, "--dump", str(dump)])
     assert result.exit_code == 0, result.output
     calls = {
         row[0]: int(row[1])
         for line in result.stdout.splitlines()
         if len(row := line.split()) == 3 and row[1].isdecimal()
     }
+    assert "hal.ops.kernels.torch_kernels.linear" in result.stdout
     native, compiled = calls["native"], calls["npugraph_ex"]
     assert 0 < compiled < native, "at least unused results are removed"
     assert [each.name for each in sorted(dump.iterdir())] == [
@@ -501,7 +502,7 @@ def test_explain_shows_what_came_of_it(folder: Path, tmp_path: Path) -> None:
     code = (dump / "3-npugraph_ex.py").read_text(encoding="utf-8")
     before = (dump / "2-native.py").read_text(encoding="utf-8")
     for text in (before, code):
-        assert text.count("npu_fused_infer_attention_score") >= 2
+        assert text.count("npu_fused_infer_attention_score") >= 1
     compile(code, "dump", "exec")
     assert len(re.findall(r"\n    \w+ = torch\.ops\.", code)) < compiled
     hal.open("cpu")
