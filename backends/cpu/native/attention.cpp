@@ -39,7 +39,7 @@ inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, i
                  int64_t stride) {
     using P = Product<T>;
     constexpr int kAtOnce = kHeld / M;
-    const int64_t steps = kSteps ? kSteps : dim / P::kStep;
+    const int64_t steps = kSteps ? kSteps : dim / kTaken<T>;
     for (int64_t first = 0; first < rows; first += kAtOnce) {
         Lanes sums[kHeld] = {};
 #pragma GCC unroll 16
@@ -47,12 +47,15 @@ inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, i
             const T *row = tile.base + tile.at[first + r], *ahead = tile.base + tile.ahead[first + r];
 #pragma GCC unroll 8
             for (int64_t step = 0; step < steps; step++) {
-                __builtin_prefetch(ahead + step * P::kStep);
-                const auto left = P::widened(row + step * P::kStep);
+                if (step * kTaken<T> * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + step * kTaken<T>);
+#pragma GCC unroll 2
+                for (int part = 0; part < kParts<T>; part++) {
+                    const auto left = part_of(row + step * kTaken<T>, part);
 #pragma GCC unroll 4
-                for (int m = 0; m < M; m++)
-                    P::add(sums[m * kAtOnce + r], left,
-                           load<typename P::Vector>(queries + (step * kHeads + m) * P::kStep));
+                    for (int m = 0; m < M; m++)
+                        P::add(sums[m * kAtOnce + r], left,
+                               load<typename P::Vector>(queries + ((step * kParts<T> + part) * kHeads + m) * P::kStep));
+                }
             }
         }
         float found[kHeld];
@@ -132,7 +135,7 @@ inline Partial weights_of(const Shape& shape, int64_t head, bool first, float* l
 template <class T>
 struct Scratch {
     std::vector<const T*> heads;
-    std::vector<Operand<T>> queries;
+    Buffer<Operand<T>> queries;
     std::vector<float> scores;
     std::vector<int64_t> rows;
     std::vector<T> copies;  // of a tile, whose rows are filled up to whole vectors, or widened
@@ -150,15 +153,17 @@ struct Piece {
 template <class T>
 void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<T>& keys, const Pages<T>& values,
             const int32_t* blocks, float* sums, Partial* partials, Scratch<T>& scratch) {
-    constexpr int64_t kStep = Product<T>::kStep;
-    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kStep);
+    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kTaken<T>);
     const int64_t count = piece.span.end - piece.span.begin, stride = up(count, kTile), padded = up(group, kHeads);
     const int64_t kv_heads = piece.last - piece.first;
     scratch.heads.clear();
     for (int64_t kv_head = piece.first; kv_head < piece.last; kv_head++)
         for (int64_t head = 0; head < padded; head++)
             scratch.heads.push_back(query + (kv_head * group + std::min(head, group - 1)) * shape.query_head_stride);
-    const int64_t packed = pack<T, kHeads>(scratch.heads.data(), scratch.heads.size(), dim, scratch.queries);
+    const int64_t packed = kHeads * whole;
+    scratch.queries.resize(scratch.heads.size() / kHeads * packed);
+    for (size_t head = 0; head < scratch.heads.size(); head += kHeads)
+        pack<T>(scratch.heads.data() + head, kHeads, dim, scratch.queries.data() + head / kHeads * packed);
     scratch.scores.resize(kv_heads * group * stride);
     std::fill(sums, sums + kv_heads * group * whole, 0.0f);
     // Past the end, the last position again, so that every tile is whole and has one to prefetch.
@@ -194,9 +199,10 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
             const Tile<T> tile = tile_of(keys, index, of_keys, piece.first + kv_head);
             by_heads(group, [&](int64_t head, auto heads) {
                 const int64_t place = kv_head * padded + head;
-                const Operand<T>* queries = scratch.queries.data() + place / kHeads * packed + place % kHeads * kStep;
+                const Operand<T>* queries =
+                    scratch.queries.data() + place / kHeads * packed + place % kHeads * Product<T>::kStep;
                 float* scores = scratch.scores.data() + (kv_head * group + head) * stride + index;
-                switch (whole / kStep) {
+                switch (whole / kTaken<T>) {
                     case 2:
                         return dots<T, heads, 2>(tile, of_keys, queries, whole, scores, stride);
                     case 4:
@@ -241,7 +247,7 @@ void write(const Partial* partials, int64_t heads, const float* sums, int64_t ap
 template <class T>
 void attend_few(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
                 const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output) {
-    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, Product<T>::kStep);
+    const int64_t group = shape.heads / shape.kv_heads, dim = shape.head_dim, whole = up(dim, kTaken<T>);
     // A thread takes all key heads of a piece if there are enough pieces, otherwise some.
     const int64_t threads = omp_get_max_threads();
     const int64_t parts = std::min(shape.kv_heads, shape.tokens >= 4 * threads ? 1 : threads);

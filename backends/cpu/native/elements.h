@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
+#include <vector>
 
 struct bfloat16 {
     uint16_t bits;
@@ -61,6 +63,21 @@ inline float hyperbolic_tangent(float x) {
     const float near = y * square * x + x, far = std::copysign(1.0f - 2.0f / (exponential(2.0f * size) + 1.0f), x);
     return size < 0.625f ? near : far;
 }
+
+// A vector whose first element starts a cache line. What crosses lines is loaded in two parts.
+template <class T>
+struct OnLines {
+    using value_type = T;
+    OnLines() = default;
+    template <class U>
+    OnLines(const OnLines<U>&) {}
+    T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})); }
+    void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t{64}); }
+    bool operator==(const OnLines&) const { return true; }
+    bool operator!=(const OnLines&) const { return false; }
+};
+template <class T>
+using Buffer = std::vector<T, OnLines<T>>;
 
 constexpr int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

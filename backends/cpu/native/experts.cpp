@@ -63,7 +63,10 @@ void project(Multiplication<T>& multiplication, const T* weight, int64_t apart, 
         multiplication.pack_others(inputs + first, taken, width);
         for (int64_t row = 0; row < count; row += kBlock) {
             const int64_t rows = std::min(kBlock, count - row);
-            for (int i = 0; i < Matrices; i++) multiplication.run(weight + i * apart + row * width, rows, sums[i]);
+            for (int i = 0; i < Matrices; i++) {
+                const T* from = weight + i * apart + row * width;
+                multiplication.run(from, rows, sums[i], from + rows * width);
+            }
             use(row, first, taken, rows, sums[0]);
         }
     }

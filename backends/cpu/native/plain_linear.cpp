@@ -1,7 +1,9 @@
 // Products of few rows with a weight in its plain layout, [out, width], which is read in place and once.
-#include <algorithm>
-#include <vector>
+#include <omp.h>
 
+#include <algorithm>
+
+#include "claims.h"
 #include "elements.h"
 #include "products.h"
 #include "replay.h"
@@ -15,21 +17,22 @@ void multiply(const T* x, const T* weight, const T* bias, T* y, int64_t rows, in
         const int64_t taken = std::min(kOthers, rows - row);
         const T* others[kOthers];
         for (int64_t i = 0; i < taken; i++) others[i] = x + (row + i) * x_stride;
-#pragma omp parallel if (out * width > 1 << 16)
+const bool parallel = out * width > 1 << 16;
+        Claims claims((out + kBlock - 1) / kBlock, parallel ? omp_get_max_threads() : 1);
+#pragma omp parallel if (parallel)
         {
             Multiplication<T> multiplication;
             multiplication.pack_others(others, taken, width);
             float sums[kOthers * kBlock];
-#pragma omp for schedule(dynamic)
-            for (int64_t first = 0; first < out; first += kBlock) {
-                const int64_t count = std::min(kBlock, out - first);
-                multiplication.run(weight + first * width, count, sums);
+            claims.run([&](int64_t block, int64_t following) {
+                const int64_t first = block * kBlock, count = std::min(kBlock, out - first);
+                multiplication.run(weight + first * width, count, sums, weight + following * kBlock * width);
                 for (int64_t i = 0; i < taken; i++)
                     for (int64_t c = 0; c < count; c++) {
                         const float sum = sums[i * kBlock + c];
                         y[(row + i) * out + first + c] = T(bias ? sum + float(bias[first + c]) : sum);
                     }
-            }
+            });
         }
     }
 }

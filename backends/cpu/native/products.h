@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "elements.h"
 #include "vector.h"
@@ -22,7 +21,7 @@ struct Product {
     static constexpr int kStep = kLanes;
     static Vector widened(const T* from) { return wide(from); }
     static Vector repeated(const Operand* from) { return Lanes{} + *from; }
-    static void add(Lanes& sum, const Vector& left, const Vector& right) { sum += left * right; }
+    static void add(Lanes& sum, const Vector& left, const Vector& right) { add_product(sum, left, right); }
 };
 
 #ifdef __AVX512BF16__
@@ -53,74 +52,103 @@ struct Product<bfloat16> {
 template <class T>
 using Operand = typename Product<T>::Operand;
 
-constexpr int kSecond = 2;  // prefetches into a core's second cache: its first has fewer at a time
-constexpr int kRows = 4;                              // of the matrix, per tile
-constexpr int kGroup = kRegisters >= 32 ? 4 : 3;      // of the others, so that sums stay in registers
+constexpr int kRows = 4;                          // of the matrix, per tile
+constexpr int kGroup = kRegisters >= 32 ? 4 : 3;  // of the others, so that sums stay in registers
 template <int M>
 constexpr int kDots = int(up(kRows * M, kLanes));  // sums of a tile, filled up to whole vectors
 
-// Packs `count` rows in groups, vector by vector, filled up with zeros. Returns the elements of a group.
-template <class T, int Group>
-inline int64_t pack(const T* const* rows, int64_t count, int64_t width, std::vector<Operand<T>>& packed) {
-    constexpr int64_t kStep = Product<T>::kStep;
-    const int64_t steps = (width + kStep - 1) / kStep, whole = width / kStep, group = steps * kStep * Group;
-    packed.resize((count + Group - 1) / Group * group);
-    for (int64_t row = 0; row < count; row++) {
-        Operand<T>* to = packed.data() + row / Group * group + row % Group * kStep;
-        for (int64_t step = 0; step < whole; step++, to += Group * kStep) {
-            const auto vector = Product<T>::widened(rows[row] + step * kStep);
-            std::memcpy(to, &vector, sizeof(vector));
-        }
-        if (whole < steps)
-            for (int64_t i = 0; i < kStep; i++) {
-                const int64_t at = whole * kStep + i;
-                to[i] = at < width ? Operand<T>(rows[row][at]) : Operand<T>(0.0f);
-            }
+// Vectors that a tile takes of a row at once. Where bfloat16 is widened, a word has two elements, the first of which a
+// shift widens and the second a mask: the packed rows then have the first ones of kLanes words, and the second ones.
+template <class T>
+constexpr int kParts = std::is_same_v<T, bfloat16> && std::is_same_v<Operand<T>, float> ? 2 : 1;
+template <class T>
+constexpr int64_t kTaken = kParts<T> * Product<T>::kStep;  // elements
+
+constexpr Words kSecondOfWord = Words{} + 0xffff0000;
+
+// Returns a part of kTaken elements.
+template <class T>
+inline typename Product<T>::Vector part_of(const T* from, int part) {
+    if constexpr (kParts<T> == 1) return Product<T>::widened(from);
+    if constexpr (kParts<T> == 2) {
+        if (!part) return Lanes(load<Words>(from) << 16);
+        const Words* mask = &kSecondOfWord;
+        asm("" : "+r"(mask));  // read anew, because no register is left for it
+        return Lanes(load<Words>(from) & *mask);
     }
-    return group;
+}
+
+// Packs rows for tiles of rows of T: vector by vector, filled up with zeros to a multiple of kTaken.
+template <class T, class U>
+inline void pack(const U* const* rows, int64_t count, int64_t width, Operand<T>* packed) {
+    constexpr int64_t kStep = Product<T>::kStep;
+    for (int64_t row = 0; row < count; row++) {
+        Operand<T>* to = packed + row * kStep;
+        for (int64_t at = 0; at < width; at += kTaken<T>) {
+            const U* from = rows[row] + at;
+            U filled[kTaken<T>];
+            if (at + kTaken<T> > width) {
+                std::fill(std::copy(from, rows[row] + width, filled), filled + kTaken<T>, U(0.0f));
+                from = filled;
+            }
+            for (int part = 0; part < kParts<T>; part++, to += count * kStep) {
+                const auto vector = [&] {
+                    if constexpr (std::is_same_v<T, U>)
+                        return part_of(from, part);
+                    else
+                        return Product<U>::widened(from);
+                }();
+                std::memcpy(to, &vector, sizeof(vector));
+            }
+        }
+    }
 }
 
 // Writes rows[r] . others[m] to dots[m * kRows + r], for M others. Packed: whether the rows are packed, or follow one
-// another. Ahead: whether to prefetch as many elements from `next`. A call keeps the registers free for the sums.
-template <class T, int M, bool Ahead, bool Packed, class Row>
-__attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, int64_t width, const Row* next,
-                                    float* dots) {
+// another. Fetches `ahead` bytes of `next` with each vector into the core's second cache; its first has fewer lines under
+// way. A call keeps the registers free for the sums.
+template <class T, int M, bool Packed, class Row>
+__attribute__((noinline)) void tile(const Row* rows, const Operand<T>* others, int64_t width, const char* next,
+                                    int64_t ahead, float* dots) {
     using P = Product<T>;
-    Lanes sums[kDots<M>] = {};
-    for (int64_t i = 0; i < width; i += P::kStep, others += kGroup * P::kStep) {
-        typename P::Vector right[M];
+    Lanes sums[kRows * M] = {};
+    for (int64_t i = 0; i < width; i += kTaken<T>, next += ahead) {
+        for (int64_t line = 0; line < ahead; line += 64) __builtin_prefetch(next + line, 0, 2);
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts<T>; part++, others += M * P::kStep) {
+            typename P::Vector right[M];
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            right[m] = load<typename P::Vector>(others + m * P::kStep);
-            keep(right[m]);
-        }
+            for (int m = 0; m < M; m++) {
+                right[m] = load<typename P::Vector>(others + m * P::kStep);
+                keep(right[m]);
+            }
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) {
-            if (Ahead && r * P::kStep * sizeof(Row) % 64 == 0) __builtin_prefetch(next + i * kRows + r * P::kStep, 0, kSecond);
-            typename P::Vector left;
-            if constexpr (Packed)
-                left = load<typename P::Vector>(rows + i * kRows + r * P::kStep);
-            else
-                left = P::widened(rows + r * width + i);
+            for (int r = 0; r < kRows; r++) {
+                typename P::Vector left;
+                if constexpr (Packed)
+                    left = load<typename P::Vector>(rows + i * kRows + (part * kRows + r) * P::kStep);
+                else
+                    left = part_of(rows + r * width + i, part);
+                keep(left);
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) P::add(sums[m * kRows + r], left, right[m]);
+                for (int m = 0; m < M; m++) P::add(sums[m * kRows + r], left, right[m]);
+            }
         }
     }
-    write_sums<kDots<M>>(sums, dots);
+    Lanes all[kDots<M>] = {};
+    std::memcpy(all, sums, sizeof(sums));
+    write_sums<kDots<M>>(all, dots);
 }
 
-template <class T, bool Ahead, bool Packed, int M = kGroup, class... Arguments>
+template <class T, bool Packed, int M = kGroup, class... Arguments>
 inline void tile_of(int64_t count, Arguments... arguments) {
     if constexpr (M > 1)
-        if (count < M) return tile_of<T, Ahead, Packed, M - 1>(count, arguments...);
-    tile<T, M, Ahead, Packed>(arguments...);
+        if (count < M) return tile_of<T, Packed, M - 1>(count, arguments...);
+    tile<T, M, Packed>(arguments...);
 }
 
 constexpr int64_t kOthers = 64;  // others at a time
 constexpr int64_t kBlock = 32;   // rows at a time; they stay in the CPU cache for all groups of others
-constexpr int64_t kNear = 8;     // of these, so many are widened at a time
-// Others, for more of which widening rows in a pass of its own is faster: where registers are few.
-constexpr int64_t kWorthWidening = kRegisters >= 32 ? kOthers : 4 * kGroup;
 
 // Multiplies up to kBlock rows of a matrix, contiguous, with up to kOthers others.
 template <class T>
@@ -130,57 +158,46 @@ class Multiplication {
     template <class U>
     void pack_others(const U* const* others, int64_t count, int64_t width) {
         static_assert(std::is_same_v<Operand<U>, Operand<T>>);
-        count_ = count, width_ = width;
-        group_ = pack<U, kGroup>(others, count, width, others_);
+        count_ = count, width_ = width, groups_ = (count + kGroup - 1) / kGroup, size_ = up(width, kTaken<T>) * kGroup;
+        others_.resize(groups_ * size_);
+        for (int64_t group = 0; group < groups_; group++)
+            pack<T>(others + first_of(group), first_of(group + 1) - first_of(group), width, others_.data() + group * size_);
     }
 
-    // Writes rows[r] . others[m] to sums[m * kBlock + r].
-    void run(const T* rows, int64_t count, float* sums) {
-        // Rows that are widened to be multiplied are widened once for all groups of others.
-        if constexpr (kWorthWidening < kOthers && !std::is_same_v<T, Operand<T>>)
-            if (count_ > kWorthWidening) return run_widened(rows, count, sums);
-        for (int64_t m = 0; m < count_; m += kGroup)
-            for (int64_t row = 0; row < count; row += kRows)
-                multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), m,
-                         m == 0 && row + 2 * kRows <= count, sums + row);
+    // Writes rows[r] . others[m] to sums[m * kBlock + r]. Meanwhile fetches as many rows from `next` on.
+    void run(const T* rows, int64_t count, float* sums, const T* next) {
+        // Each group fetches its share, with each vector so many bytes.
+        const int64_t share = kTaken<T> * kRows * int64_t(sizeof(T)) / groups_, vectors = width_ / kTaken<T>;
+        for (int64_t group = 0; group < groups_; group++)
+            for (int64_t row = 0; row < count; row += kRows) {
+                const char* ahead = reinterpret_cast<const char*>(next + row * width_) + group * vectors * share;
+                multiply(rows + row * width_, std::min<int64_t>(kRows, count - row), group, ahead, share, sums + row);
+            }
     }
 
   private:
-    void run_widened(const T* rows, int64_t count, float* sums) {
-        for (int64_t first = 0; first < count; first += kNear) {
-            const int64_t taken = std::min(kNear, count - first), whole = up(taken, kRows);
-            const T* pointers[kNear];
-            for (int64_t r = 0; r < whole; r++) pointers[r] = rows + (first + std::min(r, taken - 1)) * width_;
-            const int64_t size = pack<T, kRows>(pointers, whole, width_, rows_);
-            for (int64_t m = 0; m < count_; m += kGroup)
-                for (int64_t row = 0; row < taken; row += kRows) {
-                    const Operand<T>* from = rows_.data() + row / kRows * size;
-                    write<false, true>(m, from, from, sums + first + row);
-                }
-        }
-    }
+    // Groups are of like size: a tile with one other only waits for its sums.
+    int64_t first_of(int64_t group) const { return group * count_ / groups_; }
 
-    void multiply(const T* first, int64_t rows, int64_t m, bool ahead, float* sums) {
-        if (rows == kRows && width_ % Product<T>::kStep == 0)
-            return ahead ? write<true, false>(m, first, first + kRows * width_, sums)
-                         : write<false, false>(m, first, first, sums);
+    void multiply(const T* first, int64_t rows, int64_t group, const char* ahead, int64_t share, float* sums) {
+        if (rows == kRows && width_ % kTaken<T> == 0) return write<false>(first, group, ahead, share, sums);
         const T* pointers[kRows];  // beyond the end, the last row again; its dots are not used
         for (int64_t r = 0; r < kRows; r++) pointers[r] = first + std::min(r, rows - 1) * width_;
-        pack<T, kRows>(pointers, kRows, width_, rows_);
-        const Operand<T>* packed = rows_.data();
-        write<false, true>(m, packed, packed, sums);
+        rows_.resize(up(width_, kTaken<T>) * kRows);
+        pack<T>(pointers, kRows, width_, rows_.data());
+        write<true>(static_cast<const Operand<T>*>(rows_.data()), group, ahead, share, sums);
     }
 
-    // Multiplies kRows rows with the group of others from `m` on.
-    template <bool Ahead, bool Packed, class Row>
-    void write(int64_t m, const Row* rows, const Row* next, float* sums) {
-        const int64_t taken = std::min<int64_t>(kGroup, count_ - m);
+    // Multiplies kRows rows with a group of others.
+    template <bool Packed, class Row>
+    void write(const Row* rows, int64_t group, const char* ahead, int64_t share, float* sums) {
+        const int64_t first = first_of(group), taken = first_of(group + 1) - first;
         float dots[kDots<kGroup>];
-        tile_of<T, Ahead, Packed>(taken, rows, others_.data() + m / kGroup * group_, width_, next, dots);
+        tile_of<T, Packed>(taken, rows, others_.data() + group * size_, width_, ahead, share, dots);
         for (int64_t i = 0; i < taken; i++)
-            std::memcpy(sums + (m + i) * kBlock, dots + i * kRows, kRows * sizeof(float));
+            std::memcpy(sums + (first + i) * kBlock, dots + i * kRows, kRows * sizeof(float));
     }
 
-    std::vector<Operand<T>> others_, rows_;
-    int64_t count_, width_, group_;
+    Buffer<Operand<T>> others_, rows_;
+    int64_t count_, width_, groups_, size_;  // of the packed elements of a group
 };

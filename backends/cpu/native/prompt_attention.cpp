@@ -223,7 +223,7 @@ class Prompt {
     int64_t group_, rows_;
     bool together_;  // whether the rows of a band are weighed together
     std::vector<Span> spans_;
-    std::vector<Operand<T>> queries_;
+    Buffer<Operand<T>> queries_;
     const std::unique_ptr<Operand<T>[]> tile_keys_{new Operand<T>[kKeys * width_]};
     const std::unique_ptr<Operand<T>[]> tile_values_{new Operand<T>[kKeys * columns_]};
     std::vector<float> sums_, totals_, largest_;

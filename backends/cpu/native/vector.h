@@ -52,6 +52,17 @@ inline void keep(V& vector) {
     asm("" : IN_REGISTER(vector));
 }
 
+// Adds products to sums that stay where they are: given the choice, GCC 12 overwrites a factor and spills the sum.
+template <class V>
+inline void add_product(V& sum, V left, V right) {
+#if defined(HAL_AVX2)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(left), "xm"(right));
+#else
+    sum += left * right;
+    keep(sum);
+#endif
+}
+
 // Returns kLanes elements in float32.
 template <class T>
 inline Lanes wide(const T* from) {

@@ -31,7 +31,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
     {
         Multiplication<Operand<T>> multiplication;
         multiplication.pack_others(others, given.rows, given.width);
-        std::vector<Operand<T>> rows(kBlock * given.width);
+        Buffer<Operand<T>> rows(kBlock * given.width);
         std::vector<float> scales(groups), zeros(given.zeros.values ? groups : 0);
         float sums[kOthers * kBlock];
 #pragma omp for schedule(dynamic)
@@ -43,7 +43,7 @@ void run_widened(const WeightOnly& given, const T* x, int64_t x_stride, T* y) {
                 widen(given, first + i, scales.data(), given.zeros.values ? zeros.data() : nullptr,
                       rows.data() + i * given.width);
             }
-            multiplication.run(rows.data(), count, sums);
+            multiplication.run(rows.data(), count, sums, rows.data());  // none to fetch: they were just made
             for (int64_t m = 0; m < given.rows; m++)
                 for (int64_t i = 0; i < count; i++)
                     y[m * given.out + first + i] = T(sums[m * kBlock + i] + given.bias_of<T>(first + i));
