@@ -30,7 +30,7 @@ from hal.ops.kernels.partial_kernel import kernel_of
 from . import kernels, low_bits
 from .description import Describe
 from .native.arguments import DTYPES, bound
-from .native.build import InstructionSet
+from .native.processor import InstructionSet
 from .packing import ROWS, Packing, packed
 from .thread_count import SHARED
 

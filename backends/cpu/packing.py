@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.config import CompileCache, cache_folder, content_key
-from hal.errors import ConfigError
+from hal.errors import ConfigError, DriverUnavailable
 
 from .capabilities import packs, product_dtype
 from .description import ANY, torch_in
-from .native.build import processor_line
+from .native.processor import processor_line
 
 ROWS = (1, 8, 32)
 """Batch sizes to measure at if the config names none."""
@@ -356,8 +356,18 @@ def _run(weights: Sequence[Tensor], product: Product, x: Tensor) -> float:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Return a packed copy of a weight ``[out_features, in_features]``."""
-    result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    """Return a packed copy of a weight ``[out_features, in_features]``, of a dtype that oneDNN packs.
+
+    Raises:
+        DriverUnavailable: oneDNN refuses it.
+    """
+    try:
+        result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    except RuntimeError as error:
+        raise DriverUnavailable(
+            f"oneDNN, which the cpu driver took to pack weights of {weight.dtype}, refuses one: {error}",
+            "set the driver's option pack_weights to false",
+        ) from error
     return result
 
 

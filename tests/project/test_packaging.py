@@ -23,6 +23,8 @@ import hal
 
 HOMES = {"hal": "hal", "backends": "hal/backends", "models": "hal/models"}
 """Folders of the repository, and of the wheel."""
+BUILT = "hal/backends/cpu/native/prebuilt/x86_64-avx2-0123456789ab.so"
+"""A library as `hal build-kernels` writes it before a wheel is built."""
 DATA = (".cpp", ".h", ".template", ".toml", ".typed")
 
 
@@ -53,6 +55,9 @@ def sdist(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith(tuple(f"{home}/" for home in HOMES)) or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((repository / name).read_bytes())
+    library = source / BUILT.replace("hal/backends/", "backends/", 1)
+    library.parent.mkdir()
+    library.touch()
     program = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     checked([sys.executable, "-c", program], source)
     (built,) = folder.glob("*.tar.gz")
@@ -117,7 +122,7 @@ def test_every_file_is_in_the_sdist(sdist: Path, repository: Path) -> None:
 def test_every_file_is_in_the_wheel_and_nothing_else_on_top(wheel: Path, repository: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert shipped(repository) - names == set()
+    assert {*shipped(repository), BUILT} - names == set()
     top = {name.partition("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"hal", "hal_command.py", "pytest_hal.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char_p
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hal.errors import OperationError
+
+from .prebuilt import set_of
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -79,6 +82,8 @@ class Bindings:
 
     def named(self, *details: str) -> str:
         """Return the name of a kernel in descriptions, with the highest instruction set that it was compiled for."""
+        if (prebuilt := set_of(Path(self.library._name))) is not None:
+            return f"C++ ({', '.join((f'prebuilt for {prebuilt}', *details))})"
         sets = bound(self.library, "instructions", c_char_p)().decode().split()
         return f"C++ ({', '.join((*sets[-1:], *details))})"
 

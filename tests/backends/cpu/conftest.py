@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hal.backends.cpu import packing
-from hal.backends.cpu.native import build
+from hal.backends.cpu.native import build, compiler, prebuilt, processor
 
 import hal
 from hal.config import CompileCache, cache_folder
@@ -19,6 +20,13 @@ def not_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Keep nothing of what tests measure, which they also make up."""
     if "kept" not in request.node.name:
         monkeypatch.setattr(packing, "kept", lambda key, measure: measure())
+
+
+@pytest.fixture(autouse=True)
+def not_prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder of prebuilt libraries, in place of that of this checkout."""
+    monkeypatch.setattr(prebuilt, "PREBUILT", tmp_path / "prebuilt")
+    return tmp_path / "prebuilt"
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +49,6 @@ def emulated_tiles() -> ctypes.CDLL:
 
     The cache of the driver's kernels keeps them, for all workers and for later runs.
     """
-    flags = [*("-O1" if each == "-O3" else each for each in build.FLAGS), "-DHAL_EMULATED_TILES"]
-    return build._load(build._compiled(CompileCache(cache_folder("cpu")), flags) / build.LIBRARY)
+    flags = ["-O1" if each == "-O3" else each for each in (*compiler.FLAGS, *processor.native_flags(None))]
+    cache, program = CompileCache(cache_folder("cpu")), Path(compiler.compiler()[0])
+    return build._load(build._compiled(cache, [*flags, "-DHAL_EMULATED_TILES"], program))

@@ -22,8 +22,9 @@ from hal.backends.cpu import kernels as by_torch
 from hal.backends.cpu.driver import KERNELS
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.attention_kernels import FEW, AttentionKernels
-from hal.backends.cpu.native.build import processor_flags
+from hal.backends.cpu.native.compiler import compiler
 from hal.backends.cpu.native.kernels import NATIVE
+from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.packing import ROWS, Layout, Measured, Packing, linear
 from helpers.attending import paged_sample
@@ -364,13 +365,21 @@ def test_any_layout_of_queries_will_do(native: hal.Backend) -> None:
     torch.testing.assert_close(native.kernels["paged_attention"](*arguments), expected)
 
 
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("no such flag", "set CXX to another compiler"),
+        ("clang: error: unsupported option '-fopenmp'", "brew install gcc"),
+        ("fatal error: 'omp.h' file not found", "brew install gcc"),
+    ],
+)
+def test_a_compiler_that_fails(said: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
+    broken.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(DriverUnavailable, match="no such flag"):
+    with pytest.raises(DriverUnavailable, match=rf"failed:\n{said}\n.*{remedy}"):
         build.load.__wrapped__()
     assert not list((tmp_path / "cache").rglob("*.so"))
 
@@ -506,7 +515,7 @@ def test_a_chosen_compiler_is_the_one_that_runs(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(DriverUnavailable, match=r"there is no no-such-compiler on the PATH\n.*install g\+\+"):
         build.load.__wrapped__()
     monkeypatch.setenv("CXX", "g++ -DCHOSEN")
-    assert build._compiler() == [shutil.which("g++"), "-DCHOSEN"]
+    assert compiler() == [shutil.which("g++"), "-DCHOSEN"]
 
 
 class TestPacking:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from hal.backends.cpu import capabilities, packing
-from hal.backends.cpu.native import build
-from hal.backends.cpu.native.build import compiler_flags, processor_flags
+from hal.backends.cpu.native import build, compiler
 from hal.backends.cpu.native.linear_kernels import LinearKernels
+from hal.backends.cpu.native.processor import native_flags, portable_flags, processor_flags
 from hal.backends.cpu.packing import FewRows, Layout, packed
 from helpers.thorough import EXHAUSTIVE, MODE, OPERATION, thorough
 from torch import Tensor
@@ -54,9 +54,9 @@ def tiles(emulated_tiles: ctypes.CDLL) -> LinearKernels:
 )
 def test_the_code_of_real_tiles_is_assembled(name: str, level: str, tmp_path: Path) -> None:
     """Few processors have tiles, but each compiler for x86 has their instructions."""
-    flags = [{"-O3": level, "-march=native": "-march=sapphirerapids"}.get(each, each) for each in build.FLAGS]
-    source, made = build.SOURCES / f"{name}.cpp", tmp_path / "tiles.o"
-    command = [*build._compiler(), *flags, "-c", str(source), "-o", str(made)]
+    flags = [level if each == "-O3" else each for each in (*compiler.FLAGS, *portable_flags("x86_64", "amx"))]
+    source, made = compiler.SOURCES / f"{name}.cpp", tmp_path / "tiles.o"
+    command = [*compiler.compiler(), *flags, "-c", str(source), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert bytes.fromhex("c4e27849c0") in made.read_bytes(), "no instruction tilerelease"
@@ -113,7 +113,7 @@ def test_tiles_multiply_packed_weights(tiles: LinearKernels) -> None:
 @pytest.mark.parametrize("highest", LOWER)
 def test_every_lower_instruction_set(highest: Any) -> None:
     try:
-        compiler_flags(highest)
+        native_flags(highest)
     except DriverUnavailable as missing:
         pytest.skip(str(missing))
     lower = LinearKernels(build.load(highest))
@@ -218,15 +218,6 @@ def test_the_environment_limits_the_instructions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HAL_CPU_INSTRUCTIONS", "amx")
     with pytest.raises(DriverUnavailable, match=r"instructions is amx, but this processor, .*, has no amx_tile"):
         hal.open({"backend": "cpu"})
-
-
-def test_an_instruction_that_the_processor_only_reports(tmp_path: Path) -> None:
-    """The build tries a library in another process, so that an unknown instruction does not end this one."""
-    source, library = tmp_path / "unknown.cpp", tmp_path / "unknown.so"
-    source.write_text('extern "C" int try_instructions() { __builtin_trap(); }\n', encoding="utf-8")
-    subprocess.run([*build._compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    with pytest.raises(DriverUnavailable, match=r"end in SIG\w+: this processor, .*, does not know all"):
-        build.try_instructions(library)
 
 
 def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from hal.backends.cpu.kernels import int8_product_in_float32
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.arguments import noting
-from hal.backends.cpu.native.build import compiler_flags
 from hal.backends.cpu.native.linear_kernels import MOST_ROWS, Int8Kernels
+from hal.backends.cpu.native.processor import native_flags
 from helpers.thorough import MODE, thorough
 from torch import Tensor
 
@@ -41,7 +41,7 @@ def kernels(request: pytest.FixtureRequest) -> Int8Kernels:
     """Return the kernels, with instructions for integers, if the processor has them, and without."""
     highest = None if request.param == "best" else request.param
     try:
-        compiler_flags(highest)
+        native_flags(highest)
     except DriverUnavailable as missing:
         pytest.skip(str(missing))
     return Int8Kernels(build.load(highest))

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from hal.backends.cpu.native import build
+from hal.backends.cpu.native import prebuilt, processor
+from hal.backends.cpu.native.compiler import sources_key
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from safetensors.torch import load_file
 
 import hal
+from hal.config import CompileCache, cache_folder
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 TOKENS = list(range(5, 45))
@@ -28,7 +32,7 @@ PROGRAM = """
 import platform, sys
 import torch, hal
 from safetensors.torch import save_file
-from hal.backends.cpu.native.build import processor_flags
+from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu import capabilities, packing
 from hal.doctor.checks import checks
 from hal.nn import WeightUse
@@ -58,6 +62,29 @@ for run in runs:
 save_file(logits, found)
 """
 
+WITHOUT_COMPILER = """
+import os, sys
+from pathlib import Path
+import hal
+from hal.backends.cpu.native import prebuilt, processor
+from hal.errors import DriverUnavailable
+
+folder, sys.executable = Path(sys.argv[1]), sys.argv[2]  # a child would run on the real processor
+prebuilt.PREBUILT, os.environ["PATH"] = folder, ""
+options = {"native": True}
+backend = hal.open({"backend": "cpu", "options": options})
+print(backend.kernels["rms_norm"].__self__.named())
+try:
+    hal.open({"backend": "cpu", "options": {**options, "instructions": "avx512"}})
+except DriverUnavailable as error:
+    print(error)
+processor.processor_flags = lambda: frozenset(processor.features_of("x86_64", "amx"))
+try:
+    hal.open({"backend": "cpu", "options": {**options, "instructions": "avx512"}})
+except DriverUnavailable as error:
+    print(error)
+"""
+
 
 def emulating(processor: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of Python on a processor of qemu's, and its environment."""
@@ -67,9 +94,10 @@ def emulating(processor: str) -> tuple[list[str], dict[str, str]]:
             pytest.skip("ARM_ROOT names no folder with Python for Arm: see make test-processors")
         own = {"PYTHONHOME": f"{root}/usr", "CXX": "aarch64-linux-gnu-g++"}
         return ["qemu-aarch64", "-cpu", processor, "-L", root, f"{root}/usr/bin/python3.11"], {**os.environ, **own}
-    if shutil.which("qemu-x86_64") is None:
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
         pytest.skip("qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
-    return ["qemu-x86_64", "-cpu", processor, sys.executable], {**os.environ}
+    return [emulator, "-cpu", processor, sys.executable], {**os.environ}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX and AVX-512 are parts of x86 processors")
@@ -78,11 +106,11 @@ def test_the_compiler_is_told_what_an_emulated_processor_lacks(monkeypatch: pyte
     features = ("amx_fp16", "amx_tile", "avx512_4vnniw", "avx512_fp16")
     lacks = [name for name in features if not torch.cpu.get_capabilities()[name]]
     assert lacks
-    monkeypatch.setattr(build, "processor_line", lambda: f"flags : made_up sse2 {' '.join(lacks)}")
-    assert build.processor_flags() == {"made_up", "sse2"}
+    monkeypatch.setattr(processor, "processor_line", lambda: f"flags : made_up sse2 {' '.join(lacks)}")
+    assert processor.processor_flags() == {"made_up", "sse2"}
     of_compiler = {"amx_fp16": "-mno-amx-fp16", "amx_tile": "-mno-amx-tile"}
     of_compiler |= {"avx512_4vnniw": "-mno-avx5124vnniw", "avx512_fp16": "-mno-avx512fp16"}
-    assert build.compiler_flags(None) == tuple(of_compiler[name] for name in lacks)
+    assert processor.native_flags(None)[1:] == tuple(of_compiler[name] for name in lacks)
 
 
 @thorough(PROCESSES)
@@ -116,3 +144,56 @@ def test_an_emulated_processor(
         expected = runner.step(runner.batch([TOKENS], [[1, 2, 3]]), rows=torch.tensor([37, 38, 39])).logits
         error = (logits[name] - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[dtype], f"{name}: {error}"
+
+
+@thorough(PROCESSES)
+def test_prebuilt_libraries_on_an_emulated_processor(tmp_path: Path) -> None:
+    """The one for AVX-512 is not chosen; where the processor claims AVX-512, an error names it."""
+    command, environment = emulating("Haswell")
+    sets = "avx2", "avx512"
+    # The cache of the driver's kernels keeps them for later runs.
+    folder = CompileCache(cache_folder("cpu")).get_or_put(
+        f"prebuilt-{sources_key(*sets)}", lambda folder: deque(prebuilt.build(folder, sets), maxlen=0)
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    python.chmod(0o755)
+    environment["HAL_CACHE_DIR"] = str(tmp_path)
+    command += ["-c", WITHOUT_COMPILER, str(folder), str(python)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    chosen, lacking, _, claimed, _ = done.stdout.splitlines()
+    assert chosen == "C++ (prebuilt for avx2)"
+    assert "instructions is avx512, but this processor, x86_64, has no avx512f or avx512bw" in lacking
+    assert "kernels of the cpu driver for SSE4, AVX2, AVX-512 end in SIGILL" in claimed
+
+
+CLAIMED = """
+import sys, torch, hal
+from hal.backends.cpu import packing
+found = packing.packs(torch.bfloat16), packing.product_dtype(torch.bfloat16)
+assert found == (False, torch.float32), found
+packing.product_dtype = lambda dtype: dtype
+x, weight = torch.randn(5, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+torch.testing.assert_close(packing.linear(x, weight), (x.float() @ weight.float().t()).bfloat16())
+packing.packs = lambda dtype: True
+packing.kept = lambda key, measure: measure()
+try:
+    backend = hal.open({"backend": "cpu", "dtype": "bfloat16", "options": {"native": False}})
+    hal.load_model(sys.argv[1], backend)
+except hal.errors.DriverUnavailable as error:
+    print(error)
+"""
+
+
+@thorough(PROCESSES)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit of instructions is one of x86 processors")
+def test_bfloat16_claimed_where_onednn_refuses_it(trained: Path) -> None:
+    """Products are computed by torch, and packing ends in an error that names the dtype."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", CLAIMED, str(trained)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pack weights of torch.bfloat16, refuses one" in done.stdout
+    assert "remedy: set the driver's option pack_weights to false" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hal.backends.cpu import low_bits
 from hal.backends.cpu.native import build
-from hal.backends.cpu.native.build import processor_flags
+from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.weight_only_kernels import WeightOnlyKernels
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
