@@ -21,7 +21,7 @@ def build(folder: Path, chosen: Collection[str] = ()) -> Iterator[Path]:
     """Compile a library for each instruction set of the compiler's processors, which may be others than this one.
 
     Args:
-        folder: where to write them, in place of those of older sources.
+        folder: where to write them. Those of other sources, which the driver would not load, are removed.
         chosen: the sets; all by default.
 
     Yields:
@@ -51,9 +51,10 @@ def build(folder: Path, chosen: Collection[str] = ()) -> Iterator[Path]:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / library.name
                 compile_library(made, (*FLAGS, *portable_flags(of, name)))
-                for older in folder.glob(f"{of}-{name}-*.so"):
-                    older.unlink()
                 os.replace(made, library)
+            for each in folder.glob(f"{of}-*.so"):
+                if each.name.rpartition("-")[2] != library.name.rpartition("-")[2]:
+                    each.unlink()
         except OSError as error:
             raise ConfigError(
                 f"the library for {name} cannot be written: {error}",
@@ -66,11 +67,8 @@ def highest(limit: str | None = None) -> Path | None:
     """Return the library of the highest instruction set that this processor has, up to a limit, or None."""
     names = list(SETS.get(architecture(), ()))
     allowed = names if limit is None else names[: names.index(limit) + 1]
-    for name in reversed(allowed):
-        library = _library(PREBUILT, architecture(), name)
-        if has(name) and library.exists():
-            return library
-    return None
+    found = (_library(PREBUILT, architecture(), name) for name in reversed(allowed) if has(name))
+    return next((each for each in found if each.exists()), None)
 
 
 def try_once(library: Path) -> None:

@@ -148,7 +148,7 @@ def test_the_command_compiles_for_others_than_this_processor(
     assert "-march=x86-64 -mavx2 -mfma -mf16c -msse4.2 -mpopcnt -c" in flags
     assert "-march=x86-64 -mavx512bf16 -mavx512vnni -mavx512f " in flags
     assert "=native" not in flags
-    older = folder / "x86_64-avx2-of-older-sources.so"
+    older = folder / "x86_64-sse4-0123456789ab.so"
     older.touch()
     monkeypatch.setenv("TARGET", "arm64-apple-darwin23")
     run(folder, "--instructions", "armv8.2")
