@@ -207,6 +207,8 @@ void attend(const Shape& shape, const Piece& piece, const T* query, const Pages<
                         return dots<T, heads, 2>(tile, of_keys, queries, whole, scores, stride);
                     case 4:
                         return dots<T, heads, 4>(tile, of_keys, queries, whole, scores, stride);
+                    case 8:
+                        return dots<T, heads, 8>(tile, of_keys, queries, whole, scores, stride);
                     default:
                         return dots<T, heads, 0>(tile, of_keys, queries, whole, scores, stride);
                 }
