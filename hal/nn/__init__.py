@@ -4,7 +4,7 @@ Parameters have the names of Hugging Face checkpoints, so loading needs no per-m
 For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``torch.nn.Module`` types it as ``Any``.
 """
 
-from hal.nn.attention import Angles, Attention, Norm, SelfAttention
+from hal.nn.attention import Attention, Norm, SelfAttention
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -32,6 +32,7 @@ from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import DeltaNetSizes, GatedDeltaNet, GatedRMSNorm, ShortConvolution
 from hal.nn.linear import Linear, MergedLinear, Projection
+from hal.nn.mixer import Angles, Mixer
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import LayerNorm, RMSNorm
@@ -83,6 +84,7 @@ __all__ = [
     "Linear",
     "Merged",
     "MergedLinear",
+    "Mixer",
     "Norm",
     "Placement",
     "Projection",

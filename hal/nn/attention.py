@@ -13,6 +13,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import Linear, MergedLinear
+from hal.nn.mixer import Angles
 from hal.nn.model import LayerState
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.weight import Share, Weight
@@ -148,8 +149,6 @@ class Attention(nn.Module):
 
 Norm = Callable[..., nn.Module]
 """Makes a norm of a number of features, such as ``partial(RMSNorm, eps=1e-6)``."""
-Angles = tuple[Tensor, Tensor] | None
-"""The cos and sin of a layer's positions; None for a layer without a rotary embedding."""
 
 
 class SelfAttention(nn.Module):

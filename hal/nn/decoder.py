@@ -1,4 +1,4 @@
-"""The decoder: an embedding, layers of attention and MLP, and an output projection.
+"""The decoder: an embedding, layers of a mixer and an MLP, and an output projection.
 
 A model family assembles one from layers of ``hal.nn``: its ``from_config`` chooses what config.json says.
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
-from hal.nn.attention import Angles, Norm, SelfAttention
+from hal.nn.attention import Norm
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
-from hal.nn.gated_delta_net import GatedDeltaNet
 from hal.nn.linear import Linear
+from hal.nn.mixer import Angles, Mixer
 from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
 from hal.nn.weights.weight import PADDED
@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
 
     Args:
         config: the sizes.
-        attention: the attention, or a recurrent layer in its place.
+        mixer: the attention, or what a layer has in its place; a module, which the layer names ``self_attn``.
         mlp: maps ``[tokens, hidden_size]`` to the same shape.
         norm: makes a norm of a number of features; None for :class:`RMSNorm` with ``config.rms_norm_eps``.
         norms: where the norms are.
@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        attention: SelfAttention | GatedDeltaNet,
+        mixer: Mixer,
         mlp: nn.Module,
         *,
         norm: Norm | None = None,
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         residual_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.self_attn, self.mlp = attention, mlp
+        self.self_attn, self.mlp = mixer, mlp
         self.norms, self.parallel, self.residual_multiplier = norms, parallel, residual_multiplier
         norm = norm or partial(RMSNorm, eps=config.rms_norm_eps)
         for name in dict.fromkeys(attrs.astuple(norms)):
