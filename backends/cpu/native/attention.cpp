@@ -47,7 +47,7 @@ inline void dots(const Tile<T>& tile, int64_t rows, const Operand<T>* queries, i
             const T *row = tile.base + tile.at[first + r], *ahead = tile.base + tile.ahead[first + r];
 #pragma GCC unroll 8
             for (int64_t step = 0; step < steps; step++) {
-                if (step * kTaken<T> * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + step * kTaken<T>);
+                if (step * kTaken<T> * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + step * kTaken<T>, 0, 2);
 #pragma GCC unroll 2
                 for (int part = 0; part < kParts<T>; part++) {
                     const auto left = part_of(row + step * kTaken<T>, part);
@@ -75,7 +75,7 @@ inline void weigh(const Tile<T>& tile, int64_t rows, const float* weights, int64
     for (int64_t r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            if (v * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes);
+            if (v * kLanes * sizeof(T) % 64 == 0) __builtin_prefetch(tile.base + tile.ahead[r] + i + v * kLanes, 0, 2);
             const Lanes row = wide(tile.base + tile.at[r] + i + v * kLanes);
 #pragma GCC unroll 4
             for (int m = 0; m < M; m++) held[m * kVectors + v] += weights[m * stride + r] * row;
