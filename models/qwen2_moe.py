@@ -13,12 +13,22 @@ import attrs
 from attrs.validators import deep_iterable, ge
 from torch import nn
 
-from hal.nn import DecoderLayer, DecoderLM, GatedMLP, RotaryEmbedding, Router, SelfAttention, SparseMLP, WindowConfig
+from hal.nn import (
+    DecoderConfig,
+    DecoderLayer,
+    DecoderLM,
+    GatedMLP,
+    RotaryEmbedding,
+    Router,
+    SelfAttention,
+    SparseMLP,
+    WindowConfig,
+)
 
 
-@attrs.frozen(kw_only=True)
-class QwenMoeConfig(WindowConfig):
-    """The decoder's keys, those of the experts, and those that select the sparse layers and the layers with a window.
+@attrs.frozen(kw_only=True, slots=False)  # so that a class can have another base with keys
+class ExpertConfig(DecoderConfig):
+    """The decoder's keys, those of the experts, and those that select the sparse layers.
 
     Layers are sparse at every ``decoder_sparse_step``-th place, except ``mlp_only_layers``.
     """
@@ -40,34 +50,39 @@ class QwenMoeConfig(WindowConfig):
 
     def mlp(self, layer: int, **options: Any) -> nn.Module:
         """Return the MLP of a layer, dense or sparse. The options are those of :class:`SparseMLP`."""
-        if layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step:
+        if not self.num_experts or layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step:
             return GatedMLP(self.hidden_size, self.intermediate_size, activation=self.hidden_act)
-        return self.sparse(**options)
-
-    def sparse(self, **shared: Any) -> SparseMLP:
-        """Return the MLP of a sparse layer, with a shared expert if one is given."""
         numbers = self.num_experts, self.num_experts_per_tok
         router = Router(self.hidden_size, *numbers, renormalize=self.norm_topk_prob)
-        return SparseMLP(router, self.moe_intermediate_size, activation=self.hidden_act, **shared)
+        return SparseMLP(router, self.moe_intermediate_size, activation=self.hidden_act, **self.shared(), **options)
+
+    def shared(self) -> dict[str, Any]:
+        """Return the options of :class:`SparseMLP` for experts that every token takes."""
+        return {}
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class SharedExpertConfig(ExpertConfig):
+    """The keys of the experts, and of the one that every token takes."""
+
+    shared_expert_intermediate_size: int = attrs.field(default=5632, validator=ge(1))
+
+    def shared(self) -> dict[str, Any]:
+        expert = GatedMLP(self.hidden_size, self.shared_expert_intermediate_size, activation=self.hidden_act)
+        return {"shared_experts": expert, "shared_gate": True}
 
 
 @attrs.frozen(kw_only=True)
-class Qwen2MoeConfig(QwenMoeConfig):
-    """The keys of the shared expert. Without ``layer_types``, every other layer has a window, from the first."""
+class Qwen2MoeConfig(SharedExpertConfig, WindowConfig):
+    """Without ``layer_types``, every other layer has a window, from the first."""
 
     num_experts: int = attrs.field(default=60, validator=ge(1))
     num_experts_per_tok: int = 4
     moe_intermediate_size: int = attrs.field(default=1408, validator=ge(1))
-    shared_expert_intermediate_size: int = attrs.field(default=5632, validator=ge(1))
     qkv_bias: bool = True
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers
-
-    def sparse(self, **shared: Any) -> SparseMLP:
-        width = self.shared_expert_intermediate_size
-        expert = GatedMLP(self.hidden_size, width, activation=self.hidden_act)
-        return super().sparse(shared_experts=expert, shared_gate=True)
 
 
 class Qwen2MoeForCausalLM(DecoderLM):

@@ -12,13 +12,13 @@ from typing import Any, Self
 import attrs
 from attrs.validators import ge
 
-from hal.nn import DecoderLayer, DecoderLM, RMSNorm, RotaryEmbedding, SelfAttention
+from hal.nn import DecoderLayer, DecoderLM, RMSNorm, RotaryEmbedding, SelfAttention, WindowConfig
 
-from .qwen2_moe import QwenMoeConfig
+from .qwen2_moe import ExpertConfig
 
 
 @attrs.frozen(kw_only=True)
-class Qwen3MoeConfig(QwenMoeConfig):
+class Qwen3MoeConfig(ExpertConfig, WindowConfig):
     """All layers have the same sliding window, or none, whatever ``max_window_layers`` is."""
 
     num_experts: int = attrs.field(default=128, validator=ge(1))

@@ -8,10 +8,10 @@ Source: Gloeckle et al., *Better & Faster Large Language Models via Multi-token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from hal.nn import (
 )
 from hal.step import draft_batch
 
-from .qwen3_5 import IMAGES, Qwen35MoeConfig, dense_mlp
+from .qwen3_5 import IMAGES, Qwen35MoeConfig
 from .qwen3_next import HybridConfig, HybridLM, HybridMoeConfig
 
 
@@ -57,12 +57,12 @@ class HybridMTP(DecoderLM):
 
     Args:
         config: the sizes.
-        mlp: makes the MLP of the layer.
     """
 
     decoder = Predictor
     base_name = "mtp"
     mtp: Predictor
+    keys: ClassVar[type[HybridConfig]]
     other_names = MappingProxyType(
         {
             "model.embed_tokens.": "mtp.embed_tokens.",
@@ -72,13 +72,17 @@ class HybridMTP(DecoderLM):
     )
     ignored_prefixes = (*(f"model.{part}" for part in ("layers.", "norm.", "language_model.")), *IMAGES)
 
-    def __init__(self, config: HybridConfig, mlp: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: HybridConfig) -> None:
         if config.mtp_use_dedicated_embeddings:
             raise ValueError("mtp_use_dedicated_embeddings is true, and only the target's embedding is supported")
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
         attention = SelfAttention(config, RotaryEmbedding(config.head_dim, config.rope), norm=norm, gate=True)
-        super().__init__(config, [DecoderLayer(config, attention, mlp(0), norm=norm)], norm=norm)
+        super().__init__(config, [DecoderLayer(config, attention, config.mlp(0), norm=norm)], norm=norm)
         self.batch_type = draft_batch(config.hidden_size, torch.float32)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        return cls(cls.keys.from_config(text_config(config) if "text_config" in config else config))
 
     def finish_loading(self, backend: Any, checkpoint: Any) -> None:
         """Declare the hidden states in the dtype of the weights."""
@@ -100,25 +104,16 @@ class HybridMTP(DecoderLM):
 
 
 class Qwen3NextMTP(HybridMTP):
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        qwen = HybridMoeConfig.from_config(config)
-        return cls(qwen, qwen.mlp)
+    keys = HybridMoeConfig
 
 
 class Qwen35MTP(HybridMTP):
     """The dense model's, from its own checkpoint, or from that of a model that also reads images."""
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        qwen = HybridConfig.from_config(text_config(config) if "text_config" in config else config)
-        return cls(qwen, dense_mlp(qwen))
+    keys = HybridConfig
 
 
 class Qwen35MoeMTP(HybridMTP):
     """That of the model with experts, from its own checkpoint, or from that of a model that also reads images."""
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        qwen = Qwen35MoeConfig.from_config(text_config(config) if "text_config" in config else config)
-        return cls(qwen, qwen.mlp)
+    keys = Qwen35MoeConfig

@@ -19,11 +19,12 @@ from hal.nn import (
     GatedMLP,
     RMSNorm,
     SelfAttention,
+    WindowConfig,
     text_config,
     vision_config,
 )
 
-from .qwen2_moe import QwenMoeConfig
+from .qwen2_moe import ExpertConfig
 from .qwen3_vl_tower import Qwen3VLTower, Qwen3VLTowerConfig
 from .visual import DeepLayer, VisualLM
 
@@ -38,7 +39,7 @@ class Qwen3VLTextConfig(DecoderConfig):
 
 
 @attrs.frozen(kw_only=True)
-class Qwen3VLMoeTextConfig(QwenMoeConfig):
+class Qwen3VLMoeTextConfig(ExpertConfig, WindowConfig):
     """The keys of ``text_config``, and those of the experts. The router always renormalizes its weights."""
 
     num_experts: int = 60

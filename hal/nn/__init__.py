@@ -27,10 +27,11 @@ from hal.nn.decoder_config import (
     text_config,
     vision_config,
 )
+from hal.nn.delta_net_config import RECURRENT, DeltaNetConfig, HybridLayerType
 from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
-from hal.nn.gated_delta_net import DeltaNetSizes, GatedDeltaNet, GatedRMSNorm, ShortConvolution
+from hal.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm, ShortConvolution
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mixer import Angles, Mixer
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
@@ -47,6 +48,7 @@ __all__ = [
     "MLP",
     "POST_NORMS",
     "PRE_NORMS",
+    "RECURRENT",
     "SANDWICH_NORMS",
     "SHARED_NORM",
     "SLIDING",
@@ -67,7 +69,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderLM",
     "DecoderLayer",
-    "DeltaNetSizes",
+    "DeltaNetConfig",
     "Embedding",
     "Encoder",
     "EncoderItem",
@@ -77,6 +79,7 @@ __all__ = [
     "GatedMLP",
     "GatedRMSNorm",
     "GroupedLinear",
+    "HybridLayerType",
     "LayerNorm",
     "LayerNorms",
     "LayerState",

@@ -25,6 +25,8 @@ from hal.nn.model import CausalLM, LayerState
 from hal.nn.norm import RMSNorm
 from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
+from hal.step.model_batches import SlotBatch
+from hal.step.state import SEQUENCE
 
 
 @attrs.frozen(kw_only=True)
@@ -247,6 +249,8 @@ class DecoderLM(CausalLM):
         self.add_module(self.base_name, base)
         self.states = [layer.self_attn.states for layer in base.layers]
         self.causal = all(layer.self_attn.causal for layer in base.layers)
+        if any(state.per is SEQUENCE for each in self.states for state in each.values()):
+            self.batch_type = SlotBatch
         self.logits_multiplier, self.softcap, self.head_bias = logits_multiplier, softcap, head_bias
         if config.tie_word_embeddings:
             self.tied = {"lm_head.weight": f"{self.base_name}.embed_tokens.weight"}

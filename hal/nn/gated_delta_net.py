@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from attrs.validators import ge, le
 from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
+from hal.nn.delta_net_config import DeltaNetConfig
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
-from hal.nn.rope_parameters import SIZE
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.assembly import Merged
 from hal.nn.weights.weight import Consumer, Share, Weight, unshared
@@ -26,43 +25,6 @@ L2_EPS = 1e-6
 
 def _negative_exponential(x: Tensor) -> Tensor:
     return -x.exp()
-
-
-@attrs.frozen(kw_only=True)
-class DeltaNetSizes:
-    """The sizes of a gated delta network.
-
-    Attributes:
-        key_heads: heads of queries and keys.
-        value_heads: heads of values, a multiple of them.
-        key_dim: elements of a query or key of a head.
-        value_dim: elements of a value of a head.
-        conv_width: tokens that the convolution sees, 2 to 4.
-
-    Raises:
-        ValueError: a size is out of range. :func:`hal.config.read` turns it into a ConfigError.
-    """
-
-    key_heads: int = attrs.field(validator=SIZE)
-    value_heads: int = attrs.field(validator=SIZE)
-    key_dim: int = attrs.field(validator=SIZE)
-    value_dim: int = attrs.field(validator=SIZE)
-    conv_width: int = attrs.field(validator=[ge(2), le(4)])
-
-    def __attrs_post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads")
-
-    @property
-    def parts(self) -> Mapping[str, int]:
-        """The features of all heads: of queries, keys, values, and the gates of the values."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        return {"query": keys, "key": keys, "value": values, "gate": values}
-
-    @property
-    def channels(self) -> int:
-        """The channels of the convolution: those of queries, keys and values."""
-        return sum(self.parts.values()) - self.parts["gate"]
 
 
 class ShortConvolution(nn.Module):
@@ -112,6 +74,17 @@ class ShortConvolution(nn.Module):
         __call__ = forward
 
 
+def _rows(parts: Mapping[str, int], layers: Mapping[str, Sequence[str]], groups: int) -> list[tuple[str, int, int]]:
+    """Return where a checkpoint's layers have the rows of some parts; see :class:`MergedLinear`."""
+    found = {}
+    for layer, names in layers.items():
+        sizes = [parts.get(name, 0) // groups for name in names]
+        for place, name in enumerate(names):
+            first, step = sum(sizes[:place]), sum(sizes)
+            found[name] = [(layer, group * step + first, sizes[place]) for group in range(groups)]
+    return [row for part in parts for row in found[part]]
+
+
 class GatedDeltaNet(nn.Module):
     """A gated delta network with its projections: project, convolve, apply the delta rule, normalize, gate, project.
 
@@ -119,13 +92,10 @@ class GatedDeltaNet(nn.Module):
     key heads, each with its value heads.
 
     Args:
-        hidden_size: features of the input and of the output.
-        sizes: heads, and their sizes.
-        eps: of the norm.
-        qkvz: where the checkpoint has the rows of the projection to query, key, value and gate, each of all heads; see
-            :class:`MergedLinear`.
-        ba: likewise of the projection to ``b`` and ``a`` of :func:`hal.ops.delta_rule_gates`.
-        state_dtype: the dtype of the matrices; None for that of the model's weights.
+        config: heads, their sizes, and the dtype of the matrices.
+        layers: the checkpoint's projections, each with the parts whose rows it has: of ``query``, ``key``, ``value``,
+            ``gate``, and ``b`` and ``a`` of :func:`hal.ops.delta_rule_gates`.
+        grouped: whether a projection has the rows of each key head together; else those of each part.
 
     Attributes:
         states: the states of the layer on this rank, ``matrix`` and ``window``, per sequence.
@@ -138,47 +108,34 @@ class GatedDeltaNet(nn.Module):
     rotaries: tuple[RotaryEmbedding, ...] = ()
     causal: bool = True
 
-    def __init__(
-        self,
-        hidden_size: int,
-        sizes: DeltaNetSizes,
-        *,
-        eps: float,
-        qkvz: Sequence[tuple[str, int, int]],
-        ba: Sequence[tuple[str, int, int]],
-        state_dtype: torch.dtype | None = torch.float32,
-    ) -> None:
+    def __init__(self, config: DeltaNetConfig, layers: Mapping[str, Sequence[str]], *, grouped: bool = False) -> None:
         super().__init__()
-        self.sizes, self.eps, self.state_dtype = sizes, eps, state_dtype
-        heads, values = sizes.value_heads, sizes.parts["value"]
-        self.qkvz_proj = MergedLinear(hidden_size, sizes.parts, rows=qkvz)
-        self.ba_proj = MergedLinear(hidden_size, {"b": heads, "a": heads}, rows=ba)
-        self.conv1d = ShortConvolution(tuple(sizes.parts.values())[:3], sizes.conv_width)
+        self.config = config
+        hidden, heads, qkvz = config.hidden_size, config.linear_num_value_heads, config.parts
+        ba, groups = {"b": heads, "a": heads}, config.linear_num_key_heads if grouped else 1
+        self.qkvz_proj = MergedLinear(hidden, qkvz, rows=_rows(qkvz, layers, groups))
+        self.ba_proj = MergedLinear(hidden, ba, rows=_rows(ba, layers, groups))
+        self.conv1d = ShortConvolution(tuple(qkvz.values())[:3], config.linear_conv_kernel_dim)
         self.decay_factor = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.norm = GatedRMSNorm(sizes.value_dim, eps)
-        self.out_proj = Linear(values, hidden_size, shard="in_features")
+        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.out_proj = Linear(qkvz["value"], hidden, shard="in_features")
         self.states = self._states(1)
 
     def _states(self, ranks: int) -> LayerStates:
-        sizes = self.sizes
+        config, channels = self.config, sum(self.conv1d.parts) // ranks
+        heads = config.linear_num_value_heads // ranks, config.linear_value_head_dim, config.linear_key_head_dim
+        dtype = torch.float32 if config.mamba_ssm_dtype == "float32" else None
         return {
-            "matrix": State(
-                SEQUENCE, (sizes.value_heads // ranks, sizes.value_dim, sizes.key_dim), dtype=self.state_dtype
-            ),
-            "window": State(SEQUENCE, (sizes.conv_width - 1, sizes.channels // ranks)),
+            "matrix": State(SEQUENCE, heads, dtype=dtype),
+            "window": State(SEQUENCE, (config.linear_conv_kernel_dim - 1, channels)),
         }
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of its own tensors, in float32."""
-        bias = Weight(
-            ("dt_bias",),
-            "heads",
-            "heads",
-            dtype=torch.float32,
-            share=Share(self.sizes.value_heads // self.sizes.key_heads),
-        )
+        share = Share(self.config.linear_num_value_heads // self.config.linear_num_key_heads)
+        bias = Weight(("dt_bias",), "heads", "heads", dtype=torch.float32, share=share)
         decay = attrs.evolve(bias, sources=("A_log",), function=_negative_exponential)
         return {"decay_factor": decay, "dt_bias": bias}
 
@@ -188,10 +145,11 @@ class GatedDeltaNet(nn.Module):
         Raises:
             ConfigError: the ranks cannot share the key heads.
         """
-        if self.sizes.key_heads % tensor.size:
-            divisors = [each for each in range(1, self.sizes.key_heads + 1) if self.sizes.key_heads % each == 0]
+        heads = self.config.linear_num_key_heads
+        if heads % tensor.size:
+            divisors = [each for each in range(1, heads + 1) if heads % each == 0]
             raise unshared(
-                f"{tensor.size} ranks cannot share the {self.sizes.key_heads} key heads of a recurrent layer equally",
+                f"{tensor.size} ranks cannot share the {heads} key heads of a recurrent layer equally",
                 "one of",
                 divisors,
             )
@@ -206,7 +164,7 @@ class GatedDeltaNet(nn.Module):
             batch: the step, a :class:`hal.step.SlotBatch`.
             state: the layer's states.
         """
-        key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
+        key_dim, value_dim = self.config.linear_key_head_dim, self.config.linear_value_head_dim
         keys, _, values, _ = self.qkvz_proj.sizes
         qkv, gate = self.qkvz_proj(hidden).split([2 * keys + values, values], dim=-1)
         b, a = self.ba_proj(hidden).chunk(2, dim=-1)

@@ -23,7 +23,7 @@ from hal.checkpoint.loading import check_shared
 from hal.config.settings import ParallelConfig
 from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import DeltaNetSizes, GatedDeltaNet
+from hal.nn import GatedDeltaNet
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
@@ -151,9 +151,9 @@ NEXT = published_configs.CONFIGS["Qwen3-Next-80B-A3B-Instruct"]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear_num_value_heads": 3}, "3 value heads are not a multiple of 2 key heads"),
-        ({"linear_conv_kernel_dim": 1}, "conv_width.*>= 2"),
-        ({"linear_conv_kernel_dim": 5}, "conv_width.*<= 4"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads, 3, is not a multiple of linear_num_key_heads, 2"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim.*>= 2"),
+        ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim.*<= 4"),
         ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types"),
         ({"mamba_ssm_dtype": "float64"}, "unknown value 'float64'"),
@@ -174,13 +174,12 @@ def test_a_checkpoint_without_the_convolution_is_refused(tmp_path: Path, cpu: ha
         hal.load_model(folder, cpu)
 
 
-def test_ranks_that_do_not_divide_the_key_heads_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_the_key_heads_are_refused(tmp_path: Path, cpu: hal.Backend) -> None:
     folder = published_configs.write(tmp_path / "model", "Qwen3-Next-80B-A3B-Instruct")
     with pytest.raises(ConfigError, match=r"4 ranks cannot share 2 heads of 2 elements.*\n.*all weights.*: 1, 2$"):
         check_shared(hal.Checkpoint.open(folder), ParallelConfig(4))
-    layer = GatedDeltaNet(
-        32, DeltaNetSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4), eps=1e-6, qkvz=(), ba=()
-    )
+    layer = hal.load_model(folder, cpu).get_submodule("model.layers.0.self_attn")
+    assert isinstance(layer, GatedDeltaNet)
     with pytest.raises(ConfigError, match="4 ranks cannot share the 2 key heads of a recurrent layer equally"):
         layer.split(Group("test", size=4, planned=True))
 
