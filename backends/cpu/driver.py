@@ -86,6 +86,7 @@ KERNELS: dict[str, Kernel] = {
     **low_bits.form_kernels(low_bits.KERNELS),
     "gelu_and_mul": kernels.gelu_and_mul,
     "greedy_sample": kernels.greedy_sample,
+    "latent_attention": kernels.latent_attention,
     "packed_attention": composed_attention.packed,
     "paged_attention": kernels.paged_attention,
     "quantized_paged_attention": kernels.quantized_paged_attention,
@@ -99,11 +100,13 @@ INDUCTOR = (
     "expert_mlp",
     "gated_delta_rule",
     "grouped_linear",
+    "latent_attention",
     "linear",
     "packed_attention",
     "paged_attention",
     "quantized_paged_attention",
     "store_kv_cache",
+    "store_latent_cache",
     "store_quantized_kv_cache",
 )
 """Operations that Inductor calls as opaque kernels; it decomposes the others."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from hal import ops
 from hal.errors import OperationError
 from hal.ops import AttentionOptions
-from hal.ops.kernels.composed_attention import one_by_one, widening
+from hal.ops.kernels.composed_attention import joining, one_by_one, widening
 
 MASKED_QUERIES = 256
 """Maximum number of queries under one attention mask."""
@@ -98,6 +98,7 @@ def paged_attention(
     return output
 
 
+latent_attention = joining(paged_attention)
 quantized_paged_attention = widening(paged_attention)
 
 

@@ -116,7 +116,9 @@ def has_flash(capability: Capability) -> bool:
 
 def torch_library(capability: Capability) -> Library:
     """Return the kernels on torch's functions, which are always available."""
-    return Library("torch", {**KERNELS, "paged_attention": TorchAttention(flash=has_flash(capability))})
+    attention = TorchAttention(flash=has_flash(capability))
+    joined = composed_attention.joining(attention)
+    return Library("torch", {**KERNELS, "paged_attention": attention, "latent_attention": joined})
 
 
 def triton_library(

@@ -57,6 +57,7 @@ else:
 """
 PARTS = {
     "attention with a paged cache": ["paged_attention", "store_kv_cache"],
+    "latent attention": ["latent_attention", "store_latent_cache"],
     "a cache in 8 bits": ["quantized_paged_attention", "store_quantized_kv_cache"],
     "attention among the patches of images": ["packed_attention"],
     "mixtures of experts": ["topk_route", "expert_mlp"],

@@ -96,7 +96,10 @@ EAGER = "eager"
 """The setting that runs the model's Python code without a compiler."""
 OPTIMIZED = "optimized"
 """The setting that runs an encoder's optimized code, uncaptured."""
-SPLITTING_OPS = ("causal_conv1d", "gated_delta_rule", "quantized_paged_attention", "paged_attention")
+SPLITTING_OPS = (
+    *("causal_conv1d", "gated_delta_rule"),
+    *("latent_attention", "quantized_paged_attention", "paged_attention"),
+)
 """The default of ``compilation.splitting_ops``: those of these operations that a model calls."""
 
 

@@ -23,6 +23,7 @@ from hal.ops.fused_collectives import (
     linear_reduce_scatter,
 )
 from hal.ops.kernels.kernel_table import intercepted
+from hal.ops.latent_attention import latent_attention, store_latent_cache
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.projection import embedding, linear
@@ -79,6 +80,7 @@ __all__ = [
     "grouped_linear",
     "intercepted",
     "l2_norm",
+    "latent_attention",
     "layer_norm",
     "linear",
     "linear_all_reduce",
@@ -105,6 +107,7 @@ __all__ = [
     "split_qkv_rmsnorm_rope",
     "split_qkv_rmsnorm_rope_cache",
     "store_kv_cache",
+    "store_latent_cache",
     "store_quantized_kv_cache",
     "topk_route",
 ]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from hal import ops
 from hal.errors import CaptureError, OperationError
 from hal.ops import AttentionOptions
-from hal.ops.kernels.composed_attention import decode, one_by_one
+from hal.ops.kernels.composed_attention import decode, joining, one_by_one
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -240,6 +240,12 @@ class FusedAttention:
         return {"atten_mask": self._slots[:slots] < (kv_lens - window)[:, None]}
 
 
+def reads_on_device(kernel: Kernel) -> Kernel:
+    """Return a kernel that reads lengths on the device, as :class:`ComposedAttention` does."""
+    kernel.updates = False  # type: ignore[attr-defined]
+    return kernel
+
+
 class ComposedAttention:
     """``paged_attention`` for options that CANN's attention lacks, in smaller operations.
 
@@ -268,6 +274,9 @@ class ComposedAttention:
         _refuse_in_capture(*COMPOSED)
         lengths = kv_lens_host.tolist()
         return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
+
+
+latent_attention = reads_on_device(joining(ComposedAttention()))
 
 
 def _runs(starts: list[int]) -> list[tuple[int, slice]]:

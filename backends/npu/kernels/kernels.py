@@ -16,7 +16,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
 from hal.vendor import PartialKernel
 
-from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
+from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention, latent_attention
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -36,6 +36,7 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "gelu": gelu,
         "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
+        "latent_attention": latent_attention,
         "layer_norm": torch_kernels.layer_norm,
         "mask_logits": MaskLogits(device),
         "paged_attention": PartialKernel(
@@ -51,6 +52,7 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "silu_and_mul": silu_and_mul,
         "split_qkv_rmsnorm_rope": split_qkv_rmsnorm_rope,
         "store_kv_cache": store_kv_cache,
+        "store_latent_cache": store_latent_cache,
     }
 
 
@@ -177,6 +179,14 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     torch_npu.npu_scatter_pa_kv_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slot_mapping, cache_mode="Norm"
     )
+
+
+def store_latent_cache(
+    latent: Tensor, rope: Tensor, latent_cache: Tensor, rope_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """See :func:`hal.ops.store_latent_cache`. The operator's keys and values may have heads of different sizes."""
+    rows = latent.unsqueeze(1), rope.unsqueeze(1), latent_cache.unsqueeze(2), rope_cache.unsqueeze(2)
+    store_kv_cache(*rows, slot_mapping)
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

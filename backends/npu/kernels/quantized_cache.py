@@ -31,7 +31,7 @@ from hal.step.shape import one_query_each
 from hal.step.state import LayerStates, StateMemory, StateSpec
 from hal.vendor import PartialKernel, PreparingKernel
 
-from .attention import OPTIONS, ComposedAttention, FusedAttention
+from .attention import OPTIONS, ComposedAttention, FusedAttention, reads_on_device
 
 BY_TOKEN_AND_HEAD = 5
 """The antiquant mode with a scale for each token and head, in blocks as the cache."""
@@ -69,16 +69,10 @@ def kernels(device: torch.device, attention: FusedAttention) -> dict[str, Kernel
             "quantized_paged_attention",
             QuantizedAttention(attention, widening(attention, widen)),
             supports=OPTIONS,
-            otherwise=_composed(widening(ComposedAttention(), widen)),
+            otherwise=reads_on_device(widening(ComposedAttention(), widen)),
         ),
         "store_quantized_kv_cache": PreparingKernel(StoreQuantized(float8).store, {"slot_mapping": slots_of_halves}),
     }
-
-
-def _composed(kernel: Kernel) -> Kernel:
-    """Return a kernel that reads lengths on the device, as :class:`ComposedAttention` does."""
-    kernel.updates = False  # type: ignore[attr-defined]
-    return kernel
 
 
 class QuantizedAttention:

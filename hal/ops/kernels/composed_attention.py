@@ -1,8 +1,8 @@
 """Attention in torch's operations: over the paged cache, with all options, for drivers whose kernels lack some of them.
 
-:func:`widening` attends over a quantized cache. :func:`decode` and :func:`one_by_one` gather keys and values from the
-cache. :func:`decode` reads lengths on the device only, so a captured graph serves all lengths. :func:`packed` attends
-without a cache.
+:func:`widening` attends over a quantized cache, and :func:`joining` over a latent one. :func:`decode` and
+:func:`one_by_one` gather keys and values from the cache. :func:`decode` reads lengths on the device only, so a captured
+graph serves all lengths. :func:`packed` attends without a cache.
 """
 
 from __future__ import annotations
@@ -183,6 +183,38 @@ def widening(attention: Kernel, widen: Widen = widened_blocks) -> Kernel:
         )
 
     return quantized_paged_attention
+
+
+def joining(attention: Kernel) -> Kernel:
+    """Return a kernel of :func:`hal.ops.latent_attention` that joins both rows of its sequences' tokens.
+
+    A graph can capture a decode if it can capture that of ``attention``.
+
+    Args:
+        attention: the kernel of :func:`hal.ops.paged_attention`, for one key head.
+    """
+
+    def latent_attention(
+        query: Tensor,
+        query_rope: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        query_start_loc_host: Tensor,
+        kv_lens_host: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        blocks = block_table.flatten()
+        own = torch.arange(blocks.shape[0], dtype=torch.int32, device=query.device).view(block_table.shape)
+        keys = torch.cat([each.index_select(0, blocks) for each in (latent_cache, rope_cache)], -1).unsqueeze(2)
+        heads, lengths = torch.cat((query, query_rope), -1), (query_start_loc, kv_lens)
+        on_host = query_start_loc_host, kv_lens_host
+        attended: Tensor = attention(heads, keys, keys, own, *lengths, *on_host, None, options)
+        return attended[..., : query.shape[-1]].contiguous()
+
+    return latent_attention
 
 
 def packed(

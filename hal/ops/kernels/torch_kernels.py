@@ -115,6 +115,13 @@ def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
 
 
+def store_latent_cache(
+    latent: Tensor, rope: Tensor, latent_cache: Tensor, rope_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write whole rows, as :func:`store_kv_cache`."""
+    store_kv_cache(latent, rope, latent_cache, rope_cache, slot_mapping)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -164,6 +171,7 @@ KERNELS: dict[str, Kernel] = {
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
+    "store_latent_cache": store_latent_cache,
 }
 """Kernels by operation; ``store_kv_cache`` supports the canonical layout only."""
 

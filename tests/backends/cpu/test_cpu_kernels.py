@@ -344,7 +344,8 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     calls["sample"] = [(*columns[:at], columns[at].double(), *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(*columns[:at], columns[at][:0], *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(columns[0][:, :0], *columns[1:]), (columns[0][0], *columns[1:])]
-    for name in (*RECURRENT_KERNELS, "packed_attention", "quantized_paged_attention", "store_quantized_kv_cache"):
+    of_caches = "latent_attention", "quantized_paged_attention", "store_quantized_kv_cache"
+    for name in (*RECURRENT_KERNELS, "packed_attention", *of_caches):
         first, *others = next(iter(ops.operation(name).samples(Draw())))
         calls[name] = [(first.double(), *others)]
     rule = next(iter(ops.operation("gated_delta_rule").samples(Draw())))

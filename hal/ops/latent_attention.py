@@ -1,0 +1,141 @@
+"""Latent attention: all heads attend to one latent and one rotary row of each token, in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.ops.attention import AttentionOptions, attend_to, attention_sample
+from hal.ops.declaration.constraints import Draw, Sample
+from hal.ops.declaration.dtypes import FLOATING
+from hal.ops.declaration.operation import op
+
+_CACHES = {"latent_cache": "num_blocks block_size rank", "rope_cache": "num_blocks block_size rope_dim"}
+
+
+def _store_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, rank, rope_dim, block_size in ((1, 32, 16, 8), (13, 512, 64, 8), (5, 64, 32, 16)):
+        rows, blocks = draw.normal(tokens, rank + rope_dim), tokens // block_size + 2
+        caches = (draw.normal(blocks, block_size, size) for size in (rank, rope_dim))
+        slots = draw.permutation(blocks * block_size)[:tokens].to(torch.int32)
+        yield rows[:, :rank], rows[:, rank:], *caches, slots
+
+
+@op(
+    samples=_store_samples,
+    axes={"latent": "tokens rank", "rope": "tokens rope_dim", **_CACHES, "slot_mapping": "tokens"},
+    dtypes={
+        "latent": FLOATING,
+        "rope": "latent",
+        "latent_cache": "latent",
+        "rope_cache": "latent",
+        "slot_mapping": torch.int32,
+    },
+    rowwise="tokens",
+    state=("latent_cache", "rope_cache"),
+    mutates=("latent_cache", "rope_cache"),
+)
+def store_latent_cache(
+    latent: Tensor, rope: Tensor, latent_cache: Tensor, rope_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write each token's latent and rotary row into its slot, as :func:`store_kv_cache` writes keys and values.
+
+    Args:
+        latent: ``[tokens, rank]``, of the cache's dtype.
+        rope: ``[tokens, rope_dim]``, rotated, with the elements of pairs in the order of ``query_rope``.
+        latent_cache: ``[num_blocks, block_size, rank]``, contiguous; written in place.
+        rope_cache: ``[num_blocks, block_size, rope_dim]``, as ``latent_cache``.
+        slot_mapping: as of :func:`store_kv_cache`.
+    """
+    slots = slot_mapping.long()
+    latent_cache.view(-1, latent_cache.shape[-1])[slots] = latent
+    rope_cache.view(-1, rope_cache.shape[-1])[slots] = rope
+
+
+def _samples(draw: Draw) -> Iterator[Sample]:
+    def sample(*lengths: list[int], rank: int = 64, rope_dim: int = 16, **options: Any) -> Sample:
+        query, cache, _, *rest, _, given = attention_sample(
+            draw, *lengths, kv_heads=1, head_dim=rank + rope_dim, **options
+        )
+        caches = (each.contiguous() for each in cache.squeeze(2).split([rank, rope_dim], -1))
+        return *query.split([rank, rope_dim], -1), *caches, *rest, given
+
+    yield sample([1], [1])
+    yield sample([5, 17, 1], [5, 17, 1], scale=0.3)  # prefill
+    yield sample([3, 16], [21, 48], heads=1)  # prefill after a cached prefix
+    yield sample([1, 1, 1, 1], [33, 16, 1, 15], heads=16, rank=512, rope_dim=64)  # decode
+    yield sample([1, 1, 1], [20, 0, 0])  # decode with padding rows
+    yield sample([40, 1], [70, 130], heads=3, rank=96, rope_dim=32, block_size=32)
+    yield sample([4, 6], [4, 9], causal=False)
+    yield sample([9, 1], [30, 40], window=7, softcap=2.0)
+
+
+@op(
+    samples=_samples,
+    axes={
+        "query": "tokens num_heads rank",
+        "query_rope": "tokens num_heads rope_dim",
+        **_CACHES,
+        "block_table": "sequences blocks",
+        "query_start_loc": "sequences+1",
+        "kv_lens": "sequences",
+        "query_start_loc_host": "sequences+1",
+        "kv_lens_host": "sequences",
+        "return": "tokens num_heads rank",
+    },
+    dtypes={
+        "query": FLOATING,
+        "query_rope": "query",
+        "latent_cache": "query",
+        "rope_cache": "query",
+        "block_table": torch.int32,
+        "query_start_loc": torch.int32,
+        "kv_lens": torch.int32,
+        "query_start_loc_host": torch.int32,
+        "kv_lens_host": torch.int32,
+        "return": "query",
+    },
+    rowwise="tokens",
+    state=("latent_cache", "rope_cache"),
+    host=("query_start_loc_host", "kv_lens_host"),
+)
+def latent_attention(
+    query: Tensor,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens_host: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend as :func:`paged_attention`, where all heads share one key, of two parts, whose first is the value.
+
+    A score is ``(query @ latent + query_rope @ rope) * scale``, and the result the weighted sum of latents. The
+    projections of keys and values from the latent are those of the query and of the result instead (absorbed).
+
+    Args:
+        query: ``[tokens, num_heads, rank]``, floating: projected to the latent.
+        query_rope: ``[tokens, num_heads, rope_dim]``, rotated.
+        latent_cache: ``[num_blocks, block_size, rank]``, of query's dtype; includes the new tokens.
+        rope_cache: ``[num_blocks, block_size, rope_dim]``, as ``latent_cache``.
+        block_table: as of :func:`paged_attention`, like the arguments that follow.
+        query_start_loc: see there.
+        kv_lens: see there.
+        query_start_loc_host: see there.
+        kv_lens_host: see there.
+        options: see there.
+
+    Returns:
+        ``[tokens, num_heads, rank]``, of query's dtype.
+
+    Source: DeepSeek-AI, *DeepSeek-V2*, 2024.
+    """
+    blocks, heads = block_table.long(), torch.cat((query, query_rope), -1)
+    keys = torch.cat((latent_cache[blocks], rope_cache[blocks]), -1).unsqueeze(3)
+    return attend_to(heads, keys, keys, query_start_loc, kv_lens, None, options)[..., : query.shape[-1]].contiguous()
