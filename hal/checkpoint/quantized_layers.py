@@ -18,7 +18,7 @@ from hal.config.settings import QuantizedWeights
 from hal.device.device import UNLIMITED, Limits
 from hal.device.group import SOLO, Group
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import CausalLM, GroupedLinear, Linear, MergedLinear, Weight
+from hal.nn import AbsorbedLinear, CausalLM, GroupedLinear, Linear, MergedLinear, Weight
 from hal.nn.linear import EXPERTS
 from hal.nn.weights.weight import EQUALLY, source_name
 from hal.ops.forms import FLOAT, Form, dequantize
@@ -159,6 +159,7 @@ def quantize_layers(
     name, output = model.output_projection, getattr(model, model.output_projection, None)
     if isinstance(output, Linear) and name in held:
         layers.append((name, output))
+    layers += [(path, each) for path, each in model.named_modules() if isinstance(each, AbsorbedLinear)]
     found = {}
     for path, linear in layers:
         whole = tensors.get(path) if getattr(linear, "fused", None) is not None else None
@@ -170,6 +171,7 @@ def quantize_layers(
         if stored_as is not None:
             requantized = weights == AUTO and name_of(stored_as.form) in limits.requantized
             target = TARGETS.get("w8a8_dynamic" if requantized else weights, stored_as.form)
+            target = FLOAT if isinstance(linear, AbsorbedLinear) else target
             found[path] = quantized_layer(linear, names, stored_as, target)
     return found
 

@@ -32,6 +32,7 @@ from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm, ShortConvolution
+from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mixer import Angles, Mixer
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
@@ -52,6 +53,7 @@ __all__ = [
     "SANDWICH_NORMS",
     "SHARED_NORM",
     "SLIDING",
+    "AbsorbedLinear",
     "ActivationName",
     "AlternatingConfig",
     "Angles",
@@ -80,6 +82,8 @@ __all__ = [
     "GatedRMSNorm",
     "GroupedLinear",
     "HybridLayerType",
+    "LatentAttention",
+    "LatentConfig",
     "LayerNorm",
     "LayerNorms",
     "LayerState",

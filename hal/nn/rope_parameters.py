@@ -93,6 +93,11 @@ class RopeParameters:
         return 1.0
 
     @property
+    def score_scaling(self) -> float:
+        """A further factor of attention scores, which latent attention applies to both parts of a head."""
+        return 1.0
+
+    @property
     def divisors(self) -> tuple[float, ...]:
         """What divides the angle per position of each pair, beside :meth:`inv_freq`; empty for nothing."""
         return ()
@@ -209,10 +214,10 @@ class YarnRope(RopeParameters):
     mscale_all_dim: float | None = attrs.field(default=None, validator=_NOT_NEGATIVE)
 
     def __attrs_post_init__(self) -> None:
-        if self.attention_scaling > LARGEST_SCALE:
+        if (largest := max(self.attention_scaling, self.score_scaling)) > LARGEST_SCALE:
             raise ValueError(
-                f"attention_factor, or its value from factor, mscale and mscale_all_dim, is "
-                f"{self.attention_scaling:g}; it must be at most {LARGEST_SCALE:g}"
+                f"attention_factor, or its value from factor, mscale and mscale_all_dim, is {largest:g}; it must be at "
+                f"most {LARGEST_SCALE:g}"
             )
 
     def inv_freq(self, head_dim: int, device: torch.device) -> Tensor:
@@ -242,6 +247,10 @@ class YarnRope(RopeParameters):
         if self.mscale and self.mscale_all_dim:
             return self._sharpened(self.mscale) / self._sharpened(self.mscale_all_dim)
         return self._sharpened(1.0)
+
+    @property
+    def score_scaling(self) -> float:
+        return self._sharpened(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _sharpened(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0

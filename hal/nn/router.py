@@ -64,7 +64,8 @@ class Router(Gate):
         sigmoid: whether the scores are the sigmoid of the gate's results; their softmax otherwise.
         scale: the factor of the weights.
         groups: the number of groups of experts, and the number of those whose experts a token may take: the groups with
-            the highest sums of two scores.
+            the highest sums of their best scores.
+        group_best: the number of these scores, 1 or 2.
         correction: whether the tensor ``e_score_correction_bias`` is added to the scores for the choice.
         bias: whether the gate has a bias.
         dtype: see :class:`Gate`.
@@ -87,6 +88,7 @@ class Router(Gate):
         sigmoid: bool = False,
         scale: float = 1.0,
         groups: tuple[int, int] = (1, 1),
+        group_best: int = 2,
         correction: bool = False,
         bias: bool = False,
         dtype: torch.dtype | None = None,
@@ -105,6 +107,7 @@ class Router(Gate):
             )
         super().__init__(hidden_size, num_experts, bias=bias, dtype=dtype)
         self.top_k, self.groups, self.factor = top_k, groups, scale
+        self.group_best = group_best if groups[0] > 1 else 1
         self.renormalize, self.sigmoid, self.wide_weights = renormalize, sigmoid, wide_weights
         self.e_score_correction_bias: nn.Parameter | None
         values = nn.Parameter(torch.empty(num_experts), requires_grad=False) if correction else None
@@ -136,7 +139,7 @@ class Router(Gate):
             self.renormalize,
             self.factor,
             *self.groups,
-            2 if self.groups[0] > 1 else 1,
+            self.group_best,
         )
         return weights if self.wide_weights else weights.to(hidden.dtype), experts
 

@@ -265,6 +265,54 @@ def glm4_moe(draw: random.Random) -> Any:
     )
 
 
+def latent(draw: random.Random) -> dict[str, Any]:
+    """Return the sizes of latent attention, and of experts."""
+    given = {**sizes(draw), **experts(draw, "n_routed_experts")}
+    given["hidden_size"] = given["num_attention_heads"] * draw.choice((16, 24))
+    rope = draw_rope(draw, draw.choice(("default", "yarn")))
+    if rope["rope_type"] == "yarn":
+        rope |= {"truncate": True, "mscale": draw.choice((0.7, 1.0)), "mscale_all_dim": draw.choice((0.0, 0.7))}
+    return {
+        **given,
+        "num_key_value_heads": given["num_attention_heads"],
+        "rope_parameters": rope,
+        "q_lora_rank": draw.choice((None, 24)),
+        "kv_lora_rank": draw.choice((16, 32)),
+        "qk_nope_head_dim": draw.choice((16, 24)),
+        "qk_rope_head_dim": draw.choice((8, 16)),
+        "v_head_dim": draw.choice((16, 40)),
+        "attention_bias": draw.random() < 0.3,
+        "moe_intermediate_size": draw.choice((16, 24)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "first_k_dense_replace": draw.choice((0, 1)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+    }
+
+
+def deepseek_v2(draw: random.Random) -> Any:
+    given = latent(draw)
+    groups = draw.choice((1, 2, 4)) if given["n_routed_experts"] >= 8 else 1
+    taken = draw.randint(1, groups)
+    most = given["n_routed_experts"] // groups * taken
+    given["num_experts_per_tok"] = min(given["num_experts_per_tok"], most)
+    method = "greedy" if groups == 1 else "group_limited_greedy"
+    return transformers.DeepseekV2Config(**given, topk_method=method, n_group=groups, topk_group=taken)
+
+
+def deepseek_v3(draw: random.Random) -> Any:
+    given = latent(draw)
+    groups = draw.choice((1, 2))
+    given["num_experts_per_tok"] = min(given["num_experts_per_tok"], given["n_routed_experts"] // groups)
+    return transformers.DeepseekV3Config(
+        **given,
+        n_group=groups,
+        topk_group=1,
+        norm_topk_prob=draw.random() < 0.5,
+        rope_interleave=draw.random() < 0.5,
+        num_mtp_layers=draw.choice((0, 1)),
+    )
+
+
 def minimax_m2(draw: random.Random) -> Any:
     given = {**sizes(draw), "head_dim": draw.choice((16, 32)), **experts(draw)}
     return transformers.MiniMaxM2Config(**given, **rotated(draw, part=draw.choice((0.5, 1.0))))
@@ -282,6 +330,8 @@ def nemotron(draw: random.Random) -> Any:
 
 
 FAMILIES = {
+    "deepseek-v2": deepseek_v2,
+    "deepseek-v3": deepseek_v3,
     "qwen2": qwen2,
     "gemma3": gemma3,
     "cohere": cohere,
@@ -312,6 +362,8 @@ OUTSIDE: dict[str, type[hal.nn.CausalLM]] = {
 
 
 COVERED = {
+    "deepseek-v2": ("topk_method", "q_lora_rank", "attention_bias", "first_k_dense_replace"),
+    "deepseek-v3": ("n_group", "q_lora_rank", "rope_interleave", "norm_topk_prob", "v_head_dim"),
     "olmo3": ("attention_bias", "sliding_window"),
     "granitemoe": ("num_experts_per_tok",),
     "phi3": ("sliding_window",),
@@ -330,7 +382,7 @@ def draw_config(family: str, seed: int) -> Any:
     return FAMILIES[family](random.Random(f"{family} {seed}"))
 
 
-RESPELLED = ("qwen2", "gemma3", "granite", "granitemoe", "phi3", "glm4-moe")
+RESPELLED = ("qwen2", "gemma3", "granite", "granitemoe", "phi3", "glm4-moe", "deepseek-v2", "deepseek-v3")
 """Families whose config.json half of the cases write as older checkpoints have it."""
 
 

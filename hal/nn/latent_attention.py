@@ -1,0 +1,186 @@
+"""Multi-head latent attention: a cache of one latent and one rotary row of each token, for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from attrs.validators import optional
+from torch import Tensor, nn
+
+from hal import ops
+from hal.device.group import Group
+from hal.nn.decoder_config import DecoderConfig
+from hal.nn.linear import OUT, Linear, MergedLinear
+from hal.nn.mixer import Angles
+from hal.nn.model import LayerState
+from hal.nn.norm import RMSNorm
+from hal.nn.rope_parameters import SIZE
+from hal.nn.rotary import RotaryEmbedding
+from hal.nn.weights.weight import Share, Weight
+from hal.ops import AttentionOptions
+from hal.step.batch import Batch
+from hal.step.state import TOKEN, LayerStates, State
+
+LATENT_EPS = 1e-6
+"""That of the norms of latents, which no key of config.json changes."""
+
+
+@attrs.frozen(kw_only=True)
+class LatentConfig(DecoderConfig):
+    """The decoder's keys, and those of latent attention. ``head_dim`` is that of the rotated part of a head.
+
+    Attributes:
+        q_lora_rank: the size of the latent of queries; None for queries that are projected at once.
+        kv_lora_rank: the size of the latent of keys and values.
+        qk_nope_head_dim: elements of a head's query and key that are not rotated.
+        qk_rope_head_dim: those that are.
+        v_head_dim: elements of a head's value.
+        rope_interleave: whether the elements of a rotated pair are adjacent.
+    """
+
+    q_lora_rank: int | None = attrs.field(validator=optional(SIZE))
+    kv_lora_rank: int = attrs.field(validator=SIZE)
+    qk_nope_head_dim: int = attrs.field(validator=SIZE)
+    qk_rope_head_dim: int = attrs.field(validator=SIZE)
+    v_head_dim: int = attrs.field(validator=SIZE)
+    rope_interleave: bool = True
+    head_dim: int = attrs.field(init=False)
+
+    @head_dim.default
+    def _rotated(self) -> int:
+        return self.qk_rope_head_dim
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads is {self.num_key_value_heads}; with latent attention, it is num_attention_heads, "
+                f"{self.num_attention_heads}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """The factor of scores, with that of the rope parameters."""
+        return float(self.query_dim**-0.5) * self.rope.score_scaling
+
+    def rotary(self) -> RotaryEmbedding:
+        """Return the rotary embedding of the rotated part of a head."""
+        return RotaryEmbedding(self.qk_rope_head_dim, self.rope, interleaved=self.rope_interleave)
+
+
+class AbsorbedLinear(Linear):
+    """The projection of a latent to each head's key and value, applied to the head's query and result instead.
+
+    Its weight is floating-point, also where a checkpoint quantizes it.
+
+    Args:
+        rank: the size of the latent.
+        heads: the number of heads.
+        key_dim: elements of a head's key.
+        value_dim: elements of its value, whose rows in the weight follow those of the key.
+    """
+
+    def __init__(self, rank: int, heads: int, key_dim: int, value_dim: int) -> None:
+        self.dims = key_dim, value_dim
+        super().__init__(rank, heads * sum(self.dims), shard=OUT, share=Share(sum(self.dims)))
+
+    @property
+    def weights(self) -> Mapping[str, Weight]:
+        """The declaration of its weight, which drivers leave as it is."""
+        return {"weight": self.declare("weight")}
+
+    def query(self, x: Tensor) -> Tensor:
+        """Map ``[tokens, heads, key_dim]`` to ``[tokens, heads, rank]``."""
+        return torch.bmm(x.transpose(0, 1), self._by_head[0]).transpose(0, 1)
+
+    def value(self, x: Tensor) -> Tensor:
+        """Map ``[tokens, heads, rank]`` to ``[tokens, heads, value_dim]``."""
+        return torch.bmm(x.transpose(0, 1), self._by_head[1].transpose(1, 2)).transpose(0, 1)
+
+    @property
+    def _by_head(self) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self.weight.view(-1, sum(self.dims), self.in_features).split(self.dims, dim=1)
+        return found
+
+
+class LatentAttention(nn.Module):
+    """Latent attention and its projections, in the order: project, normalize latents, rotate, attend, project.
+
+    Ranks share the heads, and each keeps all latents.
+
+    Args:
+        config: the sizes. ``attention_bias`` says whether the projections of and to ``hidden_size`` have biases, except
+            ``q_proj``.
+        rotary: the rotary embedding, which layers share, and which declares the order of pairs in the cache.
+
+    Attributes:
+        states: the states of the layer, per token: ``latent`` and ``rope``.
+        rotaries: the rotary embedding, in a tuple.
+        causal: that a query attends only to tokens up to its own.
+
+    Source: DeepSeek-AI, *DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model*, 2024.
+    """
+
+    causal: bool = True
+
+    def __init__(self, config: LatentConfig, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        # In a tuple, so that it is a submodule of the decoder only.
+        self.rotaries: tuple[RotaryEmbedding, ...] = (rotary,)
+        self.query_dims = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.latents = (config.q_lora_rank or 0, rank, config.qk_rope_head_dim)
+        by_head = Share(config.query_dim)
+        parts = {"kv_a_proj_with_mqa": rank + config.qk_rope_head_dim}
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden, heads * config.query_dim, shard=OUT, share=by_head)
+        else:
+            parts = {"q_a_proj": config.q_lora_rank, **parts}
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, heads * config.query_dim, shard=OUT, share=by_head)
+        self.latent_proj = MergedLinear(hidden, parts, bias=config.attention_bias, shard=None)
+        self.kv_a_layernorm = RMSNorm(rank, LATENT_EPS)
+        self.kv_b_proj = AbsorbedLinear(rank, heads, config.qk_nope_head_dim, config.v_head_dim)
+        self.o_proj = Linear(
+            heads * config.v_head_dim,
+            hidden,
+            bias=config.attention_bias,
+            shard="in_features",
+            share=Share(config.v_head_dim),
+        )
+        self.options = AttentionOptions(config.scale)
+        self.states: LayerStates = {
+            "latent": State(TOKEN, (rank,)),
+            "rope": State(TOKEN, (config.qk_rope_head_dim,)),
+        }
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's heads from now on, which the projections say."""
+
+    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding`."""
+        assert angles is not None
+        query, latent, key_rope = self.latent_proj(hidden).split(self.latents, dim=-1)
+        query = self.q_b_proj(self.q_a_layernorm(query)) if self.latents[0] else self.q_proj(hidden)
+        nope, query_rope = query.unflatten(1, (-1, sum(self.query_dims))).split(self.query_dims, dim=-1)
+        query_rope, key_rope = ops.rotary_embedding(
+            query_rope, key_rope.unsqueeze(1), *angles, self.rotaries[0].interleaved
+        )
+        cache = state["latent"], state["rope"]
+        ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
+        lengths = batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
+        attended = ops.latent_attention(
+            self.kv_b_proj.query(nope), query_rope, *cache, batch.block_table, *lengths, self.options
+        )
+        return self.o_proj(self.kv_b_proj.value(attended).flatten(1))
+
+    if TYPE_CHECKING:
+        __call__ = forward

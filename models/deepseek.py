@@ -1,0 +1,115 @@
+"""DeepSeek-V2 and V3: latent attention; dense layers, then layers of experts with shared ones.
+
+V3's architecture is also that of DeepSeek-R1 and V3.1, and of Kimi-K2.
+
+Source: DeepSeek-AI, *DeepSeek-V2*, 2024, and *DeepSeek-V3 Technical Report*, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal, Self
+
+import attrs
+import torch
+from attrs.validators import ge, le
+from torch import nn
+
+from hal.nn import DecoderLayer, DecoderLM, GatedMLP, LatentAttention, LatentConfig, Router, SparseMLP
+
+
+@attrs.frozen(kw_only=True)
+class DeepseekConfig(LatentConfig):
+    """The keys of latent attention, and those of the experts. The first ``first_k_dense_replace`` layers are dense."""
+
+    moe_intermediate_size: int = attrs.field(validator=ge(1))
+    n_routed_experts: int = attrs.field(validator=ge(1))
+    n_shared_experts: int = attrs.field(validator=ge(1))
+    num_experts_per_tok: int
+    first_k_dense_replace: int = attrs.field(default=0, validator=ge(0))
+    moe_layer_freq: Literal[1] = 1
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = attrs.field(default=1.0, validator=[ge(2.0**-16), le(2.0**16)])
+    # Layers that predict further tokens, which the model does not compute.
+    num_nextn_predict_layers: int = attrs.field(default=0, validator=[ge(0), le(64)])
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
+        """Read a checkpoint's config.json. ``head_dim`` and ``qk_head_dim`` of transformers follow from other keys."""
+        given = {key: each for key, each in config.items() if key not in ("head_dim", "qk_head_dim")}
+        if "num_mtp_layers" in given:  # in version 5 of transformers
+            given.setdefault("num_nextn_predict_layers", given.pop("num_mtp_layers"))
+        return super().from_config(given, layer_type)
+
+    @property
+    def routing(self) -> Mapping[str, Any]:
+        """The options of the router."""
+        return {}
+
+    def mlp(self, layer: int) -> nn.Module:
+        """Return the MLP of a layer, dense or sparse."""
+        dense = partial(GatedMLP, self.hidden_size, activation=self.hidden_act)
+        if layer < self.first_k_dense_replace:
+            return dense(self.intermediate_size)
+        numbers, factor = (self.n_routed_experts, self.num_experts_per_tok), self.routed_scaling_factor
+        router = Router(
+            self.hidden_size, *numbers, scale=factor, dtype=torch.float32, wide_weights=True, **self.routing
+        )
+        width = self.moe_intermediate_size
+        return SparseMLP(router, width, shared_experts=dense(width * self.n_shared_experts), activation=self.hidden_act)
+
+
+@attrs.frozen(kw_only=True)
+class DeepseekV2Config(DeepseekConfig):
+    """The keys of V2's routing: the softmax of scores, and groups by their best expert."""
+
+    scoring_func: Literal["softmax"] = "softmax"
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    norm_topk_prob: Literal[False] = False
+    rope_interleave: Literal[True] = True
+    mlp_bias: Literal[False] = False
+
+    @property
+    def routing(self) -> Mapping[str, Any]:
+        groups = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
+        return {"renormalize": False, "groups": groups, "group_best": 1}
+
+
+@attrs.frozen(kw_only=True)
+class DeepseekV3Config(DeepseekConfig):
+    """The keys of V3's routing: the sigmoid of scores, a bias for the choice, and groups by their two best experts."""
+
+    first_k_dense_replace: int = attrs.field(default=3, validator=ge(0))
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = attrs.field(default=2.5, validator=[ge(2.0**-16), le(2.0**16)])
+    num_nextn_predict_layers: int = attrs.field(default=1, validator=[ge(0), le(64)])
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    norm_topk_prob: bool = True
+
+    @property
+    def routing(self) -> Mapping[str, Any]:
+        groups = self.n_group, self.topk_group
+        return {"renormalize": self.norm_topk_prob, "groups": groups, "sigmoid": True, "correction": True}
+
+
+class DeepseekV2ForCausalLM(DecoderLM):
+    config_type: ClassVar[type[DeepseekConfig]] = DeepseekV2Config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        deepseek = cls.config_type.from_config(config)
+        rotary = deepseek.rotary()
+
+        def layer(index: int) -> DecoderLayer:
+            return DecoderLayer(deepseek, LatentAttention(deepseek, rotary), deepseek.mlp(index))
+
+        layers = map(layer, range(deepseek.num_hidden_layers))
+        return cls(deepseek, layers, ignored_layers=deepseek.num_nextn_predict_layers)
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    config_type = DeepseekV3Config
