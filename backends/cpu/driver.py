@@ -96,6 +96,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 INDUCTOR = (
+    "attend_selected",
     "causal_conv1d",
     "expert_mlp",
     "gated_delta_rule",
@@ -105,6 +106,7 @@ INDUCTOR = (
     "packed_attention",
     "paged_attention",
     "quantized_paged_attention",
+    "select_keys",
     "store_kv_cache",
     "store_latent_cache",
     "store_quantized_kv_cache",

@@ -62,6 +62,7 @@ PARTS = {
     "attention among the patches of images": ["packed_attention"],
     "mixtures of experts": ["topk_route", "expert_mlp"],
     "recurrent layers": ["causal_conv1d", "gated_delta_rule"],
+    "sparse attention": ["attend_selected", "select_keys"],
 }
 """By the part of a model, the operations that it consists of."""
 FORMS: dict[str, dict[str, Any]] = {

@@ -38,6 +38,7 @@ from hal.ops.quantization import (
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
+from hal.ops.selection import attend_selected, select_keys, store_index_cache
 
 __all__ = [
     "FLOAT",
@@ -59,6 +60,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "all_to_all",
+    "attend_selected",
     "catalogue",
     "causal_conv1d",
     "clipped_silu_and_mul",
@@ -101,11 +103,13 @@ __all__ = [
     "rotary_embedding",
     "sample",
     "scaled_dot_product_attention",
+    "select_keys",
     "silu_and_mul",
     "silu_and_mul_dynamic_quantize",
     "silu_and_mul_quantize",
     "split_qkv_rmsnorm_rope",
     "split_qkv_rmsnorm_rope_cache",
+    "store_index_cache",
     "store_kv_cache",
     "store_latent_cache",
     "store_quantized_kv_cache",

@@ -25,6 +25,7 @@ from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .linear_kernels import INT8_KERNELS, Int8Kernels, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
+from .selection_kernels import SELECTION_KERNELS, SelectionKernels
 from .weight_only_kernels import WeightOnlyKernels, in_groups
 
 BASIC = (
@@ -45,6 +46,7 @@ NATIVE = (
     *LOGITS_KERNELS,
     *RECURRENT_KERNELS,
     *SAMPLING_KERNELS,
+    *SELECTION_KERNELS,
     *low_bits.KERNELS,
 )
 
@@ -61,6 +63,7 @@ def native_kernels(library: ctypes.CDLL) -> tuple[dict[str, Kernel], Forms]:
         (LogitsKernels(library), LOGITS_KERNELS),
         (RecurrentKernels(library), RECURRENT_KERNELS),
         (SamplingKernels(library), SAMPLING_KERNELS),
+        (SelectionKernels(library), SELECTION_KERNELS),
     )
     forms: Forms = {
         "embedding": [(in_groups, weight_only.embedding, experts.describe)],

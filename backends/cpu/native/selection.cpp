@@ -1,0 +1,334 @@
+// Sparse attention over paged caches: an index selects positions, and an attention reads the selected rows.
+//
+// A token's rows are taken in pieces, which start at the same rows whatever else a step computes, so a token's result
+// does not depend on other tokens or on the number of threads. Scores are float32; a result is rounded once.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "elements.h"
+#include "panels.h"
+#include "replay.h"
+
+namespace {
+
+constexpr int64_t kScored = 1024;   // rows of an index that a thread takes
+constexpr int64_t kSlab = 48;       // of which at a time, a multiple of kBand and kLanes
+constexpr int64_t kAttended = 512;  // positions that a thread takes
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+struct Pages {
+    const int32_t *table, *starts, *lengths;
+    int64_t sequences, num_blocks, block_size, max_blocks;
+
+    // Returns the row of the cache at a row of a sequence, or -1 if there is none.
+    int64_t row(int64_t sequence, int64_t at) const {
+        if (at < 0 || at >= max_blocks * block_size) return -1;
+        const int64_t block = table[sequence * max_blocks + at / block_size];
+        return block < 0 || block >= num_blocks ? -1 : block * block_size + at % block_size;
+    }
+};
+
+// Writes elements in the type that is multiplied.
+template <class From, class To>
+inline void convert(const From* from, int64_t count, To* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = To(float(from[i]));
+}
+template <class T>
+inline void convert(const T* from, int64_t count, T* to) {
+    std::copy_n(from, count, to);
+}
+
+template <class T>
+constexpr int64_t steps_of(int64_t width) {
+    return up(width, Product<T>::kStep) / kPair<T>;
+}
+
+// What a thread reuses.
+template <class T>
+struct Scratch {
+    std::vector<const T*> pointers;
+    std::vector<T> filled, gathered;
+    Buffer<Operand<T>> rows, panels, weights, values;
+    std::vector<float> sums;
+};
+
+struct Piece {
+    int64_t token, begin, end;
+};
+
+// A token's rows of the index.
+struct Indexed {
+    int64_t token, sequence, position, rows, from;  // `from`: where its scores are
+};
+
+// scores[i] = sum(weights * relu(heads . rows[i])), for the rows of a piece.
+template <class T>
+void score(const T* query, int64_t head_stride, const float* weights, int64_t heads, int64_t dim, const T* keys,
+           const Pages& pages, int64_t sequence, int64_t begin, int64_t end, float* scores, Scratch<T>& scratch) {
+    const int64_t steps = steps_of<T>(dim), whole = steps * kPair<T>, panel_size = whole * kPanel;
+    const int64_t columns = up(heads, kLanes), stride = up(heads, kWhole);
+    scratch.pointers.resize(heads);
+    for (int64_t head = 0; head < heads; head++) scratch.pointers[head] = query + head * head_stride;
+    scratch.panels.resize(up(heads, kPanel) * whole);
+    pack_transposed<T>(scratch.pointers.data(), heads, dim, scratch.filled, scratch.panels.data());
+    scratch.rows.assign(kSlab * whole, Operand<T>(0.0f));
+    scratch.sums.resize(kSlab * stride);
+    for (int64_t first = begin; first < end; first += kSlab) {
+        const int64_t count = std::min(kSlab, end - first);
+        for (int64_t i = 0; i < count; i++)
+            convert(keys + pages.row(sequence, first + i) * dim, dim, scratch.rows.data() + i * whole);
+        Lanes totals[kSlab] = {};
+        for (int64_t i = 0; i < count; i += kBand) {
+            float* sums = scratch.sums.data() + i * stride;
+            multiply_panels<T, false>(scratch.rows.data() + i * whole, whole, scratch.panels.data(), panel_size, 0,
+                                      steps, 0, columns, sums, stride);
+            for (int64_t r = i; r < i + kBand; r++, sums += stride) {
+                std::fill(sums + heads, sums + columns, 0.0f);
+                for (int64_t head = 0; head < columns; head += kLanes) {
+                    const Lanes dots = load<Lanes>(sums + head);
+                    totals[r] += load<Lanes>(weights + head) * (dots < 0.0f ? Lanes{} : dots);  // keeps a NaN
+                }
+            }
+        }
+        float found[kSlab];
+        write_sums<kSlab>(totals, found);
+        std::copy_n(found, count, scores + first - begin);
+    }
+}
+
+// Returns numbers in the order of scores. The largest is that of a NaN.
+inline uint32_t rank_of(float score) {
+    if (std::isnan(score)) return ~0u;
+    uint32_t bits;
+    std::memcpy(&bits, &score, 4);
+    if (bits << 1 == 0) bits = 0;  // -0
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Writes the members of the `count` groups with the highest scores in ascending order. Returns their end.
+int32_t* choose(const float* scores, int64_t rows, int64_t count, int64_t group, int32_t* to) {
+    thread_local std::vector<uint32_t> ranks, order;
+    auto take = [&](int64_t row) {
+        for (int64_t i = 0; i < group; i++) *to++ = int32_t(row * group + i);
+    };
+    if (rows <= count) {
+        for (int64_t row = 0; row < rows; row++) take(row);
+        return to;
+    }
+    ranks.resize(rows);
+    for (int64_t row = 0; row < rows; row++) ranks[row] = rank_of(scores[row]);
+    order = ranks;
+    std::nth_element(order.begin(), order.begin() + (count - 1), order.end(), std::greater<uint32_t>());
+    const uint32_t last = order[count - 1];
+    int64_t ties = count - std::count_if(order.begin(), order.begin() + count, [&](uint32_t each) { return each > last; });
+    for (int64_t row = 0; row < rows; row++)
+        if (ranks[row] > last || (ranks[row] == last && ties-- > 0)) take(row);
+    return to;
+}
+
+// What a piece gives a head: sums of values, the weights of which are relative to the largest score.
+struct Partial {
+    float largest, total;
+};
+
+struct Latent {
+    int64_t heads, rank, rope_dim, query_stride, query_head_stride, rope_stride, rope_head_stride;
+    float scale;
+};
+
+// Writes the sums and a Partial of each head for the gathered rows, [latent | rope]. Sums are up(rank, kLanes) apart.
+template <class T>
+void attend(const Latent& shape, const T* query, const T* query_rope, int64_t count, float* sums, Partial* partials,
+            Scratch<T>& scratch) {
+    const int64_t width = shape.rank + shape.rope_dim, steps = steps_of<T>(width), whole = steps * kPair<T>;
+    const int64_t stride = up(count, kWhole), apart = up(shape.rank, kLanes);
+    scratch.pointers.resize(count);
+    for (int64_t i = 0; i < count; i++) scratch.pointers[i] = scratch.gathered.data() + i * width;
+    scratch.panels.resize(up(count, kPanel) * whole);
+    pack_transposed<T>(scratch.pointers.data(), count, width, scratch.filled, scratch.panels.data());
+    const int64_t value_steps = up(count, kPair<T>) / kPair<T>, panel_size = stride * kPanel;
+    scratch.values.resize(up(shape.rank, kPanel) / kPanel * panel_size);
+    pack_rows<T>(scratch.pointers.data(), count, shape.rank, panel_size, scratch.values.data());
+    scratch.rows.assign(kBand * whole, Operand<T>(0.0f));
+    scratch.weights.resize(kBand * stride);
+    scratch.sums.resize(kBand * std::max(stride, apart));
+    for (int64_t head = 0; head < shape.heads; head += kBand) {
+        const int64_t heads = std::min<int64_t>(kBand, shape.heads - head);
+        for (int64_t i = 0; i < heads; i++) {
+            Operand<T>* to = scratch.rows.data() + i * whole;
+            convert(query + (head + i) * shape.query_head_stride, shape.rank, to);
+            convert(query_rope + (head + i) * shape.rope_head_stride, shape.rope_dim, to + shape.rank);
+        }
+        multiply_panels<T, false>(scratch.rows.data(), whole, scratch.panels.data(), whole * kPanel, 0, steps, 0,
+                                  up(count, kLanes), scratch.sums.data(), stride);
+        for (int64_t i = 0; i < heads; i++) {
+            float *line = scratch.sums.data() + i * stride, largest = kLowest;
+            for (int64_t k = 0; k < count; k++) line[k] *= shape.scale;
+            std::fill(line + count, line + stride, kLowest);
+            Lanes most = Lanes{} + kLowest, total = {};
+            for (int64_t k = 0; k < count; k += kLanes) {
+                const Lanes scores = load<Lanes>(line + k);
+                most = scores > most ? scores : most;
+            }
+            for (int lane = 0; lane < kLanes; lane++) largest = std::max(largest, most[lane]);
+            const float base = largest == kLowest ? 0.0f : largest;  // -inf less -inf would be NaN
+            for (int64_t k = 0; k < stride; k++) line[k] = exponential(line[k] - base);
+            for (int64_t k = 0; k < count; k += kLanes) total += load<Lanes>(line + k);
+            partials[head + i] = {largest, 0};
+            for (int lane = 0; lane < kLanes; lane++) partials[head + i].total += total[lane];
+            convert(line, stride, scratch.weights.data() + i * stride);  // rounds pairs of bfloat16
+        }
+        multiply_panels<T, false>(scratch.weights.data(), stride, scratch.values.data(), panel_size, 0, value_steps, 0,
+                                  apart, scratch.sums.data(), apart);
+        for (int64_t i = 0; i < heads; i++)
+            std::copy_n(scratch.sums.data() + i * apart, apart, sums + (head + i) * apart);
+    }
+}
+
+}  // namespace
+
+// Returns 0, or 1 + the index of a sequence whose rows are outside the block table or the cache.
+extern "C" int64_t select_keys(const void* query, const void* weights, const void* keys, const int32_t* table,
+                               const int32_t* starts, const int32_t* lengths, int32_t* selected, int dtype,
+                               int weights_dtype, int64_t sequences, int64_t tokens, int64_t heads, int64_t dim, int64_t num_blocks,
+                               int64_t block_size, int64_t max_blocks, int64_t query_stride, int64_t head_stride,
+                               int64_t budget, int64_t group) {
+    const Pages pages{table, starts, lengths, sequences, num_blocks, block_size, max_blocks};
+    for (int64_t sequence = 0; sequence < sequences; sequence++)
+        for (int64_t row = 0; row < lengths[sequence] / group; row = (row / block_size + 1) * block_size)
+            if (pages.row(sequence, row) < 0) return sequence + 1;
+    const int64_t padded = up(heads, kLanes), columns = budget + group - 1, count = budget / group;
+    const int64_t at_once = 4 * omp_get_max_threads();
+    std::vector<float> wide(tokens * padded), scores;
+    with_type(weights_dtype, [&](auto type) {
+        for (int64_t token = 0; token < tokens; token++)
+            convert(static_cast<const decltype(type)*>(weights) + token * heads, heads, wide.data() + token * padded);
+    });
+    std::vector<Indexed> taken;
+    std::vector<Piece> pieces;
+    for (int64_t first = 0, sequence = 0; first < tokens; first += at_once) {
+        int64_t size = 0;
+        taken.clear(), pieces.clear();
+        for (int64_t token = first; token < std::min(tokens, first + at_once); token++) {
+            while (sequence < sequences && starts[sequence + 1] <= token) sequence++;
+            const bool any = sequence < sequences && lengths[sequence] > 0;
+            const int64_t position = any ? lengths[sequence] - starts[sequence + 1] + token : -1;
+            const int64_t rows = (std::max<int64_t>(position, -1) + 1) / group;
+            taken.push_back({token, sequence, position, rows, size});
+            if (rows <= count) continue;
+            for (int64_t begin = 0; begin < rows; begin += kScored)
+                pieces.push_back({int64_t(taken.size()) - 1, begin, std::min(begin + kScored, rows)});
+            size += rows;
+        }
+        scores.resize(size);
+#pragma omp parallel if (pieces.size() > 1)
+        {
+            with_type(dtype, [&](auto type) {
+                using T = decltype(type);
+                thread_local Scratch<T> scratch;
+#pragma omp for schedule(dynamic)
+                for (size_t i = 0; i < pieces.size(); i++) {
+                    const Piece& piece = pieces[i];
+                    const Indexed& of = taken[piece.token];
+                    score(static_cast<const T*>(query) + of.token * query_stride, head_stride,
+                          wide.data() + of.token * padded, heads, dim, static_cast<const T*>(keys), pages, of.sequence,
+                          piece.begin, piece.end, scores.data() + of.from + piece.begin, scratch);
+                }
+            });
+#pragma omp for schedule(dynamic)
+            for (size_t i = 0; i < taken.size(); i++) {
+                const Indexed& of = taken[i];
+                int32_t *row = selected + of.token * columns, *end = row + columns;
+                row = choose(scores.data() + of.from, of.rows, count, group, row);
+                for (int64_t at = of.rows * group; at <= of.position; at++) *row++ = int32_t(at);
+                std::fill(row, end, -1);
+            }
+        }
+    }
+    return 0;
+}
+
+// Returns 0, or 1 + the index of a token with a position that is outside its sequence's blocks or the cache.
+extern "C" int64_t attend_selected(const void* query, const void* query_rope, const void* latents, const void* ropes,
+                                   const int32_t* positions, const int32_t* table, const int32_t* starts, void* output,
+                                   int dtype, int64_t sequences, int64_t tokens, int64_t heads, int64_t rank,
+                                   int64_t rope_dim, int64_t num_blocks, int64_t block_size, int64_t max_blocks,
+                                   int64_t selected, int64_t query_stride, int64_t query_head_stride,
+                                   int64_t rope_stride, int64_t rope_head_stride, float scale) {
+    const Pages pages{table, starts, nullptr, sequences, num_blocks, block_size, max_blocks};
+    const Latent shape{heads, rank, rope_dim, query_stride, query_head_stride, rope_stride, rope_head_stride, scale};
+    const int64_t apart = up(rank, kLanes), most = (selected + kAttended - 1) / kAttended;
+    const int64_t at_once = std::min<int64_t>(tokens, omp_get_max_threads());
+    std::vector<int64_t> of_sequence(tokens), counts(tokens);
+    for (int64_t token = 0, sequence = 0; token < tokens; token++) {
+        while (sequence < sequences && starts[sequence + 1] <= token) sequence++;
+        const int32_t* row = positions + token * selected;
+        for (; counts[token] < selected && row[counts[token]] >= 0; counts[token]++)
+            if (sequence == sequences || pages.row(sequence, row[counts[token]]) < 0) return token + 1;
+        of_sequence[token] = sequence;
+    }
+    std::vector<float> sums(at_once * most * heads * apart);
+    std::vector<Partial> partials(at_once * most * heads);
+    std::vector<Piece> pieces;
+    for (int64_t first = 0; first < tokens; first += at_once) {
+        const int64_t last = std::min(tokens, first + at_once);
+        pieces.clear();
+        for (int64_t token = first; token < last; token++)
+            for (int64_t begin = 0; begin < counts[token]; begin += kAttended)
+                pieces.push_back({token, begin, std::min(begin + kAttended, counts[token])});
+#pragma omp parallel if (pieces.size() > 1)
+        with_type(dtype, [&](auto type) {
+            using T = decltype(type);
+            thread_local Scratch<T> scratch;
+            thread_local std::vector<float> row;
+#pragma omp for schedule(dynamic)
+            for (size_t i = 0; i < pieces.size(); i++) {
+                const Piece& piece = pieces[i];
+                const int64_t count = piece.end - piece.begin, token = piece.token;
+                scratch.gathered.resize(count * (rank + rope_dim));
+                T* to = scratch.gathered.data();
+                for (int64_t at = piece.begin; at < piece.end; at++) {
+                    const int64_t from = pages.row(of_sequence[token], positions[token * selected + at]);
+                    to = std::copy_n(static_cast<const T*>(latents) + from * rank, rank, to);
+                    to = std::copy_n(static_cast<const T*>(ropes) + from * rope_dim, rope_dim, to);
+                }
+                const int64_t place = ((token - first) * most + piece.begin / kAttended) * heads;
+                attend(shape, static_cast<const T*>(query) + token * query_stride,
+                       static_cast<const T*>(query_rope) + token * rope_stride, count, sums.data() + place * apart,
+                       partials.data() + place, scratch);
+            }
+            row.resize(apart);
+#pragma omp for schedule(static)
+            for (int64_t each = 0; each < (last - first) * heads; each++) {
+                const int64_t token = first + each / heads, head = each % heads;
+                const int64_t count = (counts[token] + kAttended - 1) / kAttended;
+                const int64_t place = (token - first) * most * heads + head;
+                float largest = kLowest, total = 0;
+                for (int64_t i = 0; i < count; i++) largest = std::max(largest, partials[place + i * heads].largest);
+                std::fill(row.begin(), row.end(), 0.0f);
+                for (int64_t i = 0; i < count; i++) {
+                    const Partial& partial = partials[place + i * heads];
+                    const float factor = partial.largest == largest ? 1.0f : exponential(partial.largest - largest);
+                    const float* from = sums.data() + (place + i * heads) * apart;
+                    total += factor * partial.total;
+                    for (int64_t d = 0; d < rank; d++) row[d] += factor * from[d];
+                }
+                const float share = count ? 1.0f / total : 0.0f;
+                T* to = static_cast<T*>(output) + (token * heads + head) * rank;
+                for (int64_t d = 0; d < rank; d++) to[d] = T(row[d] * share);
+            }
+        });
+    }
+    return 0;
+}
+
+REPLAYABLE(attend_selected)
+REPLAYABLE(select_keys)
