@@ -33,12 +33,11 @@ BOUND: Any = optional(FACTOR)
 
 @attrs.frozen(kw_only=True)
 class GemmaConfig(AlternatingConfig):
-    """The keys that Gemma 2 and Gemma 3 share."""
+    """The keys that Gemma 2 and its successors share."""
 
     head_dim: int = 256
     hidden_act: ActivationName = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
-    query_pre_attn_scalar: float = attrs.field(default=256.0, validator=FACTOR)
     final_logit_softcapping: float | None = attrs.field(default=None, validator=BOUND)
 
     @classmethod
@@ -52,8 +51,9 @@ class GemmaConfig(AlternatingConfig):
 
 @attrs.frozen(kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """Gemma's keys, and the bounds of scores and logits."""
+    """Gemma's keys, and the scale and the bounds of scores and logits."""
 
+    query_pre_attn_scalar: float = attrs.field(default=256.0, validator=FACTOR)
     final_logit_softcapping: float | None = attrs.field(default=30.0, validator=BOUND)
     attn_logit_softcapping: float | None = attrs.field(default=50.0, validator=BOUND)
     use_bidirectional_attention: Literal[False] = False
@@ -64,7 +64,8 @@ class Gemma2ForCausalLM(DecoderLM):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         gemma = Gemma2Config.from_config(config)
         rotary = RotaryEmbedding(gemma.head_dim, gemma.rope)
-        attention = partial(SelfAttention, softcap=gemma.attn_logit_softcapping)
+        scale = gemma.query_pre_attn_scalar**-0.5
+        attention = partial(SelfAttention, scale=scale, softcap=gemma.attn_logit_softcapping)
         return cls.assemble(gemma, gemma.types(full_every=2), {FULL: rotary, SLIDING: rotary}, attention)
 
     @classmethod
@@ -76,10 +77,10 @@ class Gemma2ForCausalLM(DecoderLM):
         attention: Callable[..., SelfAttention],
     ) -> Self:
         """Return a model whose layers have these types, and the attention that ``attention`` makes."""
-        norm, scale = partial(RMSNorm, eps=gemma.rms_norm_eps, offset=1.0), gemma.query_pre_attn_scalar**-0.5
+        norm = partial(RMSNorm, eps=gemma.rms_norm_eps, offset=1.0)
 
         def layer(kind: LayerType) -> DecoderLayer:
-            attending = attention(gemma, rotary[kind], window=gemma.windows[kind], scale=scale)
+            attending = attention(gemma, rotary[kind], window=gemma.windows[kind])
             mlp = GatedMLP(gemma.hidden_size, gemma.intermediate_size, activation=gemma.hidden_act)
             return DecoderLayer(gemma, attending, mlp, norm=norm, norms=SANDWICH_NORMS)
 

@@ -15,7 +15,7 @@ from attrs.validators import ge
 
 from hal.nn import FULL, SLIDING, LayerType, RMSNorm, RopeParameters, RotaryEmbedding, SelfAttention, text_config
 
-from .gemma2 import Gemma2ForCausalLM, GemmaConfig
+from .gemma2 import FACTOR, Gemma2ForCausalLM, GemmaConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +25,7 @@ class Gemma3Config(GemmaConfig):
     Without ``layer_types``, every layer has a window except each ``sliding_window_pattern``-th.
     """
 
+    query_pre_attn_scalar: float = attrs.field(default=256.0, validator=FACTOR)
     sliding_window_pattern: int = attrs.field(default=6, validator=ge(1))
     local_rope: RopeParameters = attrs.field(factory=RopeParameters)
     use_bidirectional_attention: bool = False
@@ -50,7 +51,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         rotary = {kind: RotaryEmbedding(gemma.head_dim, rope) for kind, rope in ropes.items()}
         norm = partial(RMSNorm, eps=gemma.rms_norm_eps, offset=1.0)
         types = gemma.types(gemma.sliding_window_pattern)
-        attention = partial(SelfAttention, norm=norm, causal=not gemma.use_bidirectional_attention)
+        scale, causal = gemma.query_pre_attn_scalar**-0.5, not gemma.use_bidirectional_attention
+        attention = partial(SelfAttention, norm=norm, scale=scale, causal=causal)
         return cls.assemble(gemma, types, rotary, attention)
 
 

@@ -168,6 +168,9 @@ class SelfAttention(nn.Module):
         norm_over: whether these are over each ``head``, or over all heads (``width``). Over all, ``norm`` gets the
             keyword ``share`` too, as :class:`RMSNorm` does, by which ranks share the features.
         gate: whether the sigmoid of a gate scales the output. The gate of a head follows its query in ``q_proj``.
+        value_norm: makes the norm ``v_norm`` of each head of values; None for none.
+        key_as_value: whether keys before their norm are the values, too.
+        shared: whether it reads the states of another layer, and has queries alone; see :class:`Attention`.
 
     Attributes:
         qkv_proj: the projections of query, key and value, as one.
@@ -191,11 +194,16 @@ class SelfAttention(nn.Module):
         norm: Norm | None = None,
         norm_over: Literal["head", "width"] = "head",
         gate: bool = False,
+        value_norm: Norm | None = None,
+        key_as_value: bool = False,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim, kv_heads, self.gate = config.head_dim, config.num_key_value_heads, gate
         width, kv_width = config.num_attention_heads * self.head_dim, kv_heads * self.head_dim
-        parts = {"q_proj": width * 2 if gate else width, "k_proj": kv_width, "v_proj": kv_width}
+        parts = {"q_proj": width * 2 if gate else width}
+        if not shared:
+            parts |= {"k_proj": kv_width} if key_as_value else {"k_proj": kv_width, "v_proj": kv_width}
         qkv_bias, output_bias = bias or (config.attention_bias, config.attention_bias)
         by_head = Share(self.head_dim, repeat=True)
         # In a tuple, so that it is a submodule of the decoder only.
@@ -203,11 +211,14 @@ class SelfAttention(nn.Module):
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias, share=by_head)
         self.norm_over = None if norm is None else norm_over
         if norm is not None and norm_over == "head":
-            self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
+            self.q_norm = norm(self.head_dim)
+            if not shared:
+                self.k_norm = norm(self.head_dim)
         elif norm is not None:
             self.q_norm, self.k_norm = norm(width, share=by_head), norm(kv_width, share=by_head)
+        self.v_norm = None if value_norm is None or shared else value_norm(self.head_dim)
         options = AttentionOptions(self.head_dim**-0.5 if scale is None else scale, window, softcap, causal)
-        self.attention = Attention(kv_heads, self.head_dim, options)
+        self.attention = Attention(kv_heads, self.head_dim, options, shared=shared)
         self.sinks: nn.Parameter | None
         values = nn.Parameter(torch.empty(config.num_attention_heads), requires_grad=False) if sinks else None
         self.register_parameter("sinks", values)
@@ -235,17 +246,20 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
-        query, key, value = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
+        query, *rest = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         gate = None
         if self.gate:
             query, gate = query.unflatten(1, (-1, 2, self.head_dim)).unbind(2)
         if self.norm_over == "width":
-            query, key = self.q_norm(query.flatten(1)), self.k_norm(key)
-        query, key, value = (self._heads(each) for each in (query, key, value))
+            query, rest[0] = self.q_norm(query.flatten(1)), self.k_norm(rest[0])
+        query, *rest = (self._heads(each) for each in (query, *rest))
+        key, value = (rest[0], rest[-1]) if rest else (query[:, :0], None)
         if self.norm_over == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self.q_norm(query), key if value is None else self.k_norm(key)
         if angles is not None:
             query, key = ops.rotary_embedding(query, key, *angles, self.rotaries[0].interleaved)
+        if self.v_norm is not None:
+            value = self.v_norm(value)
         attended = self.attention(query, key, value, batch, state, self.sinks)
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
 
