@@ -58,6 +58,8 @@ constexpr int64_t kFew = 2, kMostRows = kFew;  // rows of x at a time; those up 
 constexpr int64_t kFew = 4, kMostRows = 16;  // or faster than widening
 #endif
 constexpr int64_t kAhead = 4096;  // bytes of the weight to prefetch ahead
+// Into which cache: the second takes more lines at a time, the first is nearer. Measured; 3 is the first.
+constexpr int kCache = kRegisters >= 32 ? 2 : 3;
 
 // How a register holds packed elements: how many a 16-bit lane has, and how many all. As integers, they fill a word.
 template <int Kind>
@@ -148,7 +150,7 @@ inline void multiply(const WeightOnly& given, const Integers& x, int64_t row, co
 #pragma GCC unroll 8
             for (int64_t byte = 0; byte < kPart; byte += sizeof(Shorts)) {
                 unpack<Kind>(load<Shorts>(from + part * kPart + byte), weight + byte / sizeof(Shorts) * P::kSplit);
-                if ((part * kPart + byte) % 64 == 0) __builtin_prefetch(ahead + part * kPart + byte);
+                if ((part * kPart + byte) % 64 == 0) __builtin_prefetch(ahead + part * kPart + byte, 0, kCache);
             }
             const Lanes scale = spread(scales, block * Parts + part);
 #pragma GCC unroll 4
