@@ -88,8 +88,9 @@ def test_a_cache_in_8_bits_changes_logits_little_and_alike_in_every_compiler(
 
 
 def test_transformers_own_code_gives_the_same_logits(plain: Path) -> None:
-    theirs = logits(runner(plain, source="transformers", dtype="int8"))
-    torch.testing.assert_close(theirs, logits(runner(plain, dtype="int8")), rtol=1e-4, atol=1e-4)
+    """But for numbers that lie between two of 8 bits, and are rounded either way: a tenth of what 8 bits change."""
+    theirs, ours = (logits(runner(plain, source=source, dtype="int8")) for source in ("transformers", "auto"))
+    assert (theirs - ours).norm() < 7e-4 * ours.norm()
 
 
 def test_the_states_take_half_the_bytes_on_any_number_of_ranks(plain: Path) -> None:

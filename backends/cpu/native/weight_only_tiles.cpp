@@ -127,10 +127,9 @@ void multiply(const WeightOnly& given, const std::vector<Rows>& x, int64_t step,
             store_tile<4>(scratch.found[0], 4 * kOfX), store_tile<5>(scratch.found[1], 4 * kOfX);
             store_tile<6>(scratch.found[2], 4 * kOfX), store_tile<7>(scratch.found[3], 4 * kOfX);
             const float* factor = scratch.scales.data() + (first + begin) / given.group;
-            using Integers = int32_t __attribute__((vector_size(64)));
             for (int64_t r = 0; r < kUnit; r++, factor += groups) {
                 const auto* found = scratch.found[r / kTileRows * 2] + r % kTileRows * kOfX;
-                const Integers high = load<Integers>(found), low = load<Integers>(found + kTileRows * kOfX);
+                const Ints high = load<Ints>(found), low = load<Ints>(found + kTileRows * kOfX);
                 const Lanes sum = load<Lanes>(sums + r * kOfX) +
                                   __builtin_convertvector((high << 8) + low, Lanes) * (scale * *factor);
                 std::memcpy(sums + r * kOfX, &sum, sizeof(sum));

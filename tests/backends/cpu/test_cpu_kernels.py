@@ -630,7 +630,7 @@ class TestPacking:
             return packing.kept(key, lambda: Measured([0.0], few_packed=next(numbers))).few_packed
 
         assert (found(), found(), found("b")) == (0, 0, 1)
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", f"not {os.environ.get('ONEDNN_MAX_CPU_ISA')}")
         assert (found(), found()) == (2, 2)
         (tmp_path / "file").touch()
         monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path / "file"))
