@@ -86,13 +86,17 @@ def probe_emulated(
 ) -> Probe:
     """Check for the prerequisites of an emulated NPU."""
     from .emulator.activation import is_active
+    from .emulator.build import compiler
 
     if find_spec("torch_npu") is None:
         return Probe(False, "torch_npu is not installed, and the emulated NPU requires it", INSTALL)
     if (refused := refused_build(find_spec)) is not None:
         return refused
-    if not is_active() and which("g++") is None:
-        return Probe(False, "the emulated CANN requires g++, which is not on the PATH", "install g++ 11 or later")
+    if not is_active():
+        try:
+            compiler(which)
+        except DriverUnavailable as error:
+            return Probe(False, error.problem, error.remedy)
     return Probe(True, "an emulated NPU")
 
 

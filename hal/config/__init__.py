@@ -10,11 +10,11 @@ from hal.config.compile_cache import (
     CACHE_DIR,
     CompileCache,
     cache_folder,
-    compiler_key,
     content_key,
     home_of,
     private_folder,
 )
+from hal.config.cxx_compiler import compiler_key, cxx_compiler
 from hal.config.reading import read, read_model_config
 from hal.config.settings import (
     CacheConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "cache_folder",
     "compiler_key",
     "content_key",
+    "cxx_compiler",
     "environment_mapping",
     "environment_options",
     "environment_variables",

@@ -122,16 +122,6 @@ def content_key(*parts: str | bytes) -> str:
     return digest.hexdigest()[:32]
 
 
-def compiler_key(compiler: Path) -> str:
-    """Return a hash of a compiler's path, size and modification time, which an upgrade changes.
-
-    Raises:
-        OSError: the file does not exist.
-    """
-    found = compiler.stat()
-    return content_key(str(compiler.resolve()), str(found.st_size), str(found.st_mtime_ns))[:8]
-
-
 class CompileCache:
     """A cache of immutable entries in one folder. An entry is a folder of files, named by its key.
 

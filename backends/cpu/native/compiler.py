@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hal.config import content_key
+from hal.config import content_key, cxx_compiler
 from hal.device.host_capacity import usable_cores
 from hal.errors import DriverUnavailable
 
@@ -56,17 +54,11 @@ def compiler() -> list[str]:
     Raises:
         DriverUnavailable: it is not on the PATH.
     """
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    candidates = [chosen] if chosen else [["g++"], ["c++"]]
-    for program, *arguments in candidates:
-        if found := shutil.which(program):
-            return [found, *arguments]
-    names = " nor ".join(each[0] for each in candidates)
-    raise DriverUnavailable(
-        f"the C++ kernels of the cpu driver need a compiler, but there is no {names} on the PATH",
+    remedy = (
         "install g++, set CXX to another compiler, copy the libraries that `hal build-kernels` of this version writes "
-        f"elsewhere to {PREBUILT}, or set the driver's option native to false",
+        f"elsewhere to {PREBUILT}, or set the driver's option native to false"
     )
+    return cxx_compiler("the C++ kernels of the cpu driver", ("g++", "c++"), remedy)
 
 
 def target() -> str:

@@ -1,4 +1,4 @@
-"""Compilation of the emulated CANN with the system's g++, with a cache.
+"""Compilation of the emulated CANN with the system's C++ compiler, with a cache.
 
     python -m hal.backends.npu.emulator.build        # builds what changed, prints the folder
 
@@ -14,11 +14,12 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 
-from hal.config import CompileCache, cache_folder, compiler_key, content_key
+from hal.config import CompileCache, cache_folder, compiler_key, content_key, cxx_compiler
 from hal.errors import ConfigError, DriverUnavailable
 
 from ..torch_build import check_build, install_command
@@ -85,23 +86,18 @@ class Toolchain:
         return cls(Path(torch.origin).parent, Path(spec.origin).parent, versions, sources)
 
 
-def compiler() -> str:
-    """Return the path of g++.
+def compiler(which: Callable[[str], str | None] = shutil.which) -> list[str]:
+    """Return ``CXX`` with its arguments, or g++; the program is an absolute path.
 
     Raises:
-        DriverUnavailable: g++ is not on the PATH.
+        DriverUnavailable: it is not on the PATH.
     """
-    found = shutil.which("g++")
-    if found is None:
-        raise DriverUnavailable(
-            "the emulated CANN is compiled on first use, but there is no g++ on the PATH",
-            "install g++ 11 or later (Debian and Ubuntu: apt install g++)",
-        )
-    return found
+    remedy = "install g++ 11 or later (Debian and Ubuntu: apt install g++), or set CXX to another compiler"
+    return cxx_compiler("the emulated CANN", ("g++",), remedy, which)
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """Return the flags of g++: ours, then those of the variable ``EMULATED_CANN_CXXFLAGS``."""
+    """Return the compiler's flags: ours, then those of the variable ``EMULATED_CANN_CXXFLAGS``."""
     return (*FLAGS, *os.environ.get("EMULATED_CANN_CXXFLAGS", "").split())
 
 
@@ -109,8 +105,9 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     """Build the libraries if they are not cached; return a folder with the layout of an installed CANN.
 
     Raises:
-        DriverUnavailable: torch_npu, g++, ninja or nm is missing, torch_npu is not the emulated release or cannot be
-            imported beside the installed build of torch, or the cache cannot be written or is writable by another user.
+        DriverUnavailable: torch_npu, the compiler, ninja or nm is missing, torch_npu is not the emulated release or
+            cannot be imported beside the installed build of torch, or the cache cannot be written or is writable by
+            another user.
         DriverError: a source does not compile; the error contains the compiler's output.
     """
     tools = Toolchain.find(sources)
@@ -121,12 +118,15 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     named = (part for item in texts.items() for part in item)
     key = content_key(tools.versions, str(tools.torch), *flags, *recipe, *named)
     try:
-        if shutil.which("g++") is None and (found := kept.latest(f"{key}-")) is not None:
+        try:
+            chosen = compiler()
+        except DriverUnavailable:
+            if (found := kept.latest(f"{key}-")) is None:
+                raise
             return found
-        gxx = compiler()
-        made_by = compiler_key(Path(gxx))
-        work = f"build-{content_key(tools.versions, *flags, gxx, made_by)}"
-        plan = Recipe(texts, sources, LIBRARIES, gxx, flags, tools.torch, tools.torch_npu)
+        made_by = compiler_key(Path(chosen[0]))
+        work = f"build-{content_key(tools.versions, *flags, *chosen, made_by)}"
+        plan = Recipe(texts, sources, LIBRARIES, chosen, flags, tools.torch, tools.torch_npu)
         return kept.get_or_put(f"{key}-{made_by}", lambda folder: _make(plan, kept, work, folder))
     except ConfigError as error:
         raise DriverUnavailable(f"the emulated CANN cannot be stored: {error.problem}", error.remedy) from error

@@ -64,7 +64,7 @@ class Recipe:
         sources: the text of each source, by its path relative to ``folder``.
         folder: the folder of the sources, for messages.
         libraries: the libraries, each after those that it needs.
-        compiler: the path of g++.
+        compiler: the path of the compiler, and its arguments.
         flags: compiler flags.
         torch: the folder of the package torch.
         torch_npu: the folder of the package torch_npu.
@@ -73,7 +73,7 @@ class Recipe:
     sources: Mapping[str, bytes]
     folder: Path
     libraries: Sequence[Library]
-    compiler: str
+    compiler: Sequence[str]
     flags: Sequence[str]
     torch: Path
     torch_npu: Path
@@ -138,7 +138,7 @@ def build_libraries(recipe: Recipe, folder: Path) -> Path:
 def _write_build_file(recipe: Recipe, path: Path) -> None:
     from ninja.ninja_syntax import Writer, escape
 
-    compiler, flags = (escape(shlex.join(each)) for each in ([recipe.compiler], recipe.flags))
+    compiler, flags = (escape(shlex.join(each)) for each in (recipe.compiler, recipe.flags))
     common = f"{compiler} {flags} {' '.join(OWN_HEADERS)}"
     with path.open("w", encoding="utf-8") as file:
         writer = Writer(file)  # type: ignore[arg-type]  # ninja's annotation says str

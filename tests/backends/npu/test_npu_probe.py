@@ -223,7 +223,7 @@ def test_what_an_emulated_npu_needs() -> None:
     assert probe_emulated(installed, lambda name: f"/usr/bin/{name}").available
     assert "torch_npu is not installed" in probe_emulated(missing).reason
     no_compiler = probe_emulated(installed, lambda name: None)
-    assert "requires g++" in no_compiler.reason
+    assert "there is no g++ on the PATH" in no_compiler.reason
     assert "install g++" in no_compiler.hint
 
 

@@ -45,7 +45,11 @@ void combine(T* sum, const T* next, size_t count, HcclReduceOp reduction) {
 }
 
 struct Half {
+#ifdef __aarch64__
+    using Stored = __fp16;  // GCC before 13 has no _Float16 in C++ there
+#else
     using Stored = _Float16;
+#endif
     static void plain_widen(float* out, const Stored* in, size_t count) {
         for (size_t i = 0; i < count; ++i) out[i] = static_cast<float>(in[i]);
     }

@@ -154,7 +154,7 @@ ACLNN(PromptFlashAttentionV3, .check = Kernel<prompt>::check, .flops = Kernel<pr
                      "GetMaxWorkspaceSize\n"                                                                  \
                      ".type aclnn" #name                                                                      \
                      "GetMaxWorkspaceSize, @function\n"                                                       \
-                     ".set aclnn" #name "GetMaxWorkspaceSize, %c0" ::"i"(&Entry<&name>::get_workspace_size)); \
+                     ".set aclnn" #name "GetMaxWorkspaceSize, %c0" ::"X"(&Entry<&name>::get_workspace_size)); \
     }
 MAX_WORKSPACE(FusedInferAttentionScoreV3)
 MAX_WORKSPACE(FusedInferAttentionScoreV4)

@@ -235,7 +235,7 @@ struct Entry<function> {
 }  // namespace emulator
 
 // An assembler alias gives the deduced function its C name, because a C declaration would have to repeat every
-// parameter.
+// parameter. GCC for Arm takes no address as "i" in position-independent code.
 #define ACLNN(name, ...)                                                                                             \
     [[gnu::constructor]] static void name_##name() {                                                                 \
         emulator::Entry<&name>::kernel = #name;                                                                      \
@@ -246,7 +246,7 @@ struct Entry<function> {
                      "GetWorkspaceSize\n"                                                                            \
                      ".type aclnn" #name                                                                             \
                      "GetWorkspaceSize, @function\n"                                                                 \
-                     ".set aclnn" #name "GetWorkspaceSize, %c0" ::"i"(&emulator::Entry<&name>::get_workspace_size)); \
+                     ".set aclnn" #name "GetWorkspaceSize, %c0" ::"X"(&emulator::Entry<&name>::get_workspace_size)); \
     }                                                                                                                \
     extern "C" int aclnn##name(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {                       \
         return emulator::execute(executor, stream);                                                                  \
