@@ -124,9 +124,11 @@ thorough: $(VENV)/.test
 	@$(foreach folder,$(RUNS),$(TEST_PYTHON) -m pytest -q --collect-only -m thorough --thorough $(folder) &&) true
 
 # On Debian, with the packages qemu-user and g++-aarch64-linux-gnu. Arm's Python and torch are downloaded.
+ARM_PYTHON = $(abspath $(VENV)/arm/bin/python)
 test-processors: $(VENV)/.test
-	$(BIN)/python tools/processors/arm_root.py $(VENV)/arm
-	ARM_ROOT=$(abspath $(VENV)/arm) $(TEST_PYTHON) -m pytest -q tests/backends/cpu/test_older_processors.py
+	$(TEST_PYTHON) tools/processors/arm_root.py $(VENV)/arm
+	$(ARM_PYTHON) -m pytest -q tests/backends/cpu/test_cpu_conformance.py -k 'devices or (operations and float32)'
+	ARM_PYTHON=$(ARM_PYTHON) $(TEST_PYTHON) -m pytest -q -rs tests/backends/cpu/test_older_processors.py
 
 # Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2

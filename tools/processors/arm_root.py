@@ -1,8 +1,10 @@
-"""Make a folder with Python, torch and hal's dependencies for Arm, which `qemu-aarch64 -L FOLDER` runs.
+"""Make a folder with Python, torch, torch_npu and hal's dependencies for Arm, which qemu emulates.
 
     python tools/processors/arm_root.py FOLDER
+    ARM_CPU=max FOLDER/bin/python -m hal doctor
 
-Debian's apt fetches Python, and pip the rest. hal itself is not copied: its sources are read where they are.
+FOLDER is replaced. Debian's apt fetches Python, and pip the rest. hal is not copied: its sources are read where they
+are. Compilers and ninja are those of this machine.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tempfile
 from importlib.metadata import requires
 from pathlib import Path
 
+from hal.backends.npu.emulator.ninja_build import ninja_program
 from packaging.requirements import Requirement
 
 DEBIAN = """
@@ -25,30 +28,45 @@ TORCH = ("torch==2.13.0+cpu", "torch==2.10.0")
 """PyTorch's own index has the first; the package index has builds for CUDA since the second."""
 TORCH_NEEDS = ("sympy", "networkx", "mpmath", "fsspec")
 OF_TORCH = "--extra-index-url=https://download.pytorch.org/whl/cpu"
+TESTS_NEED = ("pytest", "pytest-benchmark")
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
+
+# Python takes this script for itself, so that it starts other processes by it. torch imports torch_npu, which fails
+# without CANN, unless it is told not to.
+PYTHON = """#!/bin/sh
+export PYTHONHOME={root}/usr TORCH_DEVICE_BACKEND_AUTOLOAD=0 CXX=aarch64-linux-gnu-g++
+exec qemu-aarch64 -cpu ${{ARM_CPU:-neoverse-n1}} -0 "$0" -L {root} {root}/usr/bin/python3.11 "$@"
+"""
 
 
 def main(folder: Path) -> None:
-    """Make the folder unless it is there."""
-    packages = folder / "usr/local/lib/python3.11/dist-packages"
-    if (packages / "hal-is-linked").exists():
+    """Make the folder unless this program has made it."""
+    packages, made_by = folder / "usr/local/lib/python3.11/dist-packages", folder / "made-by.py"
+    program = Path(__file__).read_text(encoding="utf-8")
+    if made_by.exists() and made_by.read_text(encoding="utf-8") == program:
         return
+    shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         _unpack(Path(scratch), folder)
     if not any(_install(packages, torch, OF_TORCH) for torch in TORCH):
         sys.exit(f"none of {', '.join(TORCH)} can be had for Arm")
-    needed = [
-        each for each in map(Requirement, requires("torch-hal") or ()) if each.name != "torch" and not each.marker
-    ]
+    ours = [each for each in map(Requirement, requires("torch-hal") or ()) if each.name != "torch"]
+    torch_npu = next(f"{each.name}{each.specifier}" for each in ours if each.name == "torch-npu")
+    if not _install(packages, torch_npu):
+        sys.exit(f"{torch_npu} cannot be had for Arm")
     # With what these need, which pip would find only for this processor's torch.
-    for each in needed:
-        if not _install(packages, str(each), deps=True):
-            sys.exit(f"{each} cannot be had for Arm")
-    if not _install(packages, *TORCH_NEEDS, deps=True):
-        sys.exit(f"{', '.join(TORCH_NEEDS)} cannot be had for Arm")
+    needed = [*(str(each) for each in ours if not each.marker), *TORCH_NEEDS, *TESTS_NEED, "ninja"]
+    if not _install(packages, *needed, deps=True):
+        sys.exit(f"{', '.join(needed)} cannot be had for Arm")
     for path in Path(sysconfig.get_path("purelib")).glob("*torch_hal*"):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, packages / path.name)
-    (packages / "hal-is-linked").touch()
+    for path in (folder / "bin", folder / "usr/local/bin"):
+        path.mkdir(exist_ok=True)
+    shutil.copy(ninja_program(), folder / "usr/local/bin")  # This machine's: it starts compilers.
+    python = folder / "bin/python"
+    python.write_text(PYTHON.format(root=folder), encoding="utf-8")
+    python.chmod(0o755)
+    made_by.write_text(program, encoding="utf-8")
 
 
 def _unpack(scratch: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hal.backends.cpu.native import prebuilt, processor
 from hal.backends.cpu.native.compiler import sources_key
+from hal.backends.npu.emulator.build import LIBRARIES, TORCH_NPU
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from safetensors.torch import load_file
 
@@ -86,18 +87,23 @@ except DriverUnavailable as error:
 """
 
 
-def emulating(processor: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command of Python on a processor of qemu's, and its environment."""
-    root = os.environ.get("ARM_ROOT")
+def emulating(processor: str) -> list[str]:
+    """Return the command of Python on a processor of qemu's."""
     if processor == "neoverse-n1":
-        if root is None:
-            pytest.skip("ARM_ROOT names no folder with Python for Arm: see make test-processors")
-        own = {"PYTHONHOME": f"{root}/usr", "CXX": "aarch64-linux-gnu-g++"}
-        return ["qemu-aarch64", "-cpu", processor, "-L", root, f"{root}/usr/bin/python3.11"], {**os.environ, **own}
+        if "ARM_PYTHON" not in os.environ:
+            pytest.skip("ARM_PYTHON names no Python for Arm: see make test-processors")
+        return [os.environ["ARM_PYTHON"]]
     emulator = shutil.which("qemu-x86_64")
     if emulator is None:
         pytest.skip("qemu-x86_64, of Debian's qemu-user, is not installed; .ci/run installs it")
-    return [emulator, "-cpu", processor, sys.executable], {**os.environ}
+    return [emulator, "-cpu", processor, sys.executable]
+
+
+def output_of(command: Sequence[str], **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX and AVX-512 are parts of x86 processors")
@@ -128,15 +134,14 @@ def test_the_compiler_is_told_what_an_emulated_processor_lacks(monkeypatch: pyte
 def test_an_emulated_processor(
     processor: str, instructions: str, dtypes: Sequence[str], schemes: Sequence[str], trained: Path, tmp_path: Path
 ) -> None:
-    command, environment = emulating(processor)
+    command = emulating(processor)
     runs = [(trained, dtype) for dtype in dtypes]
     for scheme in schemes:
         quantize_checkpoint(trained, tmp_path / scheme, scheme, group_size=64 if scheme == "w4a16" else None)
         runs.append((tmp_path / scheme, "bfloat16"))
     names, found = [f"{path}:{dtype}" for path, dtype in runs], tmp_path / "logits.safetensors"
     command += ["-c", PROGRAM, str(found), instructions, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    output_of(command)
     logits = load_file(found)
     for name, (path, dtype) in zip(names, runs, strict=True):
         backend = hal.open({"backend": "cpu", "dtype": "float32"})
@@ -149,7 +154,7 @@ def test_an_emulated_processor(
 @thorough(PROCESSES)
 def test_prebuilt_libraries_on_an_emulated_processor(tmp_path: Path) -> None:
     """The one for AVX-512 is not chosen; where the processor claims AVX-512, an error names it."""
-    command, environment = emulating("Haswell")
+    command = emulating("Haswell")
     sets = "avx2", "avx512"
     # The cache of the driver's kernels keeps them for later runs.
     folder = CompileCache(cache_folder("cpu")).get_or_put(
@@ -158,11 +163,8 @@ def test_prebuilt_libraries_on_an_emulated_processor(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     python.chmod(0o755)
-    environment["HAL_CACHE_DIR"] = str(tmp_path)
     command += ["-c", WITHOUT_COMPILER, str(folder), str(python)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    chosen, lacking, _, claimed, _ = done.stdout.splitlines()
+    chosen, lacking, _, claimed, _ = output_of(command, HAL_CACHE_DIR=str(tmp_path)).splitlines()
     assert chosen == "C++ (prebuilt for avx2)"
     assert "instructions is avx512, but this processor, x86_64, has no avx512f or avx512bw" in lacking
     assert "kernels of the cpu driver for SSE4, AVX2, AVX-512 end in SIGILL" in claimed
@@ -190,10 +192,26 @@ except hal.errors.DriverUnavailable as error:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit of instructions is one of x86 processors")
 def test_bfloat16_claimed_where_onednn_refuses_it(trained: Path) -> None:
     """Products are computed by torch, and packing ends in an error that names the dtype."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run(
-        [sys.executable, "-c", CLAIMED, str(trained)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "pack weights of torch.bfloat16, refuses one" in done.stdout
-    assert "remedy: set the driver's option pack_weights to false" in done.stdout
+    error = output_of([sys.executable, "-c", CLAIMED, str(trained)], ONEDNN_MAX_CPU_ISA="AVX2")
+    assert "pack weights of torch.bfloat16, refuses one" in error
+    assert "remedy: set the driver's option pack_weights to false" in error
+
+
+@thorough(EXHAUSTIVE)
+def test_the_emulated_cann_is_compiled_for_arm() -> None:
+    built = output_of([*emulating("neoverse-n1"), "-m", "hal.backends.npu.emulator.build"])
+    libraries = {path.name: path.read_bytes() for path in Path(built.strip(), "lib64").glob("*.so")}
+    assert set(libraries) == {f"lib{each.name}.so" for each in LIBRARIES}
+    of_arm = (183).to_bytes(2, "little")
+    assert all(each[18:20] == of_arm for each in libraries.values())
+
+
+@thorough(EXHAUSTIVE)
+def test_an_emulated_npu_on_arm(trained: Path) -> None:
+    python = emulating("neoverse-n1")
+    release = output_of([*python, "-c", "from importlib.metadata import version; print(version('torch'))"]).strip()
+    if not release.startswith(f"{TORCH_NPU.rpartition('.')[0]}."):
+        pytest.skip(f"torch_npu {TORCH_NPU} needs that release of torch, and pip found {release} as CPU build for Arm")
+    command = [*python, "-m", "hal", "generate", str(trained), "--dtype", "float16", "--greedy"]
+    command += ["--max-new-tokens", "8", "--prompt", "def read_lines(path):", "--backend"]
+    assert output_of([*command, "npu", "--emulate"]) == output_of([*command, "cpu"])
