@@ -28,7 +28,7 @@ COMMON = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 2, "num_hi
 PATCH = 12
 SPLIT_AT: Mapping[str, Sequence[str]] = {
     "ExpertsForCausalLM": ("paged_attention",),
-    "LatentForCausalLM": ("latent_attention",),
+    "LatentForCausalLM": ("toy_latent_attention",),
     "RecurrentForCausalLM": ("paged_attention", "causal_conv", "linear_attention"),
     "PicturesForCausalLM": ("paged_attention",),
 }

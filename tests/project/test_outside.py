@@ -70,9 +70,9 @@ def test_every_operation_meets_its_declaration() -> None:
     assert sorted(each.name for each in own) == [
         "causal_conv",
         "expert_linear",
-        "latent_attention",
         "linear_attention",
-        "store_latent",
+        "store_toy_latent",
+        "toy_latent_attention",
     ]
     assert {each.name: each.state for each in own}["causal_conv"] == ("window",)
 

@@ -33,7 +33,7 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
     mutates=("latent_cache",),
     namespace="hal_toys",
 )
-def store_latent(latent: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_toy_latent(latent: Tensor, latent_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's latent row into its slot."""
     latent_cache.view(-1, latent_cache.shape[-1])[slot_mapping.long()] = latent
 
@@ -74,7 +74,7 @@ def _attention_samples(draw: Draw) -> Iterator[Sample]:
     state=("latent_cache",),
     namespace="hal_toys",
 )
-def latent_attention(
+def toy_latent_attention(
     query: Tensor, latent_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, kv_lens: Tensor, scale: float
 ) -> Tensor:
     """Compute causal attention in which the latent row is key and value of every head."""
@@ -103,9 +103,9 @@ class LatentLayer(nn.Module):
 
     def forward(self, hidden: Tensor, batch: Batch, state: LayerState) -> Tensor:
         normed = self.norm(hidden)
-        store_latent(self.down(normed), state["latent"], batch.slot_mapping)
+        store_toy_latent(self.down(normed), state["latent"], batch.slot_mapping)
         query = self.query(normed).view(-1, self.heads, LATENT)
-        attended = latent_attention(
+        attended = toy_latent_attention(
             query, state["latent"], batch.block_table, batch.query_start_loc, batch.kv_lens, LATENT**-0.5
         )
         return hidden + self.out(attended.flatten(1))
