@@ -10,16 +10,12 @@ from torch import Tensor
 
 from hal.errors import OperationError
 from hal.ops import AttentionOptions
-from hal.ops.kernels.composed_attention import joining
 
 from ..kernels import paged_attention as composed_attention
 from ..kernels import quantized_paged_attention as composed_quantized_attention
 from .arguments import DTYPES, Bindings, addresses, empty, integers, require, rows
 
-ATTENTION_KERNELS = (
-    *("latent_attention", "paged_attention"),
-    *("quantized_paged_attention", "store_quantized_kv_cache"),
-)
+ATTENTION_KERNELS = ("paged_attention", "quantized_paged_attention", "store_quantized_kv_cache")
 FEW = 1 << 11
 """Queries times tokens of a sequence above which the kernel of many queries is faster. Decode steps do not use it."""
 UNLIMITED = 1 << 62
@@ -38,27 +34,6 @@ class AttentionKernels(Bindings):
             "paged_attention", c_int64, *[c_void_p] * 8, *numbers, c_void_p, c_void_p, c_int
         )
         self._store = self.function("store_quantized_kv_cache", c_int64, *[c_void_p] * 9, c_int, c_int, *[c_int64] * 8)
-        self._joined = joining(self.paged_attention)
-
-    def latent_attention(
-        self,
-        query: Tensor,
-        query_rope: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        block_table: Tensor,
-        query_start_loc: Tensor,
-        kv_lens: Tensor,
-        query_start_loc_host: Tensor,
-        kv_lens_host: Tensor,
-        options: AttentionOptions,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :func:`hal.ops.latent_attention`, and :meth:`paged_attention`."""
-        cache, lengths = (latent_cache, rope_cache, block_table), (query_start_loc, kv_lens)
-        found = self._joined(query, query_rope, *cache, *lengths, query_start_loc_host, kv_lens_host, options)
-        return found if out is None else out.copy_(found)
 
     def store_quantized_kv_cache(
         self,

@@ -256,25 +256,34 @@ extern "C" int64_t select_keys(const void* query, const void* weights, const voi
     return 0;
 }
 
-// Returns 0, or 1 + the index of a token with a position that is outside its sequence's blocks or the cache.
+// Returns 0, or 1 + the index of a token with a position that is outside its sequence's blocks or the cache. Without
+// positions, a token attends to all up to its own, which the lengths give.
 extern "C" int64_t attend_selected(const void* query, const void* query_rope, const void* latents, const void* ropes,
-                                   const int32_t* positions, const int32_t* table, const int32_t* starts, void* output,
+                                   const int32_t* positions, const int32_t* table, const int32_t* starts,
+                                   const int32_t* lengths, void* output,
                                    int dtype, int64_t sequences, int64_t tokens, int64_t heads, int64_t rank,
                                    int64_t rope_dim, int64_t num_blocks, int64_t block_size, int64_t max_blocks,
                                    int64_t selected, int64_t query_stride, int64_t query_head_stride,
                                    int64_t rope_stride, int64_t rope_head_stride, float scale) {
-    const Pages pages{table, starts, nullptr, sequences, num_blocks, block_size, max_blocks};
+    const Pages pages{table, starts, lengths, sequences, num_blocks, block_size, max_blocks};
     const Latent shape{heads, rank, rope_dim, query_stride, query_head_stride, rope_stride, rope_head_stride, scale};
-    const int64_t apart = up(rank, kLanes), most = (selected + kAttended - 1) / kAttended;
-    const int64_t at_once = std::min<int64_t>(tokens, omp_get_max_threads());
+    const int64_t apart = up(rank, kLanes), at_once = std::min<int64_t>(tokens, omp_get_max_threads());
     std::vector<int64_t> of_sequence(tokens), counts(tokens);
+    auto position = [&](int64_t token, int64_t at) { return positions ? positions[token * selected + at] : at; };
+    int64_t longest = 0;
     for (int64_t token = 0, sequence = 0; token < tokens; token++) {
         while (sequence < sequences && starts[sequence + 1] <= token) sequence++;
-        const int32_t* row = positions + token * selected;
-        for (; counts[token] < selected && row[counts[token]] >= 0; counts[token]++)
-            if (sequence == sequences || pages.row(sequence, row[counts[token]]) < 0) return token + 1;
+        if (positions) {
+            while (counts[token] < selected && position(token, counts[token]) >= 0) counts[token]++;
+        } else if (sequence < sequences && lengths[sequence] > 0) {
+            counts[token] = lengths[sequence] - starts[sequence + 1] + token + 1;
+        }
+        for (int64_t at = 0; at < counts[token]; at++)
+            if (sequence == sequences || pages.row(sequence, position(token, at)) < 0) return token + 1;
         of_sequence[token] = sequence;
+        longest = std::max(longest, counts[token]);
     }
+    const int64_t most = (longest + kAttended - 1) / kAttended;
     std::vector<float> sums(at_once * most * heads * apart);
     std::vector<Partial> partials(at_once * most * heads);
     std::vector<Piece> pieces;
@@ -296,7 +305,7 @@ extern "C" int64_t attend_selected(const void* query, const void* query_rope, co
                 scratch.gathered.resize(count * (rank + rope_dim));
                 T* to = scratch.gathered.data();
                 for (int64_t at = piece.begin; at < piece.end; at++) {
-                    const int64_t from = pages.row(of_sequence[token], positions[token * selected + at]);
+                    const int64_t from = pages.row(of_sequence[token], position(token, at));
                     to = std::copy_n(static_cast<const T*>(latents) + from * rank, rank, to);
                     to = std::copy_n(static_cast<const T*>(ropes) + from * rope_dim, rope_dim, to);
                 }
