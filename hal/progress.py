@@ -45,11 +45,12 @@ def going_on(
     def done(amount: int, total: int) -> None:
         nonlocal share, end
         if amount:
-            share, end = f"{amount / total:.0%}", start + (clock() - start) / amount * total
+            share, end = f"{amount / total:.0%}, ", start + (clock() - start) / amount * total
 
     def repeat() -> None:
         while not ended.wait(interval):
-            say(f"{what}: " + (f"{share}, {_left(end - clock())}" if share else "still running"))
+            left = end - clock()
+            say(f"{what}: {share}{_left(left) if left > 0 else 'still running'}")
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
