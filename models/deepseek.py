@@ -98,6 +98,7 @@ class DeepseekV3Config(DeepseekConfig):
 
 class DeepseekV2ForCausalLM(DecoderLM):
     config_type: ClassVar[type[DeepseekConfig]] = DeepseekV2Config
+    attention: ClassVar[type[LatentAttention]] = LatentAttention
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -105,7 +106,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
         rotary = deepseek.rotary()
 
         def layer(index: int) -> DecoderLayer:
-            return DecoderLayer(deepseek, LatentAttention(deepseek, rotary), deepseek.mlp(index))
+            return DecoderLayer(deepseek, cls.attention(deepseek, rotary), deepseek.mlp(index))
 
         layers = map(layer, range(deepseek.num_hidden_layers))
         return cls(deepseek, layers, ignored_layers=deepseek.num_nextn_predict_layers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import attrs
@@ -120,6 +121,7 @@ class LatentAttention(nn.Module):
         config: the sizes. ``attention_bias`` says whether the projections of and to ``hidden_size`` have biases, except
             ``q_proj``.
         rotary: the rotary embedding, which layers share, and which declares the order of pairs in the cache.
+        index: the features of further projections of the hidden states, by name, which :meth:`select` receives.
 
     Attributes:
         states: the states of the layer, per token: ``latent`` and ``rope``.
@@ -131,13 +133,15 @@ class LatentAttention(nn.Module):
 
     causal: bool = True
 
-    def __init__(self, config: LatentConfig, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, config: LatentConfig, rotary: RotaryEmbedding, index: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         super().__init__()
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         # In a tuple, so that it is a submodule of the decoder only.
         self.rotaries: tuple[RotaryEmbedding, ...] = (rotary,)
         self.query_dims = config.qk_nope_head_dim, config.qk_rope_head_dim
-        self.latents = (config.q_lora_rank or 0, rank, config.qk_rope_head_dim)
+        self.latents = (config.q_lora_rank or 0, rank, config.qk_rope_head_dim, *index.values())
         by_head = Share(config.query_dim)
         parts = {"kv_a_proj_with_mqa": rank + config.qk_rope_head_dim}
         if config.q_lora_rank is None:
@@ -146,7 +150,7 @@ class LatentAttention(nn.Module):
             parts = {"q_a_proj": config.q_lora_rank, **parts}
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
             self.q_b_proj = Linear(config.q_lora_rank, heads * config.query_dim, shard=OUT, share=by_head)
-        self.latent_proj = MergedLinear(hidden, parts, bias=config.attention_bias, shard=None)
+        self.latent_proj = MergedLinear(hidden, {**parts, **index}, bias=config.attention_bias, shard=None)
         self.kv_a_layernorm = RMSNorm(rank, LATENT_EPS)
         self.kv_b_proj = AbsorbedLinear(rank, heads, config.qk_nope_head_dim, config.v_head_dim)
         self.o_proj = Linear(
@@ -168,19 +172,44 @@ class LatentAttention(nn.Module):
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding`."""
         assert angles is not None
-        query, latent, key_rope = self.latent_proj(hidden).split(self.latents, dim=-1)
-        query = self.q_b_proj(self.q_a_layernorm(query)) if self.latents[0] else self.q_proj(hidden)
+        query, latent, key_rope, *index = self.latent_proj(hidden).split(self.latents, dim=-1)
+        normed = self.q_a_layernorm(query) if self.latents[0] else hidden
+        query = self.q_b_proj(normed) if self.latents[0] else self.q_proj(hidden)
         nope, query_rope = query.unflatten(1, (-1, sum(self.query_dims))).split(self.query_dims, dim=-1)
         query_rope, key_rope = ops.rotary_embedding(
             query_rope, key_rope.unsqueeze(1), *angles, self.rotaries[0].interleaved
         )
         cache = state["latent"], state["rope"]
         ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
-        lengths = batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
-        attended = ops.latent_attention(
-            self.kv_b_proj.query(nope), query_rope, *cache, batch.block_table, *lengths, self.options
-        )
+        absorbed, starts = (self.kv_b_proj.query(nope), query_rope, *cache), batch.query_start_loc
+        selected = self.select(hidden, normed, index, angles, batch, state)
+        if selected is None:
+            lengths = starts, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
+            attended = ops.latent_attention(*absorbed, batch.block_table, *lengths, self.options)
+        else:
+            attended = ops.attend_selected(*absorbed, selected, batch.block_table, starts, self.options.scale)
         return self.o_proj(self.kv_b_proj.value(attended).flatten(1))
+
+    def select(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        index: Sequence[Tensor],
+        angles: tuple[Tensor, Tensor],
+        batch: Batch,
+        state: LayerState,
+    ) -> Tensor | None:
+        """Return the positions that each token attends to, as of :func:`hal.ops.select_keys`; None for all.
+
+        Args:
+            hidden: ``[tokens, hidden_size]``.
+            query: ``[tokens, q_lora_rank]``, the normalized latent of queries; the hidden states without one.
+            index: the results of the further projections.
+            angles: of the rotary embedding.
+            batch: the step.
+            state: the layer's states.
+        """
+        return None
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -68,6 +68,16 @@ CONFIGS = {"Qwen3NextForCausalLM": "HybridMoeConfig", "Qwen35ForCausalLM": "Hybr
 """Classes of configs that several families share."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The keys of the number of experts, of which a few suffice."""
+LATENT = {
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "index_head_dim", "index_n_heads", "index_topk"), 16),
+    "qk_rope_head_dim": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": CONFIG["num_attention_heads"],
+}
+"""The sizes of families with latent attention, which have no defaults."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 """The keys of sizes that are large by default."""
 LLAMA = "LlamaForCausalLM"
@@ -95,6 +105,8 @@ def config_of(architecture: str) -> dict[str, Any]:
     config = {**CONFIG, **sizes, "tie_word_embeddings": False, "architectures": [architecture]}
     del config["rope_parameters"]
     experts = {key: 8 for key in EXPERTS if key in declared(architecture)}
+    latent = LATENT if "kv_lora_rank" in declared(architecture) else {}
+    config |= {key: value for key, value in latent.items() if key in declared(architecture)}
     return config | experts | ({"num_experts_per_tok": 2} if experts else {})
 
 

@@ -313,6 +313,27 @@ def deepseek_v3(draw: random.Random) -> Any:
     )
 
 
+def selected(draw: random.Random, **others: Any) -> dict[str, Any]:
+    """Return the sizes of latent attention with an index, whose budget is less than most contexts, or more than all."""
+    return {
+        **latent(draw),
+        "q_lora_rank": draw.choice((16, 24)),
+        "attention_bias": False,
+        "index_topk": draw.choice((1, 5, 16, 100)),
+        "index_n_heads": draw.choice((24, 32)),  # of fewer, all may be negative, so that scores of 0 tie
+        "index_head_dim": draw.choice((16, 32)),
+        **others,
+    }
+
+
+def deepseek_v32(draw: random.Random) -> Any:
+    return transformers.DeepseekV32Config(**selected(draw, n_group=2, topk_group=1, num_experts_per_tok=2))
+
+
+def glm_moe_dsa(draw: random.Random) -> Any:
+    return transformers.GlmMoeDsaConfig(**selected(draw), rms_norm_eps=draw.choice((1e-5, 1e-3)))
+
+
 def minimax_m2(draw: random.Random) -> Any:
     given = {**sizes(draw), "head_dim": draw.choice((16, 32)), **experts(draw)}
     return transformers.MiniMaxM2Config(**given, **rotated(draw, part=draw.choice((0.5, 1.0))))
@@ -332,6 +353,8 @@ def nemotron(draw: random.Random) -> Any:
 FAMILIES = {
     "deepseek-v2": deepseek_v2,
     "deepseek-v3": deepseek_v3,
+    "deepseek-v32": deepseek_v32,
+    "glm-moe-dsa": glm_moe_dsa,
     "qwen2": qwen2,
     "gemma3": gemma3,
     "cohere": cohere,
@@ -364,6 +387,8 @@ OUTSIDE: dict[str, type[hal.nn.CausalLM]] = {
 COVERED = {
     "deepseek-v2": ("topk_method", "q_lora_rank", "attention_bias", "first_k_dense_replace"),
     "deepseek-v3": ("n_group", "q_lora_rank", "rope_interleave", "norm_topk_prob", "v_head_dim"),
+    "deepseek-v32": ("index_topk", "index_n_heads", "index_head_dim"),
+    "glm-moe-dsa": ("index_topk", "index_n_heads", "index_head_dim"),
     "olmo3": ("attention_bias", "sliding_window"),
     "granitemoe": ("num_experts_per_tok",),
     "phi3": ("sliding_window",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import published_configs
 from helpers.checkpoints import write_json
@@ -14,27 +15,32 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
+from hal.errors import CheckpointError
 from hal.nn import AbsorbedLinear, MergedLinear
 from hal.step import ALL
 
-NAME = "DeepSeek-V3"
+NAME, SELECTING = "DeepSeek-V3", "DeepSeek-V3.2"
 
 
 def logits(runner: hal.Runner) -> Tensor:
     return runner.step(runner.batch([[5, 6, 7, 8]], [[1]]), ALL).logits
 
 
-def test_float8_in_blocks_that_latents_do_not_fill(tmp_path: Path) -> None:
-    """The projection to keys and values is widened; the blocks have 16 rows, and the latents 24 and 40."""
-    plain, draw = published_configs.write(tmp_path / "plain", NAME), torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("name", [NAME, SELECTING])
+def test_float8_in_blocks_that_latents_do_not_fill(name: str, tmp_path: Path) -> None:
+    """The projection to keys and values is widened; the blocks have 16 rows, and the latents 24 and 40.
+
+    As published, ``weights_proj`` of an index is not quantized.
+    """
+    plain, draw = published_configs.write(tmp_path / "plain", name), torch.Generator().manual_seed(3)
     wide, narrow = load_file(plain / "model.safetensors"), dict[str, Tensor]()
-    for name, tensor in wide.items():
-        layer, _, _ = name.rpartition(".")
-        if not layer.endswith(("_proj", "_mqa")):
-            narrow[name] = tensor
+    for key, tensor in wide.items():
+        layer, _, _ = key.rpartition(".")
+        if not layer.endswith(("_proj", "_mqa", "wq_b", "wk")) or layer.endswith("weights_proj"):
+            narrow[key] = tensor
             continue
-        found, wide[name] = Format("fp8", group=16).quantized(tensor, draw)
-        narrow |= {f"{layer}.{each}": value.contiguous() for each, value in found.items()}
+        found, wide[key] = Format("fp8", group=16).quantized(tensor, draw)
+        narrow |= {f"{layer}.{part}": value.contiguous() for part, value in found.items()}
     save_file(wide, plain / "model.safetensors")
     quantized = tmp_path / "quantized"
     quantized.mkdir()
@@ -48,11 +54,21 @@ def test_float8_in_blocks_that_latents_do_not_fill(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(runner), logits(open_runner(plain)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_takes_one_latent_and_one_rotary_row(tmp_path: Path) -> None:
-    config = published_configs.CONFIGS[NAME]
-    row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    runner = open_runner(published_configs.write(tmp_path / "model", NAME))
+@pytest.mark.parametrize("name", [NAME, SELECTING])
+def test_a_token_takes_one_latent_one_rotary_row_and_one_index_key(name: str, tmp_path: Path) -> None:
+    config = published_configs.CONFIGS[name]
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] + config.get("index_head_dim", 0)
+    runner = open_runner(published_configs.write(tmp_path / "model", name))
     assert runner.spec.token_bytes == config["num_hidden_layers"] * row * torch.float32.itemsize
+
+
+def test_a_checkpoint_without_index_weights_is_refused(tmp_path: Path) -> None:
+    path = published_configs.write(tmp_path / "model", SELECTING)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.indexer.wk.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.indexer\.wk"):
+        open_runner(path)
 
 
 def test_kimi_k2_has_the_same_architecture(tmp_path: Path) -> None:

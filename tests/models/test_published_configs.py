@@ -90,6 +90,13 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         ("DeepSeek-V3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("DeepSeek-V3", {"qk_rope_head_dim": 7}, "head_dim is 7"),
         ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank"),
+        ("DeepSeek-V3.2", {"index_topk": 0}, "'index_topk' must be >= 1"),
+        ("DeepSeek-V3.2", {"index_head_dim": 7}, "index_head_dim, 7, is less than qk_rope_head_dim, 8"),
+        ("DeepSeek-V3.2", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types"),
+        ("DeepSeek-V3.2", {"q_lora_rank": None}, "q_lora_rank"),
+        ("GLM-5", {"indexer_types": ["full", "full", "shared"]}, "unknown value 'shared'.*indexer_types"),
+        ("GLM-5", {"index_topk_freq": 4}, "index_topk_freq"),
+        ("GLM-5", {"index_topk_pattern": "FFS"}, "index_topk_pattern"),
         *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),
     ],
 )

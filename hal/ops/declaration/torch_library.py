@@ -6,6 +6,7 @@ leaves a size open, such as that of gathered tokens, the reference implementatio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -113,7 +114,11 @@ def fake_of(constraints: Constraints, host: Sequence[str], reference: Kernel) ->
             it, and then says how.
     """
 
+    # The dispatcher omits arguments at the end that equal their defaults, which may be sizes.
+    defaults = [each.default for each in inspect.signature(reference).parameters.values()]
+
     def fake(*args: Any) -> Any:
+        args = (*args, *defaults[len(args) :])
         derived = constraints.derived_results(args)
         if derived is None:
             mode = next((each.fake_mode for each in args if hasattr(each, "fake_mode")), None)
