@@ -26,21 +26,21 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
 
 @op(
     samples=_store_samples,
-    axes={"key": "tokens index_dim", "key_cache": _INDEX_CACHE, "slot_mapping": "tokens"},
-    dtypes={"key": FLOATING, "key_cache": "key", "slot_mapping": torch.int32},
+    axes={"key": "tokens index_dim", "index_cache": _INDEX_CACHE, "slot_mapping": "tokens"},
+    dtypes={"key": FLOATING, "index_cache": "key", "slot_mapping": torch.int32},
     rowwise="tokens",
-    state=("key_cache",),
-    mutates=("key_cache",),
+    state=("index_cache",),
+    mutates=("index_cache",),
 )
-def store_index_cache(key: Tensor, key_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_index_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's index key into its slot, as :func:`store_kv_cache` writes keys and values.
 
     Args:
         key: ``[tokens, index_dim]``, of the cache's dtype.
-        key_cache: ``[num_blocks, block_size, index_dim]``, contiguous; written in place.
+        index_cache: ``[num_blocks, block_size, index_dim]``, contiguous; written in place.
         slot_mapping: as of :func:`store_kv_cache`.
     """
-    key_cache.view(-1, key_cache.shape[-1])[slot_mapping.long()] = key
+    index_cache.view(-1, index_cache.shape[-1])[slot_mapping.long()] = key
 
 
 def _paged(
@@ -81,7 +81,7 @@ def _select_samples(draw: Draw) -> Iterator[Sample]:
     axes={
         "query": "tokens index_heads index_dim",
         "weights": "tokens index_heads",
-        "key_cache": _INDEX_CACHE,
+        "index_cache": _INDEX_CACHE,
         "block_table": "sequences blocks",
         "query_start_loc": "sequences+1",
         "kv_lens": "sequences",
@@ -90,19 +90,19 @@ def _select_samples(draw: Draw) -> Iterator[Sample]:
     dtypes={
         "query": FLOATING,
         "weights": ("query", torch.float32),
-        "key_cache": "query",
+        "index_cache": "query",
         "block_table": torch.int32,
         "query_start_loc": torch.int32,
         "kv_lens": torch.int32,
         "return": torch.int32,
     },
     rowwise="tokens",
-    state=("key_cache",),
+    state=("index_cache",),
 )
 def select_keys(
     query: Tensor,
     weights: Tensor,
-    key_cache: Tensor,
+    index_cache: Tensor,
     block_table: Tensor,
     query_start_loc: Tensor,
     kv_lens: Tensor,
@@ -127,7 +127,7 @@ def select_keys(
     Args:
         query: ``[tokens, index_heads, index_dim]``, floating.
         weights: ``[tokens, index_heads]``, of query's dtype or float32.
-        key_cache: ``[num_blocks, block_size, index_dim]``, of query's dtype; includes the new keys.
+        index_cache: ``[num_blocks, block_size, index_dim]``, of query's dtype; includes the new keys.
         block_table: ``[sequences, blocks]``, int32, of the index cache; entries past a sequence's length must be valid.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
@@ -144,9 +144,9 @@ def select_keys(
     Source: DeepSeek-AI, *DeepSeek-V3.2*, 2025.
     """
     check_budget(budget, group)
-    block_size = key_cache.shape[1]
+    block_size = index_cache.shape[1]
     sequence, position = _places(query.shape[0], query_start_loc, kv_lens)
-    keys = key_cache[block_table.long()].flatten(1, 2)[sequence].float()
+    keys = index_cache[block_table.long()].flatten(1, 2)[sequence].float()
     scores = (weights.float().unsqueeze(1) @ functional.relu(query.float() @ keys.transpose(1, 2))).squeeze(1)
     complete = ((position + 1) // group)[:, None]
     number = torch.arange(block_table.shape[1] * block_size, device=query.device)

@@ -34,7 +34,7 @@ class SelectionKernels(Bindings):
         self,
         query: Tensor,
         weights: Tensor,
-        key_cache: Tensor,
+        index_cache: Tensor,
         block_table: Tensor,
         query_start_loc: Tensor,
         kv_lens: Tensor,
@@ -51,26 +51,26 @@ class SelectionKernels(Bindings):
         check_budget(budget, group)
         (tokens, heads, dim), (sequences, max_blocks) = query.shape, block_table.shape
         fits = weights.shape == (tokens, heads) and weights.dtype in (query.dtype, torch.float32)
-        fits = fits and key_cache.dtype is query.dtype and key_cache.is_contiguous() and key_cache.shape[2] == dim
+        fits = fits and index_cache.dtype is query.dtype and index_cache.is_contiguous() and index_cache.shape[2] == dim
         table, starts = integers(block_table, "block_table"), integers(query_start_loc, "query_start_loc")
         lens = integers(kv_lens, "kv_lens")
         fits = fits and starts.shape == (sequences + 1,) and lens.shape == (sequences,)
-        require(fits, "select_keys", query, weights, key_cache, indices=(table, starts, lens))
+        require(fits, "select_keys", query, weights, index_cache, indices=(table, starts, lens))
         query, (_, outer, inner) = rows(query)
         weights = weights.contiguous()
         shape = tokens, budget + group - 1
         selected = torch.empty(shape, dtype=torch.int32) if out is None else out
         wrong = self._select(
-            *addresses(query, weights, key_cache, table, starts, lens, selected),
+            *addresses(query, weights, index_cache, table, starts, lens, selected),
             DTYPES[query.dtype],
             DTYPES[weights.dtype],
-            *(sequences, tokens, heads, dim, *key_cache.shape[:2], max_blocks, outer, inner, budget, group),
+            *(sequences, tokens, heads, dim, *index_cache.shape[:2], max_blocks, outer, inner, budget, group),
         )
         if wrong:
             raise OperationError(
                 f"select_keys: sequence {wrong - 1} has {int(lens[wrong - 1])} tokens, an index key for each {group}, "
-                f"in the blocks {table[wrong - 1].tolist()} of a cache of {key_cache.shape[0]} blocks of "
-                f"{key_cache.shape[1]}",
+                f"in the blocks {table[wrong - 1].tolist()} of a cache of {index_cache.shape[0]} blocks of "
+                f"{index_cache.shape[1]}",
                 "check the batch's block_table and lengths",
             )
         return selected
