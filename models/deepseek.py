@@ -37,10 +37,10 @@ class DeepseekConfig(LatentConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
-        """Read a checkpoint's config.json. ``head_dim`` and ``qk_head_dim`` of transformers follow from other keys."""
-        given = {key: each for key, each in config.items() if key not in ("head_dim", "qk_head_dim")}
-        if "num_mtp_layers" in given:  # in version 5 of transformers
-            given.setdefault("num_nextn_predict_layers", given.pop("num_mtp_layers"))
+        """Read a checkpoint's config.json, whose ``num_mtp_layers`` is another name of version 5 of transformers."""
+        given = dict(config)
+        if "num_mtp_layers" in given and "num_nextn_predict_layers" not in given:
+            given["num_nextn_predict_layers"] = given.pop("num_mtp_layers")
         return super().from_config(given, layer_type)
 
     @property

@@ -38,6 +38,7 @@ class LatentConfig(DecoderConfig):
         kv_lora_rank: the size of the latent of keys and values.
         qk_nope_head_dim: elements of a head's query and key that are not rotated.
         qk_rope_head_dim: those that are.
+        qk_head_dim: elements of both.
         v_head_dim: elements of a head's value.
         rope_interleave: whether the elements of a rotated pair are adjacent.
     """
@@ -48,14 +49,22 @@ class LatentConfig(DecoderConfig):
     qk_rope_head_dim: int = attrs.field(validator=SIZE)
     v_head_dim: int = attrs.field(validator=SIZE)
     rope_interleave: bool = True
-    head_dim: int = attrs.field(init=False)
+    head_dim: int = attrs.field()
+    qk_head_dim: int = attrs.field()
 
     @head_dim.default
     def _rotated(self) -> int:
         return self.qk_rope_head_dim
 
+    @qk_head_dim.default
+    def _both(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
+        for key, size in ("head_dim", self._rotated()), ("qk_head_dim", self._both()):
+            if getattr(self, key) != size:
+                raise ValueError(f"{key} is {getattr(self, key)}; by the sizes of parts of a head, it must be {size}")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
                 f"num_key_value_heads is {self.num_key_value_heads}; with latent attention, it is num_attention_heads, "
@@ -63,14 +72,9 @@ class LatentConfig(DecoderConfig):
             )
 
     @property
-    def query_dim(self) -> int:
-        """Elements of a head's query."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
     def scale(self) -> float:
         """The factor of scores, with that of the rope parameters."""
-        return float(self.query_dim**-0.5) * self.rope.score_scaling
+        return float(self.qk_head_dim**-0.5) * self.rope.score_scaling
 
     def rotary(self) -> RotaryEmbedding:
         """Return the rotary embedding of the rotated part of a head."""
@@ -142,14 +146,14 @@ class LatentAttention(nn.Module):
         self.rotaries: tuple[RotaryEmbedding, ...] = (rotary,)
         self.query_dims = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.latents = (config.q_lora_rank or 0, rank, config.qk_rope_head_dim, *index.values())
-        by_head = Share(config.query_dim)
+        by_head = Share(config.qk_head_dim)
         parts = {"kv_a_proj_with_mqa": rank + config.qk_rope_head_dim}
         if config.q_lora_rank is None:
-            self.q_proj = Linear(hidden, heads * config.query_dim, shard=OUT, share=by_head)
+            self.q_proj = Linear(hidden, heads * config.qk_head_dim, shard=OUT, share=by_head)
         else:
             parts = {"q_a_proj": config.q_lora_rank, **parts}
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
-            self.q_b_proj = Linear(config.q_lora_rank, heads * config.query_dim, shard=OUT, share=by_head)
+            self.q_b_proj = Linear(config.q_lora_rank, heads * config.qk_head_dim, shard=OUT, share=by_head)
         self.latent_proj = MergedLinear(hidden, {**parts, **index}, bias=config.attention_bias, shard=None)
         self.kv_a_layernorm = RMSNorm(rank, LATENT_EPS)
         self.kv_b_proj = AbsorbedLinear(rank, heads, config.qk_nope_head_dim, config.v_head_dim)

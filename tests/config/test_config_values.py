@@ -72,6 +72,7 @@ LATENT = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("moe_intermediate_size", "index_head_dim", "index_n_heads", "index_topk"), 16),
     "qk_rope_head_dim": 8,
+    "head_dim": 8,
     "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
