@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
-from hal.nn import Assembly, Concatenated, Merged, Stacked, Weight, Whole
+from hal.nn import Weight
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_blocks
 from hal.quantization.layer_patterns import ExcludedLayers
+from hal.quantization.row_blocks import of_all_blocks, of_rows
 from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import FLOATS, NUMBERS, POSITIVE
 
@@ -44,18 +45,15 @@ class Fp8Scales(Reader, Writer):
                 f"the checkpoint has {fused} of all experts as one tensor in float8 with a scale by {self.strategy}",
                 "use a checkpoint with blocks (weight_block_size), or with a tensor for each expert",
             )
-        scales: dict[str, Any] = {
-            "dtype": torch.float32,
-            "stored": (*FLOATS, torch.float8_e8m0fnu),
-            "checks": (POSITIVE,),
-        }
+        scales: dict[str, Any] = {"dtype": torch.float32, "stored": (*FLOATS, torch.float8_e8m0fnu)}
+        scales["checks"] = (POSITIVE,)
         weight = layer.declare("weight", fused=fused, dtype=torch.float8_e4m3fn)
         if self.strategy == "block":
             of_all = None if fused is None else f"{fused}_{self.name.removeprefix('weight_')}"
             blocks = {OUT: form.rows, IN: form.columns}
             scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, every_rank=stored.cut, **scales)
             if stored.ragged:
-                scale = _whole(scale, stored, fused)
+                scale = of_all_blocks(scale, stored, fused)
         elif self.strategy == "channel":
             scale = layer.declare(self.name, OUT, column=True, **scales)
         else:
@@ -74,7 +72,7 @@ class Fp8Scales(Reader, Writer):
         if self.strategy != "block":
             scale = scale.unsqueeze(-1)
         else:
-            scale = stored.of_rank(_of_rows(scale, stored) if stored.ragged else scale)
+            scale = stored.of_rank(of_rows(scale, stored) if stored.ragged else scale)
         return {"weight": weight, "weight_scale": scale, "bias": stored.tensors.get("bias")}
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
@@ -91,47 +89,6 @@ class Fp8Scales(Reader, Writer):
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         return tensors["weight"][rows].view(torch.uint8)
-
-
-BLOCKS = "row_blocks"
-
-
-def _whole(scale: Weight, stored: StoredLayer, fused: str | None) -> Weight:
-    """Return the declaration of the scales of all blocks of rows, of which some parts do not fill the last."""
-    layer, rows = stored.layer, stored.form.rows
-    parts = tuple(layer.layers.values()) or (layer.out_features,)
-    if fused is not None and any(each % rows for each in parts[:-1]):
-        raise ConfigError(
-            f"the checkpoint has {fused} of all experts as one tensor in float8 with scales of {rows} rows, of which "
-            f"one covers rows of both parts of {parts[0]}",
-            "use a checkpoint with blocks that divide the parts, or with a tensor for each expert",
-        )
-    assert scale.sizes is not None
-    counts = tuple(-(-size // rows) for size in parts)
-    each: Assembly = Concatenated(BLOCKS, counts) if layer.parts and not layer.merged else Whole()
-    assemble = Merged(BLOCKS, counts) if fused is not None else Stacked(each) if layer.num_experts is not None else each
-    return attrs.evolve(
-        scale,
-        axes=scale.axes.replace(OUT, BLOCKS),
-        shard=None if scale.shard == OUT else scale.shard,
-        assemble=assemble,
-        sizes=tuple(sum(counts) if name == OUT else size for name, size in zip(scale.names, scale.sizes, strict=True)),
-        group_sizes={IN: stored.form.columns},
-    )
-
-
-def _of_rows(scale: Tensor, stored: StoredLayer) -> Tensor:
-    """Return the scales of this rank's rows ``[..., rows, blocks of columns]`` from those of all blocks."""
-    layer, rows, found, start = stored.layer, stored.form.rows, list[Tensor](), 0
-    for size in layer.layers.values() or (layer.out_features,):
-        count = -(-size // rows)
-        whole = scale[..., start : start + count, :].repeat_interleave(rows, -2)[..., :size, :]
-        first, last = (0, size)
-        if layer.shard == OUT:
-            first, last = layer.share.interval(size, stored.ranks.rank, stored.ranks.size)
-        found.append(whole[..., first:last, :])
-        start += count
-    return torch.cat(found, -2)
 
 
 class Fp8Blocks(CheckpointFormat):

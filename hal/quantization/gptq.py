@@ -5,7 +5,7 @@ Source: the documentation of GPTQModel; version 1 stores zero points minus one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, 
 from hal.quantization.forms import in_groups
 from hal.quantization.input_order import group_index, input_order, ordered
 from hal.quantization.integer_arithmetic import AGAIN, in_one, signed_weight, signed_zero_points, transposed, unsigned
-from hal.quantization.layer_patterns import ExcludedLayers, LayerPattern, other_names
+from hal.quantization.layer_patterns import ExcludedLayers, LayerPattern, LayerRule
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 from hal.quantization.value_checks import FLOATS, POSITIVE
 
@@ -41,12 +41,6 @@ class GptqTensors(Reader):
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         axes, packed, declare = f"{IN} {OUT}", in_one(stored.form.kind.bits), stored.layer.declare
-        if stored.layer.in_features % packed:
-            raise ConfigError(
-                f"a layer has {stored.layer.in_features} inputs, and GPTQ packs {packed} of {stored.form.kind.bits} "
-                "bits into a number",
-                "exclude the layer when you quantize",
-            )
         groups = stored.scales
         return {
             "qweight": declare("qweight", axes, packing={IN: packed}, dtype=torch.int32, every_rank=stored.gathers),
@@ -63,7 +57,8 @@ class GptqTensors(Reader):
         as_it_is = not stored.form.zero_points and bool((zero == 1 << bits - 1).all())
         if self.version == VERSIONS[0] and not as_it_is:
             zero = zero + 1 & (1 << bits) - 1
-        weight = signed_weight(packed, bits, packed.shape[-1] * in_one(bits))
+        width = min(stored.layer.in_features, packed.shape[-1] * in_one(bits))
+        weight = signed_weight(packed, bits, width)
         return {
             "weight": ordered(stored, weight, inputs),
             "weight_scale": stored.of_rank(stored.by_expert(transposed, stored["scales"])),
@@ -71,53 +66,6 @@ class GptqTensors(Reader):
             "bias": stored.tensors.get("bias"),
             **inputs,
         }
-
-
-@attrs.frozen
-class LayerRule:
-    """A rule of ``dynamic`` for the layers that a regular expression matches.
-
-    Attributes:
-        pattern: the expression.
-        where: what errors call it.
-        stored_as: returns how the layers are stored; None if they are not quantized.
-    """
-
-    pattern: LayerPattern
-    where: str
-    stored_as: Callable[[], StoredAs] | None
-
-
-class GptqQuantization(ExcludedLayers):
-    """One way for all layers, and others for the layers of rules. The first rule that matches a layer applies.
-
-    Args:
-        stored_as: how the other layers are stored.
-        lists: see :class:`ExcludedLayers`.
-        rules: the rules.
-    """
-
-    def __init__(self, stored_as: StoredAs, lists: Mapping[str, object], rules: Sequence[LayerRule]) -> None:
-        super().__init__(stored_as, lists)
-        self._rules = tuple(rules)
-
-    def stored_as(self, layer: str) -> StoredAs | None:
-        found, rule = super().stored_as(layer), self._rule(layer)
-        if found is None or rule is None:
-            return found
-        return None if rule.stored_as is None else rule.stored_as()
-
-    def exclusion(self, layer: str) -> str:
-        rule = self._rule(layer)
-        return super().exclusion(layer) if rule is None else self.excludes(layer) or rule.where
-
-    def _rule(self, layer: str) -> LayerRule | None:
-        """Return the rule for a layer. One that excludes layers must match the name that the checkpoint has."""
-        for name in (layer, *other_names(layer)):
-            for rule in self._rules:
-                if (rule.stored_as is not None or name == layer) and rule.pattern.match(name):
-                    return rule
-        return None
 
 
 class Gptq(CheckpointFormat):
@@ -141,9 +89,8 @@ class Gptq(CheckpointFormat):
         if (rotation := section.value("rotation")) is not None:
             problem = f"{section.name} has the rotation {rotation!r:.60}, which hal does not support"
             raise ConfigError(problem, "use a checkpoint that was quantized without rotation")
-        return GptqQuantization(
-            self._stored_as(section), section.lists("modules_to_not_convert"), [*self._rules(section)]
-        )
+        lists = section.lists("modules_to_not_convert")
+        return ExcludedLayers(self._stored_as(section), lists, [*self._rules(section)])
 
     def _stored_as(self, section: ConfigSection) -> StoredAs:
         bits = section.value("bits")

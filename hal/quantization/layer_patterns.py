@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+import attrs
 import regex
 
 from hal.errors import CheckpointError, ConfigError
@@ -135,20 +136,38 @@ def _copies(repeat: str) -> int:
     return 2 if repeat == "+" else 1
 
 
+@attrs.frozen
+class LayerRule:
+    """A rule for the layers that a regular expression matches.
+
+    Attributes:
+        pattern: the expression.
+        where: what errors call the rule.
+        stored_as: returns how the layers are stored; None if they are not quantized.
+    """
+
+    pattern: LayerPattern
+    where: str
+    stored_as: Callable[[], StoredAs] | None
+
+
 class ExcludedLayers(Quantization):
-    """One way to store all layers but those of lists.
+    """One way to store all layers but those of lists and rules. The first rule that matches a layer applies.
 
     Args:
         stored_as: how the layers are stored.
         lists: by what errors call them, lists of names of layers, or of consecutive parts of names, such as ``lm_head``
             or ``layers.0.mlp.``. A part ``*`` stands for any one. A list may be None.
+        rules: the rules.
 
     Raises:
         CheckpointError: one is not a list of names.
     """
 
-    def __init__(self, stored_as: StoredAs | None, lists: Mapping[str, object]) -> None:
-        self._stored_as = stored_as
+    def __init__(
+        self, stored_as: StoredAs | None, lists: Mapping[str, object], rules: Sequence[LayerRule] = ()
+    ) -> None:
+        self._stored_as, self._rules = stored_as, tuple(rules)
         self._excluded: list[tuple[list[str], str]] = []
         for where, names in lists.items():
             entries = [] if names is None else names
@@ -157,10 +176,14 @@ class ExcludedLayers(Quantization):
             self._excluded += [(each.strip(".").split("."), f"{each!r:.80} in {where}") for each in entries]
 
     def stored_as(self, layer: str) -> StoredAs | None:
-        return None if self.excludes(layer) else self._stored_as
+        if self.excludes(layer) is not None:
+            return None
+        rule = self._rule(layer)
+        return self._stored_as if rule is None else rule.stored_as and rule.stored_as()
 
     def exclusion(self, layer: str) -> str:
-        return self.excludes(layer) or super().exclusion(layer)
+        rule = self._rule(layer)
+        return self.excludes(layer) or (super().exclusion(layer) if rule is None else rule.where)
 
     def excludes(self, layer: str) -> str | None:
         """Return the entry that names a layer, and its list, or None."""
@@ -169,4 +192,12 @@ class ExcludedLayers(Quantization):
             for start in range(len(parts) - len(each) + 1):
                 if all(mine in ("*", theirs) for mine, theirs in zip(each, parts[start:], strict=False)):
                     return entry
+        return None
+
+    def _rule(self, layer: str) -> LayerRule | None:
+        """Return the rule for a layer. One that excludes layers must match the name that the checkpoint has."""
+        for name in (layer, *other_names(layer)) if self._rules else ():
+            for rule in self._rules:
+                if (rule.stored_as is not None or name == layer) and rule.pattern.match(name):
+                    return rule
         return None
