@@ -16,7 +16,7 @@ import torch
 from attrs.validators import ge, le
 from torch import nn
 
-from hal.nn import DecoderLayer, DecoderLM, GatedMLP, LatentAttention, LatentConfig, Router, SparseMLP
+from hal.nn import DecoderLayer, DecoderLM, GatedMLP, LatentAttention, LatentConfig, Mixer, Router, SparseMLP
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +47,10 @@ class DeepseekConfig(LatentConfig):
     def routing(self) -> Mapping[str, Any]:
         """The options of the router."""
         return {}
+
+    def mixer(self, layer: int, rotary: Any) -> Mixer:
+        """Return the attention of a layer, whose rotary embedding layers share."""
+        return LatentAttention(self, rotary)
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the MLP of a layer, dense or sparse."""
@@ -98,17 +102,12 @@ class DeepseekV3Config(DeepseekConfig):
 
 class DeepseekV2ForCausalLM(DecoderLM):
     config_type: ClassVar[type[DeepseekConfig]] = DeepseekV2Config
-    attention: ClassVar[type[LatentAttention]] = LatentAttention
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         deepseek = cls.config_type.from_config(config)
-        rotary = deepseek.rotary()
-
-        def layer(index: int) -> DecoderLayer:
-            return DecoderLayer(deepseek, cls.attention(deepseek, rotary), deepseek.mlp(index))
-
-        layers = map(layer, range(deepseek.num_hidden_layers))
+        rotary, numbers = deepseek.rotary(), range(deepseek.num_hidden_layers)
+        layers = (DecoderLayer(deepseek, deepseek.mixer(each, rotary), deepseek.mlp(each)) for each in numbers)
         return cls(deepseek, layers, ignored_layers=deepseek.num_nextn_predict_layers)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -93,10 +93,10 @@ class DecoderLayer(nn.Module):
             if name is not None:
                 self.add_module(name, norm(config.hidden_size))
 
-    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
+    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape. The mixer gets further arguments of the decoder too."""
         normed = self._norm(self.norms.before_attention, hidden)
-        attended = self.self_attn(normed, angles, batch, state)
+        attended = self.self_attn(normed, angles, batch, state, *further)
         after_attention = hidden + self._output(self.norms.after_attention, attended)
         read = hidden if self.parallel else after_attention
         if not self.parallel or self.norms.before_mlp != self.norms.before_attention:
@@ -175,8 +175,8 @@ class Decoder(nn.Module):
         """Return the positions that the rotary embeddings read."""
         return batch.positions
 
-    def further(self, batch: Batch, embeddings: Tensor) -> Sequence[tuple[Tensor, ...]]:
-        """Return further arguments of each layer. A subclass may compute them once for all layers.
+    def further(self, batch: Batch, embeddings: Tensor) -> Sequence[tuple[Any, ...]]:
+        """Return further arguments of each layer, such as what a subclass computes once, or a layer leaves for others.
 
         Args:
             batch: the step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -173,7 +173,7 @@ class LatentAttention(nn.Module):
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on, which the projections say."""
 
-    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding`."""
         assert angles is not None
         query, latent, key_rope, *index = self.latent_proj(hidden).split(self.latents, dim=-1)
@@ -186,7 +186,7 @@ class LatentAttention(nn.Module):
         cache = state["latent"], state["rope"]
         ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
         absorbed, starts = (self.kv_b_proj.query(nope), query_rope, *cache), batch.query_start_loc
-        selected = self.select(hidden, normed, index, angles, batch, state)
+        selected = self.select(hidden, normed, index, angles, batch, state, *further)
         if selected is None:
             lengths = starts, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
             attended = ops.latent_attention(*absorbed, batch.block_table, *lengths, self.options)
@@ -202,6 +202,7 @@ class LatentAttention(nn.Module):
         angles: tuple[Tensor, Tensor],
         batch: Batch,
         state: LayerState,
+        *further: Any,
     ) -> Tensor | None:
         """Return the positions that each token attends to, as of :func:`hal.ops.select_keys`; None for all.
 
@@ -212,6 +213,7 @@ class LatentAttention(nn.Module):
             angles: of the rotary embedding.
             batch: the step.
             state: the layer's states.
+            further: of :meth:`Decoder.further`.
         """
         return None
 

@@ -331,7 +331,17 @@ def deepseek_v32(draw: random.Random) -> Any:
 
 
 def glm_moe_dsa(draw: random.Random) -> Any:
-    return transformers.GlmMoeDsaConfig(**selected(draw), rms_norm_eps=draw.choice((1e-5, 1e-3)))
+    """Return a configuration of GLM-5, or of GLM-5.2, whose layers share selections, by one of three keys."""
+    given = selected(draw)
+    others = [draw.choice(("full", "shared")) for _ in range(given["num_hidden_layers"] - 2)]
+    types = ["full", *others, "shared"]
+    shared = {
+        "none": {},
+        "types": {"indexer_types": types},
+        "pattern": {"index_topk_pattern": "".join(each[0].upper() for each in types)},
+        "frequency": {"index_topk_freq": draw.choice((2, 3)), "index_skip_topk_offset": draw.choice((1, 2, 3))},
+    }[draw.choice(("none", "types", "pattern", "frequency"))]
+    return transformers.GlmMoeDsaConfig(**given, **shared, rms_norm_eps=draw.choice((1e-5, 1e-3)))
 
 
 def minimax_m2(draw: random.Random) -> Any:
@@ -407,7 +417,17 @@ def draw_config(family: str, seed: int) -> Any:
     return FAMILIES[family](random.Random(f"{family} {seed}"))
 
 
-RESPELLED = ("qwen2", "gemma3", "granite", "granitemoe", "phi3", "glm4-moe", "deepseek-v2", "deepseek-v3")
+RESPELLED = (
+    "qwen2",
+    "gemma3",
+    "granite",
+    "granitemoe",
+    "phi3",
+    "glm4-moe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "glm-moe-dsa",
+)
 """Families whose config.json half of the cases write as older checkpoints have it."""
 
 
@@ -419,6 +439,8 @@ def older(config: dict[str, Any], draw: random.Random) -> None:
         config["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
     else:
         config.pop("layer_types", None)  # follows from other keys
+        if "index_topk_pattern" in config or "index_topk_freq" in config:
+            del config["indexer_types"]
     comparison.spell_as_before_version_5(config, draw)
 
 

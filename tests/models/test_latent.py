@@ -19,7 +19,7 @@ from hal.errors import CheckpointError
 from hal.nn import AbsorbedLinear, MergedLinear
 from hal.step import ALL
 
-NAME, SELECTING = "DeepSeek-V3", "DeepSeek-V3.2"
+NAME, SELECTING, SHARING = "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5.2"
 
 
 def logits(runner: hal.Runner) -> Tensor:
@@ -54,12 +54,13 @@ def test_float8_in_blocks_that_latents_do_not_fill(name: str, tmp_path: Path) ->
     torch.testing.assert_close(logits(runner), logits(open_runner(plain)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [NAME, SELECTING])
-def test_a_token_takes_one_latent_one_rotary_row_and_one_index_key(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "indexed"), [(NAME, 0), (SELECTING, 3), (SHARING, 2)])
+def test_a_token_takes_one_latent_one_rotary_row_and_one_index_key(name: str, indexed: int, tmp_path: Path) -> None:
     config = published_configs.CONFIGS[name]
-    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] + config.get("index_head_dim", 0)
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    numbers = config["num_hidden_layers"] * row + indexed * config.get("index_head_dim", 0)
     runner = open_runner(published_configs.write(tmp_path / "model", name))
-    assert runner.spec.token_bytes == config["num_hidden_layers"] * row * torch.float32.itemsize
+    assert runner.spec.token_bytes == numbers * torch.float32.itemsize
 
 
 def test_a_checkpoint_without_index_weights_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "MiniMax-M2",
         "DeepSeek-V3",
         "DeepSeek-V3.2",
+        "GLM-5.2",
         "gemma-4-E2B-it",
         "gemma-4-26B-A4B-it",
         "Qwen3-Next-80B-A3B-Instruct",
