@@ -80,9 +80,6 @@ class GroupedLinear(Projection):
         fused, consumer = f"{self.fused}_bias" if self.fused else None, Consumer("grouped_linear", "bias")
         return {"weight": weight, "bias": self.declare("bias", OUT, added=True, fused=fused, consumer=consumer)}
 
-    def _in_order(self, x: Tensor) -> Tensor:
-        return x  # Each expert has an order of its own, by which `forward` gathers.
-
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
 
@@ -94,7 +91,7 @@ class GroupedLinear(Projection):
             return ops.grouped_linear(x, self.weight, counts, self.bias)
         if self.form.ordered and self.input_order is not None:
             owner = (torch.arange(x.shape[0], device=x.device).unsqueeze(-1) >= counts.cumsum(0)).sum(-1)
-            x = x.gather(-1, self.input_order[owner.clamp(max=self.input_order.shape[0] - 1)])
+            x = self.gathered(x).gather(-1, self.input_order[owner.clamp(max=self.input_order.shape[0] - 1)])
         x, x_scale, dtype = self.rounded(x)
         given = self.weight_scale, self.weight_zero_point
         return ops.grouped_linear(x, self.weight, counts, self.bias, *given, x_scale, dtype, self.form)

@@ -150,10 +150,8 @@ class Projection(nn.Module):
         return self.declare(name, fused=getattr(self, "fused", None))
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None, torch.dtype | None]:
-        """Return x as the form takes it, the scale of each token or None, and the dtype of the result."""
+        """Return x, in order, as the form takes it, the scale of each token or None, and the dtype of the result."""
         form = self.form
-        if form.ordered and self.input_order is not None:
-            x = self._in_order(x)
         if form.inputs == "float":
             return x, None, None
         if form.inputs == "int8":
@@ -161,12 +159,9 @@ class Projection(nn.Module):
             return quantized, scale, x.dtype
         return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
 
-    def _in_order(self, x: Tensor) -> Tensor:
-        """Return x in the order of the weight's columns, which may be those of other ranks' inputs."""
-        assert self.input_order is not None
-        if self.shard == IN and self.group is not None:
-            x = ops.all_gather(x, self.group)
-        return x.index_select(-1, self.input_order)
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the inputs of all ranks, among which an order chooses those of this rank's columns."""
+        return ops.all_gather(x, self.group) if self.shard == IN and self.group is not None else x
 
     def declare(
         self,
@@ -247,7 +242,7 @@ class Projection(nn.Module):
         """
         if self.shard == OUT:
             self.sizes = tuple(self.share.size(size, tensor.size) for size in self.sizes)
-        if self.num_experts is None and (self.shard == IN or (self.shard == OUT and self.gather)):
+        if self.shard == IN or (self.shard == OUT and self.gather):
             self.group = tensor.name
 
     def join(self, output: Tensor) -> Tensor:
@@ -306,6 +301,8 @@ class Linear(Projection):
         """Map ``[..., in_features]`` to ``[..., out_features]``, of this rank if the layer is split."""
         if not self.quantized:
             return self.join(ops.linear(x, self.weight, self.bias))
+        if self.form.ordered and self.input_order is not None:
+            x = self.gathered(x).index_select(-1, self.input_order)
         x, x_scale, dtype = self.rounded(x)
         given = self.weight, self.bias, self.weight_scale, self.weight_zero_point
         return self.join(ops.linear(x, *given, x_scale, dtype, self.form))

@@ -17,7 +17,6 @@ ROWS = 64
 """The rows of a weight whose columns are ordered at once."""
 GROUPS = "input_groups"
 """The group of each input, of a weight that is dequantized."""
-CONVERTED = "set quantized_weights to dequantized, w8a16 or w8a8_dynamic"
 _CONSECUTIVE = "use a checkpoint that was quantized with desc_act false, or with actorder null or weight"
 
 
@@ -42,7 +41,7 @@ def group_index(stored: StoredLayer, name: str, **options: Any) -> Weight:
 
 def _checks(stored: StoredLayer) -> tuple[ValueCheck, ...]:
     size, width = stored.group_size, stored.layer.in_features
-    count, experts = -(-width // size), stored.layer.num_experts is not None
+    count = -(-width // size)
 
     def consecutive() -> Tensor:
         return torch.arange(width, device="cpu") // size
@@ -63,17 +62,12 @@ def _checks(stored: StoredLayer) -> tuple[ValueCheck, ...]:
             AGAIN,
         )
     )
-    if not stored.form.ordered or (experts and stored.gathers):
-        what = (
-            "experts that ranks divide"
-            if stored.form.ordered
-            else "a layer whose description says otherwise (desc_act)"
-        )
+    if not stored.form.ordered:
         found.append(
             ValueCheck(
                 lambda values: torch.equal(values.long(), consecutive()),
-                f"orders the inputs of {what} by activations (act-order)",
-                f"{CONVERTED}, or {_CONSECUTIVE}" if stored.form.ordered else _CONSECUTIVE,
+                "orders the inputs of a layer whose description says otherwise (desc_act) by activations (act-order)",
+                _CONSECUTIVE,
             )
         )
     return tuple(found)
@@ -134,7 +128,7 @@ def ordered(stored: StoredLayer, weight: Tensor, inputs: dict[str, Tensor | None
     if not stored.gathers:
         return weight
     if order is not None:
-        inputs["input_order"] = order[start:end].clone()
+        inputs["input_order"] = order[..., start:end].clone()
     in_one = stored.form.kind.count
     return weight[..., start // in_one : end // in_one].contiguous()
 

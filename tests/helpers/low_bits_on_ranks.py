@@ -102,8 +102,9 @@ for _name, _sizes in SIZES.items():
         f"modelslim-w4a8-{group}-{_name}": Case(partial(_of_modelslim, group, _sizes), rounded=True)
         for group in (0, 32)
     }
-    CASES[f"gptq-ordered-{_name}"] = Case(
-        partial(_of_format, Format("gptq", ordered=True), _sizes), config={"quantized_weights": "dequantized"}
+    CASES[f"gptq-ordered-{_name}"] = Case(partial(_of_format, Format("gptq", ordered=True), _sizes))
+    CASES[f"gptq-converted-{_name}"] = attrs.evolve(
+        CASES[f"gptq-ordered-{_name}"], config={"quantized_weights": "dequantized"}
     )
     CASES[f"modelslim-mixed-{_name}"] = Case(partial(_mixed, _sizes), rounded=True)
     CASES |= {

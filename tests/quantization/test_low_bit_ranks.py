@@ -19,7 +19,9 @@ from hal.parallel import Mesh
 
 
 @thorough(
-    EXHAUSTIVE, r"\[(?!2-(modelslim-w4a8-32-dense|Q4_1-sparse|mxfp4)|4-(mxfp4|awq-dense|modelslim-mixed-sparse)\])"
+    EXHAUSTIVE,
+    r"\[(?!2-(modelslim-w4a8-32-dense|gptq-ordered-sparse|Q4_1-sparse|mxfp4)"
+    r"|4-(mxfp4|awq-dense|modelslim-mixed-sparse)\])",
 )
 @thorough(MODE, r"\[([24]-mxfp4|2-Q4_1-sparse|4-awq-dense|4-modelslim-mixed-sparse)")
 @pytest.mark.parametrize("name", CASES)
