@@ -186,6 +186,8 @@ class CaptureWatch(TorchDispatchMode):
             names = {name: self._host_values.record(name, arguments[name], operation.name) for name in operation.host}
             result = kernel(*args, **kwargs)
             ran = chosen(*arguments.values())
+            if choose := getattr(ran, "chosen", None):
+                ran = choose(*arguments.values())
             updates = getattr(ran, "updates", True)
             fixes = getattr(ran, "fixes_queries", not updates)
             self._calls.append(HostCall(operation.name, len(records) - before, updates, fixes, names))

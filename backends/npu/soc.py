@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 import torch
 
@@ -43,6 +45,9 @@ class Generation:
             which the kernels widen. npu_quant_matmul takes a scale per token except on the 310P.
         expert_groups: the sizes of groups that npu_grouped_matmul takes for int4 weights alone; empty for any.
         int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
+        index_heads: the numbers of heads that npu_lightning_indexer takes; empty without sparse attention.
+        wide_index_weights: whether it takes float32 weights.
+        any_sparse_heads: whether npu_sparse_flash_attention takes other numbers of heads than powers of two.
     """
 
     name: str
@@ -61,6 +66,9 @@ class Generation:
     requantized: tuple[str, ...] = ("fp8",)
     expert_groups: tuple[int, ...] = ()
     int8_by_int4: bool = False
+    index_heads: Collection[int] = ()
+    wide_index_weights: bool = False
+    any_sparse_heads: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -86,6 +94,8 @@ GENERATIONS = (
         row_collective_ranks=ONE_MACHINE,
         delta_rule=True,
         int8_by_int4=True,
+        index_heads=range(1, 65),
+        wide_index_weights=True,
     ),
     Generation(
         "A3",
@@ -96,9 +106,19 @@ GENERATIONS = (
         distributes_experts=True,
         delta_rule=True,
         int8_by_int4=True,
+        index_heads=range(1, 65),
+        wide_index_weights=True,
     ),
     Generation("310P", "Ascend310P", dtypes=(torch.float16,), graphs=False, experts=False, requantized=()),
-    Generation("950", "Ascend950", atb=False, swiglu_quant_nz=False, expert_groups=(32, 64, 128, 256)),
+    Generation(
+        "950",
+        "Ascend950",
+        atb=False,
+        swiglu_quant_nz=False,
+        expert_groups=(32, 64, 128, 256),
+        index_heads=(8, 16, 24, 32, 64),
+        any_sparse_heads=True,
+    ),
 )
 
 

@@ -38,6 +38,7 @@ from hal.ops.quantization import (
 from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
+from hal.ops.selected_attention import select_and_attend
 from hal.ops.selection import attend_selected, select_keys, store_index_cache
 
 __all__ = [
@@ -103,6 +104,7 @@ __all__ = [
     "rotary_embedding",
     "sample",
     "scaled_dot_product_attention",
+    "select_and_attend",
     "select_keys",
     "silu_and_mul",
     "silu_and_mul_dynamic_quantize",

@@ -19,7 +19,7 @@ from torch.nn import functional
 from hal import ops
 from hal.errors import CaptureError, OperationError
 from hal.ops import AttentionOptions
-from hal.ops.kernels.composed_attention import decode, joining, one_by_one
+from hal.ops.kernels.composed_attention import decode, one_by_one
 from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
@@ -122,7 +122,7 @@ class FusedAttention:
         if packs and not (decodes and options.window is None and sinks is None):
             runs = list(launch_runs(slice(0, len(lens)), lens, block_size, len(key_cache)))
             if len(runs) > 1:
-                _refuse_in_capture(*SHARED)
+                refuse_in_capture(*SHARED)
             parts = []
             for rows in runs:
                 first, *ends = starts[rows.start : rows.stop + 1]
@@ -138,30 +138,30 @@ class FusedAttention:
                     block_table=block_table[rows],
                     ends=[end - first for end in ends],
                     lens=lens[rows],
-                    **self._mask_arguments(options),
+                    **self.mask_arguments(options),
                 )
                 parts.append(attended)
-            return _concatenate(parts, tokens)
+            return concatenate(parts, tokens)
 
         counts = [(1, slice(0, tokens))] if decodes else _runs(starts)
         if (longer or block_size not in BLOCK_SIZES) and any(queries > 1 for queries, _ in counts):
             if longer:
-                _refuse_in_capture(*LONGER)
+                refuse_in_capture(*LONGER)
             cache = key_cache, value_cache, block_table
             lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
             return self._otherwise(query, *cache, *lengths, sinks, options)  # type: ignore[no-any-return]
         if len(counts) > 1:
-            _refuse_in_capture(*UNEVEN)
+            refuse_in_capture(*UNEVEN)
         parts = []
         for queries, run in counts:
             if queries == 0:
                 continue
             groups = [run] if queries == 1 else list(launch_runs(run, lens, block_size, len(key_cache)))
             if len(groups) > 1:
-                _refuse_in_capture(*SHARED)
+                refuse_in_capture(*SHARED)
             for rows in groups:
                 part = query[starts[rows.start] : starts[rows.stop]]
-                mask = self._mask_arguments(options)
+                mask = self.mask_arguments(options)
                 if queries == 1:
                     mask = self._decode_mask_arguments(block_table[rows], block_size, kv_lens[rows], options.window)
                 attended = attend_alike(
@@ -177,7 +177,7 @@ class FusedAttention:
                     **mask,
                 )
                 parts.append(attended)
-        return _concatenate(parts, tokens)
+        return concatenate(parts, tokens)
 
     def decode(
         self,
@@ -211,7 +211,7 @@ class FusedAttention:
         paging = {"block_table": block_table, "block_size": block_size, "actual_seq_lengths_kv": lens}
         return attend_alike(query, 1, keys, values, sinks, options, **paging, **mask, **arguments)
 
-    def _mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
+    def mask_arguments(self, options: AttentionOptions) -> dict[str, Any]:
         """Return the mask arguments for sequences with more than one query."""
         if options.window is not None:
             before, after = options.window - 1, 0 if options.causal else options.window - 1
@@ -271,12 +271,9 @@ class ComposedAttention:
         starts = query_start_loc_host.tolist()
         if one_query_each(query.shape[0], starts):
             return decode(query, key_cache, value_cache, block_table, kv_lens, sinks, options)
-        _refuse_in_capture(*COMPOSED)
+        refuse_in_capture(*COMPOSED)
         lengths = kv_lens_host.tolist()
         return one_by_one(query, key_cache, value_cache, block_table, starts, lengths, sinks, options)
-
-
-latent_attention = reads_on_device(joining(ComposedAttention()))
 
 
 def _runs(starts: list[int]) -> list[tuple[int, slice]]:
@@ -288,14 +285,15 @@ def _runs(starts: list[int]) -> list[tuple[int, slice]]:
     return runs
 
 
-def _concatenate(parts: list[Tensor], tokens: int) -> Tensor:
+def concatenate(parts: list[Tensor], tokens: int) -> Tensor:
     """Concatenate the parts, and append rows of 0 for padding tokens."""
     attended = parts[0] if len(parts) == 1 else torch.cat(parts)
     left = tokens - attended.shape[0]
     return functional.pad(attended, (0, 0, 0, 0, 0, left)) if left else attended
 
 
-def _refuse_in_capture(reason: str, remedy: str) -> None:
+def refuse_in_capture(reason: str, remedy: str) -> None:
+    """Raise CaptureError if the current stream is capturing."""
     if torch_npu.npu.is_current_stream_capturing():
         raise CaptureError(reason, remedy)
 

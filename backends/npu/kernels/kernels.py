@@ -16,7 +16,8 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
 from hal.vendor import PartialKernel
 
-from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention, latent_attention
+from . import latent_attention
+from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
 
 if TYPE_CHECKING:
     from hal.nn import WeightUse
@@ -30,18 +31,24 @@ UNIFIED_BUFFER = 192 * 1024
 
 def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
     """Return the kernels for a canonical cache, by operation."""
+    fused = (AtbAttention if attention == "atb" else FusedAttention)(device)
     return {
         "add_rms_norm": add_rms_norm,
         "clipped_silu_and_mul": clipped_silu_and_mul,
         "gelu": gelu,
         "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
-        "latent_attention": latent_attention,
+        "latent_attention": PartialKernel(
+            "latent_attention",
+            latent_attention.FusedLatentAttention(fused),
+            supports=latent_attention.OPTIONS,
+            otherwise=latent_attention.composed,
+        ),
         "layer_norm": torch_kernels.layer_norm,
         "mask_logits": MaskLogits(device),
         "paged_attention": PartialKernel(
             "paged_attention",
-            (AtbAttention if attention == "atb" else FusedAttention)(device),
+            fused,
             supports=OPTIONS,
             otherwise=ComposedAttention(),
         ),

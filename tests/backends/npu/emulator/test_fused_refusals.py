@@ -142,11 +142,6 @@ def attention() -> Iterator[Row]:
         (attend, int8_cache(32, key_antiquant_scale=f32(8, 32, 2)), r"must have shape \[8, 2, 32\], not \[8, 32, 2\]"),
         (attend, int8_cache(32, key_antiquant_scale=bf16(8, 2, 32)), "must be float32 and contiguous"),
         (attend, int8_cache(32, key=half(8, 32, 128)), "or int8 with key_antiquant_scale"),
-        (
-            prefill,
-            {"query_rope": half(2, 4, 4, 64), "key_rope": half(2, 2, 9, 64)},
-            "latent attention .* is not emulated",
-        ),
         (prefill, {"kv_padding_size": i64(1)}, "left padding .* is not emulated"),
         (
             prefill,

@@ -10,19 +10,25 @@ namespace emulator {
 namespace {
 
 // Returns the keys or values of one sequence: [kv_heads, length, D]. Those of a quantized cache are float32.
-at::Tensor rows_of(const Ins& tensors, const In& scale, const InferAttention& request, const AttentionPlan& plan,
-                   int64_t sequence) {
+at::Tensor rows_of(const In& tensor, const In& scale, const InferAttention& request, const AttentionPlan& plan,
+                   int64_t sequence, bool shared = true) {
     auto span = plan.keys[sequence];
     if (plan.paged) {
         auto blocks = request.block_table.raw()[sequence];
-        auto rows = gather_blocks(tensors[0].raw(), blocks, plan.kv_heads, request.block_size, span.length);
+        auto rows = gather_blocks(tensor.raw(), blocks, plan.kv_heads, request.block_size, span.length);
         if (!scale) return rows;
         auto scales = gather_blocks(scale.raw().unsqueeze(-1), blocks, plan.kv_heads, request.block_size, span.length);
         return rows.to(at::kFloat) * scales;
     }
-    auto tensor = by_heads(tensors[tensors.size() == 1 ? 0 : sequence].raw(), plan.layout.input, plan.kv_heads);
-    if (!plan.layout.packed) tensor = tensor[tensors.size() == 1 ? sequence : 0];
-    return tensor.narrow(1, span.start, span.length);
+    auto heads = by_heads(tensor.raw(), plan.layout.input, plan.kv_heads);
+    if (!plan.layout.packed) heads = heads[shared ? sequence : 0];
+    return heads.narrow(1, span.start, span.length);
+}
+
+at::Tensor rows_of(const Ins& tensors, const In& scale, const InferAttention& request, const AttentionPlan& plan,
+                   int64_t sequence) {
+    bool shared = tensors.size() == 1;
+    return rows_of(tensors[shared ? 0 : sequence], scale, request, plan, sequence, shared);
 }
 
 }  // namespace
@@ -32,9 +38,10 @@ void check(const InferAttention& request) { AttentionPlan plan(request); }
 double flops(const InferAttention& request) {
     AttentionPlan plan(request);
     int64_t dim = by_heads(request.query.raw(), plan.layout.input, plan.heads).size(-1);
+    int64_t key_dim = request.query_rope ? dim + kRopeDim : dim;
     double total = 0;
     for (int64_t b = 0; b < plan.batch; ++b)
-        total += attention_flops(plan.heads, plan.queries[b].length, plan.keys[b].length, dim, dim);
+        total += attention_flops(plan.heads, plan.queries[b].length, plan.keys[b].length, key_dim, dim);
     return total;
 }
 
@@ -70,6 +77,12 @@ void run(const InferAttention& request, const Out& output, const Out& lse) {
             inputs.bias = bias[bias.size(0) == 1 ? 0 : b].narrow(1, 0, span.length).narrow(2, 0, plan.keys[b].length);
         }
         if (request.sink) inputs.sink = request.sink.raw();
+        if (request.query_rope) {
+            auto rope = by_heads(request.query_rope.raw(), plan.layout.input, plan.heads);
+            rope = (packed ? rope : rope[b]).narrow(1, span.start, span.length);
+            inputs.query = at::cat({inputs.query, rope}, -1);
+            inputs.key = at::cat({inputs.key, rows_of(request.key_rope, nullptr, request, plan, b)}, -1);
+        }
         auto result = attend(inputs);
         rows.copy_(result.output);
         if (all_lses.defined()) all_lses.narrow(1, 0, span.length).copy_(result.lse());

@@ -14,6 +14,7 @@ struct InferAttention {
     In bias, mask;
     Ints query_lengths, key_lengths;
     In block_table, sink;
+    In query_rope, key_rope;  // of latent attention: the last elements of the head dimension; or empty
     In key_scale, value_scale;  // of a quantized paged cache, float32 [blocks, N, block_size]; or empty
     int64_t key_mode, value_mode;
     int64_t heads, kv_heads;  // kv_heads 0 means heads

@@ -31,6 +31,8 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
                            .key_lengths = key_lengths,
                            .block_table = block_table,
                            .sink = sink,
+                           .query_rope = query_rope,
+                           .key_rope = key_rope,
                            .key_scale = key_antiquant_scale,
                            .value_scale = value_antiquant_scale,
                            .key_mode = key_antiquant_mode,
@@ -56,7 +58,6 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
          (key_antiquant_scale || value_antiquant_scale) && key_antiquant_mode != kByTokenAndHead},
         {"left padding (query_padding_size, kv_padding_size)", query_padding || key_padding},
         {"a shared prefix (key_shared_prefix, value_shared_prefix)", key_prefix || value_prefix},
-        {"multi-head latent attention (query_rope, key_rope)", query_rope || key_rope},
     };
     return {request, output, lse};
 }

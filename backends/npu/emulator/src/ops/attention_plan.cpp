@@ -64,12 +64,12 @@ DOCUMENTED(
     "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
     "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
     "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
-void check_heads(int64_t heads, int64_t kv_heads, int64_t dim) {
+void check_heads(int64_t heads, int64_t kv_heads, int64_t dim, bool latent) {
     require(heads > 0 && heads <= 256, "num_heads must be between 1 and 256, but is " + number(heads));
     require(kv_heads > 0 && heads % kv_heads == 0,
             "num_heads, " + number(heads) + ", must be a multiple of num_key_value_heads, " + number(kv_heads));
     // From CANN 9 on, the limit does not apply to head dimensions 64 and 128.
-    bool any_group = cann_release() >= 900 && (dim == 64 || dim == 128);
+    bool any_group = latent || (cann_release() >= 900 && (dim == 64 || dim == 128));
     require(heads / kv_heads <= 64 || any_group,
             "num_heads / num_key_value_heads must be at most 64 for head dimension " + number(dim) +
                 " in this release of CANN, but is " + number(heads / kv_heads));
@@ -114,13 +114,64 @@ void check_packed(const InferAttention& request, int64_t heads, int64_t kv_heads
                 "block_size, H] with block_size at most 512");
 }
 
+DOCUMENTED(
+    "op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_fused_infer_attention_score.md (MLA)"
+    "; ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md (query d=512)");
+void check_rotary_part(const In& rope, const In& of, const AttentionLayout& layout, int64_t heads, const char* name,
+                       bool paged) {
+    require(rope.dtype() == of.dtype() && rope.raw().is_contiguous(),
+            std::string(name) + " must be contiguous, and have the dtype of what it belongs to");
+    auto shape = of.sizes().vec();
+    bool joined = paged ? of.dim() == 3 : layout.input == "BSH";
+    if (of.dim() == 5)
+        shape[2] = kRopeDim / shape[4];
+    else
+        shape.back() = joined ? heads * kRopeDim : kRopeDim;
+    require(rope.sizes() == at::IntArrayRef(shape),
+            std::string(name) + " must have shape " + c10::str(at::IntArrayRef(shape), ", not ", rope.sizes()));
+}
+
+// Latent attention: a rotary part of queries and keys, beside them. Queries of 512 elements are projected to the latent.
+void check_rope(const InferAttention& request, const AttentionLayout& layout, int64_t heads, int64_t kv_heads,
+                int64_t dim) {
+    require(request.query_rope && request.key_rope, "query_rope and key_rope must be given together");
+    require(dim == kLatentDim || dim == kPlainDim,
+            "the head dimension with query_rope must be 512 or 128, but is " + number(dim));
+    require(!request.bias && !request.sink && !request.key_scale && request.key.size() == 1,
+            "query_rope takes no pse_shift, learnable_sink, antiquant scales or lists of tensors");
+    bool paged = bool(request.block_table);
+    check_rotary_part(request.query_rope, request.query, layout, heads, "query_rope", false);
+    check_rotary_part(request.key_rope, request.key[0], layout, kv_heads, "key_rope", paged);
+    if (dim == kPlainDim) {
+        require(request.layout == "TND" || request.layout == "NTD_TND",
+                "query_rope with the head dimension 128 requires input_layout TND or NTD_TND, not " + request.layout);
+        require(!paged, "query_rope with the head dimension 128 takes no block_table");
+        return;
+    }
+    require(heads <= 128 && (heads & (heads - 1)) == 0,
+            "num_heads with query_rope must be 1, 2, 4, 8, 16, 32, 64 or 128, but is " + number(heads));
+    require(kv_heads == 1, "num_key_value_heads with query_rope must be 1, but is " + number(kv_heads));
+    require(paged, "query_rope with the head dimension 512 requires a block_table");
+    require(!request.want_lse, "query_rope with the head dimension 512 takes no softmax_lse_flag");
+    require(request.sparse_mode == 0 || request.sparse_mode == 3 || request.sparse_mode == 4,
+            "sparse_mode with query_rope must be 0, 3 or 4, but is " + number(request.sparse_mode));
+    for (auto* each : {"BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD"})
+        if (request.layout == each) return;
+    throw Refused("input_layout with query_rope must be BSH, BSND, BNSD, TND or one with an output of N first, not " +
+                  request.layout);
+}
+
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"
+    "; ops-transformer: attention/incre_flash_attention/docs/aclnnIncreFlashAttentionV4.md"
+    "; ops-transformer: attention/prompt_flash_attention/docs/aclnnPromptFlashAttentionV3.md");
 void check_block_size(const InferAttention& request, const AttentionPlan& plan, int64_t in_cache) {
     int64_t size = request.block_size;
     std::string found = ", but is " + number(size);
     require(size == in_cache, "block_size must be that of the cache, " + number(in_cache) + ", but is " + number(size));
-    if (plan.layout.packed)
+    if (plan.layout.packed || request.query_rope)
         require(size > 0 && size % 16 == 0 && size <= 1024,
-                "block_size in a TND layout must be a multiple of 16 and at most 1024" + found);
+                "block_size in a TND layout, or with query_rope, must be a multiple of 16 and at most 1024" + found);
     else if (plan.decode)
         require(size > 0 && size % 16 == 0 && size <= 512,
                 "block_size must be a multiple of 16 and at most 512" + found);
@@ -148,7 +199,7 @@ void check_paging(const InferAttention& request, const AttentionPlan& plan, int6
                                       " and " + number(key_cache.dim));
     bool any_head_dim =
         plan.layout.packed && cann_release() >= 901 && takes_any_head_dim(request, plan.heads, plan.kv_heads);
-    require(key.dim() != 5 || dim == 64 || dim == 128 || any_head_dim,
+    require(key.dim() != 5 || dim == 64 || dim == 128 || any_head_dim || request.query_rope,
             "the head dimension of a paged cache in FRACTAL_NZ must be 64 or 128, but is " + number(dim));
     bool rows_first = plan.layout.input == "BSH" || plan.layout.input == "BSND";
     require(
@@ -194,7 +245,7 @@ void check_mask(const InferAttention& request, const AttentionPlan& plan) {
     const auto& mask = request.mask;
     int64_t mode = request.sparse_mode;
     require(mode >= 0 && mode <= 4, "sparse_mode must be 0, 1, 2, 3 or 4, but is " + number(mode));
-    if (plan.decode && mode >= 2) return;  // ignored for one query per sequence
+    if (plan.decode && mode >= 2 && !request.query_rope) return;  // ignored for one query per sequence
     require(bool(mask) || mode == 0, "sparse_mode " + number(mode) + " requires atten_mask");
     if (!mask) return;
     require(mask.dtype() == at::kBool || mask.dtype() == at::kChar || mask.dtype() == at::kByte,
@@ -244,8 +295,11 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
     int64_t rows = by_head.size(-2), dim = by_head.size(-1);
     require(by_head.size(-3) == heads,
             "num_heads must be that of the query, " + number(by_head.size(-3)) + ", but is " + number(heads));
-    check_heads(heads, kv_heads, dim);
-    if (layout.packed) check_packed(request, heads, kv_heads, dim);
+    check_heads(heads, kv_heads, dim, bool(request.query_rope));
+    if (request.query_rope || request.key_rope)
+        check_rope(request, layout, heads, kv_heads, dim);
+    else if (layout.packed)
+        check_packed(request, heads, kv_heads, dim);
     if (request.sink) check_sink(request, heads, dim);
     paged = bool(request.block_table);
     if (layout.packed) {
@@ -301,7 +355,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
 
 at::Tensor hidden_keys(const InferAttention& request, const AttentionPlan& plan, int64_t sequence) {
     int64_t queries = plan.queries[sequence].length, keys = plan.keys[sequence].length, mode = request.sparse_mode;
-    if (!request.mask || (plan.decode && mode >= 2)) return {};
+    if (!request.mask || (plan.decode && mode >= 2 && !request.query_rope)) return {};
     auto mask = request.mask.raw();
     if (mode >= 2) {
         check_causal_template(mask);
