@@ -98,7 +98,7 @@ OPTIMIZED = "optimized"
 """The setting that runs an encoder's optimized code, uncaptured."""
 SPLITTING_OPS = (
     *("causal_conv1d", "gated_delta_rule"),
-    *("attend_selected", "latent_attention", "select_keys"),
+    *("attend_selected", "latent_attention", "multi_head_latent_attention", "select_keys"),
     *("quantized_paged_attention", "paged_attention"),
 )
 """The default of ``compilation.splitting_ops``: those of these operations that a model calls."""

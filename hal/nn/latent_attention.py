@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 from attrs.validators import optional
 from torch import Tensor, nn
 
@@ -82,7 +81,7 @@ class LatentConfig(DecoderConfig):
 
 
 class AbsorbedLinear(Linear):
-    """The projection of a latent to each head's key and value, applied to the head's query and result instead.
+    """The projection of a latent to each head's key and value, by which attention multiplies.
 
     Its weight is floating-point, also where a checkpoint quantizes it.
 
@@ -102,18 +101,11 @@ class AbsorbedLinear(Linear):
         """The declaration of its weight, which drivers leave as it is."""
         return {"weight": self.declare("weight")}
 
-    def query(self, x: Tensor) -> Tensor:
-        """Map ``[tokens, heads, key_dim]`` to ``[tokens, heads, rank]``."""
-        return torch.bmm(x.transpose(0, 1), self._by_head[0]).transpose(0, 1)
-
-    def value(self, x: Tensor) -> Tensor:
-        """Map ``[tokens, heads, rank]`` to ``[tokens, heads, value_dim]``."""
-        return torch.bmm(x.transpose(0, 1), self._by_head[1].transpose(1, 2)).transpose(0, 1)
-
     @property
-    def _by_head(self) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.weight.view(-1, sum(self.dims), self.in_features).split(self.dims, dim=1)
-        return found
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """The projections to keys ``[heads, key_dim, rank]`` and to values ``[heads, value_dim, rank]``."""
+        key, value = self.weight.view(-1, sum(self.dims), self.in_features).split(self.dims, dim=1)
+        return key, value
 
 
 class LatentAttention(nn.Module):
@@ -185,14 +177,18 @@ class LatentAttention(nn.Module):
         )
         cache = state["latent"], state["rope"]
         ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
-        absorbed, starts = (self.kv_b_proj.query(nope), query_rope, *cache), batch.query_start_loc
+        keys, values = self.kv_b_proj.by_head
         selected = self.select(hidden, normed, index, angles, batch, state, *further)
         if selected is None:
-            lengths = starts, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
-            attended = ops.latent_attention(*absorbed, batch.block_table, *lengths, self.options)
+            lengths = batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
+            attended = ops.multi_head_latent_attention(
+                nope, query_rope, *cache, keys, values, batch.block_table, *lengths, self.options
+            )
         else:
-            attended = ops.attend_selected(*absorbed, selected, batch.block_table, starts, self.options.scale)
-        return self.o_proj(self.kv_b_proj.value(attended).flatten(1))
+            places = selected, batch.block_table, batch.query_start_loc
+            latents = ops.attend_selected(ops.head_linear(nope, keys), query_rope, *cache, *places, self.options.scale)
+            attended = ops.head_linear(latents, values.transpose(1, 2))
+        return self.o_proj(attended.flatten(1))
 
     def select(
         self,

@@ -23,7 +23,12 @@ from hal.ops.fused_collectives import (
     linear_reduce_scatter,
 )
 from hal.ops.kernels.kernel_table import intercepted
-from hal.ops.latent_attention import latent_attention, store_latent_cache
+from hal.ops.latent_attention import (
+    head_linear,
+    latent_attention,
+    multi_head_latent_attention,
+    store_latent_cache,
+)
 from hal.ops.logits import mask_logits, penalize
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.projection import embedding, linear
@@ -81,6 +86,7 @@ __all__ = [
     "gelu_and_mul",
     "greedy_sample",
     "grouped_linear",
+    "head_linear",
     "intercepted",
     "l2_norm",
     "latent_attention",
@@ -89,6 +95,7 @@ __all__ = [
     "linear_all_reduce",
     "linear_reduce_scatter",
     "mask_logits",
+    "multi_head_latent_attention",
     "op",
     "operation",
     "operation_of_node",

@@ -11,7 +11,7 @@ from torch import Tensor
 from hal.ops.attention import AttentionOptions, attend_to, attention_sample
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
-from hal.ops.declaration.operation import op
+from hal.ops.declaration.operation import fused_op, op
 
 _CACHES = {"latent_cache": "num_blocks block_size rank", "rope_cache": "num_blocks block_size rope_dim"}
 
@@ -55,6 +55,38 @@ def store_latent_cache(
     rope_cache.view(-1, rope_cache.shape[-1])[slots] = rope
 
 
+def _head_samples(draw: Draw) -> Iterator[Sample]:
+    for tokens, heads, inputs, outputs in ((1, 4, 32, 64), (3, 16, 128, 512), (17, 3, 40, 24), (2, 2, 7, 5)):
+        x, weight = draw.normal(tokens, heads, inputs), draw.normal(heads, outputs + 8, inputs, scale=inputs**-0.5)
+        yield x, weight[:, 8:].transpose(1, 2)  # a part of a weight, whose rows are outputs
+        yield x, draw.normal(heads, inputs, outputs, scale=inputs**-0.5)
+        yield draw.normal(tokens, heads, inputs + 16)[..., :inputs], weight[:, 8:].transpose(1, 2)
+    yield draw.normal(70, 1, 200).expand(70, 3, 200), draw.normal(3, 200, 150, scale=0.1)
+
+
+@op(
+    samples=_head_samples,
+    axes={
+        "x": "tokens num_heads in_features",
+        "weight": "num_heads in_features out_features",
+        "return": "tokens num_heads out_features",
+    },
+    dtypes={"x": FLOATING, "weight": "x", "return": "x"},
+    rowwise="tokens",
+)
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head's rows with the matrix of the head.
+
+    Args:
+        x: ``[tokens, num_heads, in_features]``, floating.
+        weight: ``[num_heads, in_features, out_features]``, of x's dtype.
+
+    Returns:
+        ``[tokens, num_heads, out_features]``, of x's dtype.
+    """
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 def _samples(draw: Draw) -> Iterator[Sample]:
     def sample(*lengths: list[int], rank: int = 64, rope_dim: int = 16, **options: Any) -> Sample:
         query, cache, _, *rest, _, given = attention_sample(
@@ -73,31 +105,33 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield sample([9, 1], [30, 40], window=7, softcap=2.0)
 
 
+_PLACES = {
+    "block_table": "sequences blocks",
+    "query_start_loc": "sequences+1",
+    "kv_lens": "sequences",
+    "query_start_loc_host": "sequences+1",
+    "kv_lens_host": "sequences",
+}
+_DTYPES = {
+    "query": FLOATING,
+    "query_rope": "query",
+    "latent_cache": "query",
+    "rope_cache": "query",
+    **dict.fromkeys(_PLACES, torch.int32),
+    "return": "query",
+}
+
+
 @op(
     samples=_samples,
     axes={
         "query": "tokens num_heads rank",
         "query_rope": "tokens num_heads rope_dim",
         **_CACHES,
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
-        "query_start_loc_host": "sequences+1",
-        "kv_lens_host": "sequences",
+        **_PLACES,
         "return": "tokens num_heads rank",
     },
-    dtypes={
-        "query": FLOATING,
-        "query_rope": "query",
-        "latent_cache": "query",
-        "rope_cache": "query",
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
-        "query_start_loc_host": torch.int32,
-        "kv_lens_host": torch.int32,
-        "return": "query",
-    },
+    dtypes=_DTYPES,
     rowwise="tokens",
     state=("latent_cache", "rope_cache"),
     host=("query_start_loc_host", "kv_lens_host"),
@@ -139,3 +173,75 @@ def latent_attention(
     blocks, heads = block_table.long(), torch.cat((query, query_rope), -1)
     keys = torch.cat((latent_cache[blocks], rope_cache[blocks]), -1).unsqueeze(3)
     return attend_to(heads, keys, keys, query_start_loc, kv_lens, None, options)[..., : query.shape[-1]].contiguous()
+
+
+def _multi_head_samples(draw: Draw) -> Iterator[Sample]:
+    for (query, query_rope, *others, options), nope, value in zip(
+        _samples(draw), (24, 32, 128, 128, 16, 40, 32, 24), (32, 16, 128, 96, 24, 40, 32, 16), strict=True
+    ):
+        (tokens, heads, rank), rope_dim = query.shape, query_rope.shape[2]
+        rows = draw.normal(tokens, heads, nope + rope_dim)
+        weight = draw.normal(heads, nope + value, rank, scale=rank**-0.5)
+        caches, places = others[:2], others[2:]
+        yield rows[..., :nope], rows[..., nope:], *caches, weight[:, :nope], weight[:, nope:], *places, options
+
+
+@fused_op(
+    samples=_multi_head_samples,
+    axes={
+        "query": "tokens num_heads nope_dim",
+        "query_rope": "tokens num_heads rope_dim",
+        **_CACHES,
+        "key_weight": "num_heads nope_dim rank",
+        "value_weight": "num_heads value_dim rank",
+        **_PLACES,
+        "return": "tokens num_heads value_dim",
+    },
+    dtypes={**_DTYPES, "key_weight": "query", "value_weight": "query"},
+    rowwise="tokens",
+    state=("latent_cache", "rope_cache"),
+    host=("query_start_loc_host", "kv_lens_host"),
+)
+def multi_head_latent_attention(
+    query: Tensor,
+    query_rope: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    kv_lens: Tensor,
+    query_start_loc_host: Tensor,
+    kv_lens_host: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend to each head's keys and values, which are projections of cached latents.
+
+    A key of a head is ``[key_weight @ latent | rope]``, and a value ``value_weight @ latent``. The body is the absorbed
+    form, in which the projections are applied to queries and results, and :func:`latent_attention` reads the cache. A
+    kernel may expand keys and values for many queries instead, which multiplies less, and rounds them to the dtype.
+
+    Args:
+        query: ``[tokens, num_heads, nope_dim]``, floating: the part of queries that is not rotated.
+        query_rope: ``[tokens, num_heads, rope_dim]``, rotated.
+        latent_cache: as of :func:`latent_attention`.
+        rope_cache: see there.
+        key_weight: ``[num_heads, nope_dim, rank]``, of query's dtype.
+        value_weight: ``[num_heads, value_dim, rank]``, of query's dtype.
+        block_table: as of :func:`paged_attention`, like the arguments that follow.
+        query_start_loc: see there.
+        kv_lens: see there.
+        query_start_loc_host: see there.
+        kv_lens_host: see there.
+        options: see there.
+
+    Returns:
+        ``[tokens, num_heads, value_dim]``, of query's dtype.
+
+    Source: DeepSeek-AI, *DeepSeek-V2*, 2024.
+    """
+    lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
+    absorbed = head_linear(query, key_weight)
+    attended = latent_attention(absorbed, query_rope, latent_cache, rope_cache, block_table, *lengths, options)
+    return head_linear(attended, value_weight.transpose(1, 2)).contiguous()

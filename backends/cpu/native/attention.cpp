@@ -320,10 +320,10 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
                                    int64_t num_blocks, int64_t block_size, int64_t max_blocks, int64_t query_stride,
                                    int64_t query_head_stride, float scale, float softcap, int causal, int64_t window,
                                    int64_t work, const float* key_scales, const float* value_scales, int float8) {
-    Shape shape{sequences, tokens,     heads,        kv_heads,          head_dim,
-                block_size, max_blocks, query_stride, query_head_stride, scale,
-                softcap,   causal,     window,       work,              nullptr,
-                kv_heads * head_dim, head_dim, kv_heads * head_dim, head_dim};
+    Shape shape{sequences,  tokens,     heads,        kv_heads,          head_dim, head_dim,
+                block_size, max_blocks, query_stride, query_head_stride, scale,    softcap,
+                causal,     window,     work,         nullptr,           kv_heads * head_dim, head_dim,
+                kv_heads * head_dim, head_dim};
     std::vector<float> wide;
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         const int64_t used = (lengths[sequence] + block_size - 1) / block_size;
@@ -345,7 +345,7 @@ extern "C" int64_t paged_attention(const void* query, const void* keys, const vo
                    static_cast<T*>(output));
         };
         run(attend_few<T>);
-        run(attend_prompts<T>);
+        run([](const auto&... given) { attend_prompts<T>(given...); });
     });
     return 0;
 }
@@ -363,7 +363,7 @@ extern "C" int64_t packed_attention(const void* query, const void* keys, const v
         lengths[sequence] = end - start;
     }
     constexpr int64_t kNoWindow = int64_t(1) << 62, kAll = -1;
-    const Shape shape{sequences, tokens, heads, kv_heads, head_dim, 0, 0, query_stride, query_head_stride, scale,
+    const Shape shape{sequences, tokens, heads, kv_heads, head_dim, head_dim, 0, 0, query_stride, query_head_stride, scale,
                       0, causal, kNoWindow, kAll, nullptr, key_stride, key_head_stride, value_stride,
                       value_head_stride};
     with_type(dtype, [&](auto type) {

@@ -4,12 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "elements.h"
 #include "products.h"
 
 struct Shape {
-    int64_t sequences, tokens, heads, kv_heads, head_dim, block_size, max_blocks;
+    int64_t sequences, tokens, heads, kv_heads, head_dim, value_dim, block_size, max_blocks;
     int64_t query_stride, query_head_stride;  // in elements
     float scale, softcap;  // no softcap if 0
     int causal;
@@ -83,7 +84,19 @@ inline void adjust(const Shape& shape, float* scores, int64_t count) {
     for (int64_t i = 0; i < count; i++) scores[i] = shape.softcap * hyperbolic_tangent(scores[i] * share);
 }
 
-// Writes the rows of the sequences with many queries. Without a block table, a sequence's keys are beside its queries.
+// The positions whose keys a call is given, in order: all of them, or a part, and calls with the earlier parts come first.
+struct KeyRange {
+    int64_t begin = 0, end = std::numeric_limits<int64_t>::max();
+};
+
+// Of rows, over the keys so far: sums of weighted values and of weights, which are relative to the largest scores.
+struct RowSums {
+    std::vector<float> values, weights, largest;
+};
+
+// Writes the rows of the sequences with many queries. Without a block table, a sequence's keys are beside its queries, or
+// are those of a range. Calls for the ranges of one sequence pass on what is `carried`.
 template <class T>
 void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
-                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output);
+                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output,
+                    const KeyRange& range = {}, std::vector<RowSums>* carried = nullptr);

@@ -22,6 +22,7 @@ from ..low_bits import Forms, by_expert
 from .arguments import DTYPES, Bindings, addresses, empty, integers, packed, require, rows
 from .attention_kernels import ATTENTION_KERNELS, AttentionKernels
 from .expert_kernels import EXPERT_KERNELS, ExpertKernels
+from .latent_kernels import LATENT_KERNELS, LatentKernels
 from .linear_kernels import INT8_KERNELS, Int8Kernels, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
@@ -43,6 +44,7 @@ NATIVE = (
     *ATTENTION_KERNELS,
     *EXPERT_KERNELS,
     *INT8_KERNELS,
+    *LATENT_KERNELS,
     *LOGITS_KERNELS,
     *RECURRENT_KERNELS,
     *SAMPLING_KERNELS,
@@ -58,6 +60,7 @@ def native_kernels(library: ctypes.CDLL) -> tuple[dict[str, Kernel], Forms]:
     made = (
         (_Library(library), BASIC),
         (AttentionKernels(library), ATTENTION_KERNELS),
+        (LatentKernels(library), LATENT_KERNELS),
         (experts, EXPERT_KERNELS),
         (int8, INT8_KERNELS),
         (LogitsKernels(library), LOGITS_KERNELS),

@@ -127,6 +127,40 @@ void multiply_panel_tiles(const bfloat16* rows, int64_t stride, const bfloat16* 
 }
 #endif
 
+// Holds the shapes of the tiles, for bands of kTileBand rows.
+template <int64_t Band>
+struct PanelShapes {
+#ifdef HAL_PANEL_TILES
+    PanelShapes() {
+        if constexpr (Band == kTileBand) load_panel_shapes();
+    }
+    ~PanelShapes() {
+        if constexpr (Band == kTileBand) release_tiles();
+    }
+#else
+    PanelShapes() {}
+#endif
+};
+
+// Multiplies a band of rows with panels: kTileBand of them in tiles, or kBand.
+template <class T, int64_t Band, bool Add, class... Arguments>
+inline void multiply_band(Arguments... arguments) {
+#ifdef HAL_PANEL_TILES
+    if constexpr (Band == kTileBand) return multiply_panel_tiles<Add>(arguments...);
+#endif
+    if constexpr (Band == kBand) multiply_panels<T, Add>(arguments...);
+}
+
+// Calls `run` with the number of rows of a band, as a constant.
+template <class T, class Run>
+inline void with_band(Run run) {
+#ifdef HAL_PANEL_TILES
+    if constexpr (std::is_same_v<T, bfloat16>)
+        if (tiles_allowed()) return run(std::integral_constant<int64_t, kTileBand>{});
+#endif
+    run(std::integral_constant<int64_t, kBand>{});
+}
+
 constexpr int64_t kAhead = 8;  // rows to prefetch: their strides are too long for the CPU to foresee
 
 template <class T>

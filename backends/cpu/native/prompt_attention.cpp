@@ -59,10 +59,12 @@ struct Task {
 template <class T, int64_t Band>
 class Prompt {
   public:
-    Prompt(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values, T* output)
-        : shape_(shape), query_(query), keys_(keys), values_(values), output_(output) {}
+    Prompt(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values, T* output,
+           const KeyRange& range)
+        : shape_(shape), query_(query), keys_(keys), values_(values), output_(output), range_(range) {}
 
-    void run(const Task& task, const int32_t* blocks, int64_t start, int64_t end, int64_t length) {
+    // The sums over earlier keys are `carried`, if there are any, and those over all keys so far if there are more.
+    void run(const Task& task, const int32_t* blocks, int64_t start, int64_t end, int64_t length, RowSums* carried) {
         const int64_t position = length - (end - start);  // of the first query
         group_ = shape_.heads / shape_.kv_heads, rows_ = (task.last - task.first) * group_;
         spans_.clear();
@@ -70,19 +72,16 @@ class Prompt {
             spans_.push_back(visible(shape_, position + task.first + std::min(row, rows_ - 1) / group_, length));
         const int64_t first_head = (start + task.first) * shape_.heads + task.kv_head * group_;
         pack_queries(start + task.first, task.kv_head * group_);
-        const int64_t last = spans_.back().end;
-#ifdef HAL_PANEL_TILES
-        if constexpr (Band == kTileBand) load_panel_shapes();
-#endif
-        for (int64_t tile = spans_[0].begin; tile < last; tile += kKeys) {
-            pack_tile(blocks, start, task.kv_head, tile, std::min(kKeys, last - tile));
+        const int64_t last = std::min(spans_.back().end, range_.end);
+        if (range_.begin > 0) std::swap(sums_, *carried);
+        const PanelShapes<Band> shapes;
+        for (int64_t tile = std::max(spans_[0].begin, range_.begin); tile < last; tile += kKeys) {
+            pack_tile(blocks, start - range_.begin, task.kv_head, tile, std::min(kKeys, last - tile));
             for (int64_t row = 0; row < rows_; row += Band) attend(row, tile, std::min(kKeys, last - tile));
         }
-#ifdef HAL_PANEL_TILES
-        if constexpr (Band == kTileBand) release_tiles();
-#endif
+        if (range_.end < length) return std::swap(sums_, *carried);
         for (int64_t row = 0; row < rows_; row++)
-            write(row, output_ + (first_head + row / group_ * shape_.heads + row % group_) * shape_.head_dim);
+            write(row, output_ + (first_head + row / group_ * shape_.heads + row % group_) * shape_.value_dim);
     }
 
   private:
@@ -97,21 +96,22 @@ class Prompt {
             Operand<T>* to = std::copy_n(from, shape_.head_dim, queries_.data() + row * width_);
             std::fill(to, queries_.data() + (row + 1) * width_, Operand<T>(0.0f));
         }
-        sums_.assign(padded * columns_, 0.0f), totals_.assign(padded, 0.0f), largest_.assign(padded, kLowest);
-        if (!shape_.sinks) return;
-        for (int64_t row = 0; row < rows_; row++) totals_[row] = 1.0f, largest_[row] = shape_.sinks[head + row % group_];
+        sums_.values.assign(padded * columns_, 0.0f);
+        sums_.weights.assign(padded, 0.0f), sums_.largest.assign(padded, kLowest);
+        for (int64_t row = 0; shape_.sinks && row < rows_; row++)
+            sums_.weights[row] = 1.0f, sums_.largest[row] = shape_.sinks[head + row % group_];
     }
 
     void pack_tile(const int32_t* blocks, int64_t start, int64_t kv_head, int64_t first, int64_t count) {
-        const int64_t size = shape_.block_size, dim = shape_.head_dim;
+        const int64_t size = shape_.block_size;
         const T *keys[kKeys], *values[kKeys];
         for (int64_t i = 0; i < count; i++) {
             const int64_t slot = blocks ? blocks[(first + i) / size] * size + (first + i) % size : start + first + i;
             keys[i] = row_of(keys_, slot * shape_.key_stride + kv_head * shape_.key_head_stride, wide_keys_, i);
             values[i] = row_of(values_, slot * shape_.value_stride + kv_head * shape_.value_head_stride, wide_values_, i);
         }
-        pack_transposed(keys, count, dim, copies_, tile_keys_.get());
-        pack_rows(values, count, dim, kKeys * kPanel, tile_values_.get());
+        pack_transposed(keys, count, shape_.head_dim, copies_, tile_keys_.get());
+        pack_rows(values, count, shape_.value_dim, kKeys * kPanel, tile_values_.get());
         const bool window = spans_.back().begin > first;
         together_ = finite(window ? 0 : std::clamp<int64_t>(spans_[0].end - first, 0, count), count);
     }
@@ -124,10 +124,10 @@ class Prompt {
         constexpr int64_t kAtOnce = 64 / sizeof(Bits);
         Vector most = {};  // sizes are in the order of their bits, and what is not finite comes last
         Bits largest = 0;
-        for (int64_t column = 0; column < shape_.head_dim; column += kPanel)
+        for (int64_t column = 0; column < shape_.value_dim; column += kPanel)
             for (int64_t position = first / kPair<T> * kPair<T>; position < last; position += kPair<T>) {
                 const Operand<T>* from = value_at(position, column);
-                const int64_t taken = std::min(kPanel, shape_.head_dim - column) * kPair<T>;
+                const int64_t taken = std::min(kPanel, shape_.value_dim - column) * kPair<T>;
                 int64_t i = 0;
                 for (; i + kAtOnce <= taken; i += kAtOnce) {
                     const Vector size = load<Vector>(from + i) & kSize;
@@ -148,8 +148,8 @@ class Prompt {
     // Returns row `i` of a tile, widened if it is quantized.
     const T* row_of(const Pages<T>& pages, int64_t at, std::vector<T>& wide, int64_t i) const {
         if (!pages.scales) return static_cast<const T*>(pages.numbers) + at;
-        wide.resize(kKeys * shape_.head_dim);
-        T* to = wide.data() + i * shape_.head_dim;
+        wide.resize(kKeys * pages.dim);
+        T* to = wide.data() + i * pages.dim;
         pages.widen(at, to);
         return to;
     }
@@ -160,51 +160,45 @@ class Prompt {
         const int64_t first = std::max<int64_t>(0, spans_[row].begin - tile) / kPanel * kPanel;
         const int64_t end = std::min(spans_[row + Band - 1].end - tile, count), last = up(end, kWhole);
         if (first >= end) return;
-        multiply<false>(queries_.data() + row * width_, width_, tile_keys_.get(), width_ * kPanel, 0,
-                        width_ / kPair<T>, first, last, scores_, kKeys);
+        multiply_band<T, Band, false>(queries_.data() + row * width_, width_, tile_keys_.get(), width_ * kPanel, 0,
+                                      width_ / kPair<T>, first, last, scores_, kKeys);
         for (int64_t r = 0; r < Band; r++) {
-            const float before = largest_[row + r];
-            const Span span{std::clamp(spans_[row + r].begin - tile, first, last),
-                            std::clamp(spans_[row + r].end - tile, first, last)};
-            const float total = softmax<T>(shape_, scores_ + r * kKeys, first, last, span, largest_[row + r],
+            float& largest = sums_.largest[row + r];
+            const float before = largest;
+            const Span span{std::clamp(spans_[row + r].begin - tile, first, end),
+                            std::clamp(spans_[row + r].end - tile, first, end)};
+            const float total = softmax<T>(shape_, scores_ + r * kKeys, first, last, span, largest,
                                            weights() + r * kKeys);
-            if (largest_[row + r] != before) rescale(row + r, exponential(before - largest_[row + r]));
-            totals_[row + r] += total;
+            if (largest != before) rescale(row + r, exponential(before - largest));
+            sums_.weights[row + r] += total;
             if (!together_) weigh(row + r, span, weights() + r * kKeys);
         }
         if (!together_) return;
         const int64_t seen = Band == kBand ? up(end, kPair<T>) : last;
-        multiply<true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>, seen / kPair<T>, 0,
-                       up(shape_.head_dim, kWhole), sums_.data() + row * columns_, columns_);
+        multiply_band<T, Band, true>(weights(), kKeys, tile_values_.get(), kKeys * kPanel, first / kPair<T>,
+                                     seen / kPair<T>, 0, up(shape_.value_dim, kWhole), sums_.values.data() + row * columns_,
+                                     columns_);
     }
 
     // Adds the values that a row sees.
     void weigh(int64_t row, Span span, const Operand<T>* weights) {
-        float* sums = sums_.data() + row * columns_;
+        float* sums = sums_.values.data() + row * columns_;
         for (int64_t position = span.begin; position < span.end; position++)
-            for (int64_t column = 0; column < shape_.head_dim; column++)
+            for (int64_t column = 0; column < shape_.value_dim; column++)
                 sums[column] += float(weights[position]) * float(*value_at(position, column));
     }
 
-    template <bool Add, class... Arguments>
-    static void multiply(Arguments... arguments) {
-#ifdef HAL_PANEL_TILES
-        if constexpr (Band == kTileBand) return multiply_panel_tiles<Add>(arguments...);
-#endif
-        if constexpr (Band == kBand) multiply_panels<T, Add>(arguments...);
-    }
-
     void rescale(int64_t row, float factor) {
-        totals_[row] *= factor;
-        for (int64_t i = 0; i < columns_; i++) sums_[row * columns_ + i] *= factor;
+        sums_.weights[row] *= factor;
+        for (int64_t i = 0; i < columns_; i++) sums_.values[row * columns_ + i] *= factor;
     }
 
     void write(int64_t row, T* to) const {
-        const float* sums = sums_.data() + row * columns_;
-        const float share = spans_[row].begin == spans_[row].end ? 0.0f : 1.0f / totals_[row];
+        const float* sums = sums_.values.data() + row * columns_;
+        const float share = spans_[row].begin == spans_[row].end ? 0.0f : 1.0f / sums_.weights[row];
         int64_t i = 0;
-        for (; i + kLanes <= shape_.head_dim; i += kLanes) narrow(load<Lanes>(sums + i) * share, to + i);
-        for (; i < shape_.head_dim; i++) to[i] = T(sums[i] * share);
+        for (; i + kLanes <= shape_.value_dim; i += kLanes) narrow(load<Lanes>(sums + i) * share, to + i);
+        for (; i < shape_.value_dim; i++) to[i] = T(sums[i] * share);
     }
 
     // Weights take the place of scores, unless they are narrower.
@@ -219,14 +213,15 @@ class Prompt {
     const T* query_;
     const Pages<T> keys_, values_;
     T* output_;
-    const int64_t width_ = up(shape_.head_dim, Product<T>::kStep), columns_ = up(shape_.head_dim, kPanel);
+    const KeyRange range_;
+    const int64_t width_ = up(shape_.head_dim, Product<T>::kStep), columns_ = up(shape_.value_dim, kPanel);
     int64_t group_, rows_;
     bool together_;  // whether the rows of a band are weighed together
     std::vector<Span> spans_;
     Buffer<Operand<T>> queries_;
     const std::unique_ptr<Operand<T>[]> tile_keys_{new Operand<T>[kKeys * width_]};
     const std::unique_ptr<Operand<T>[]> tile_values_{new Operand<T>[kKeys * columns_]};
-    std::vector<float> sums_, totals_, largest_;
+    RowSums sums_;
     std::vector<T> copies_, wide_keys_, wide_values_;
     alignas(64) float scores_[Band * kKeys];
     alignas(64) Operand<T> narrow_[kPair<T> == 2 ? Band * kKeys : 1];
@@ -236,7 +231,8 @@ class Prompt {
 
 template <class T>
 void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, const Pages<T>& values,
-                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output) {
+                    const int32_t* block_table, const int32_t* starts, const int32_t* lengths, T* output,
+                    const KeyRange& range, std::vector<RowSums>* carried) {
     const int64_t queries = std::max<int64_t>(1, kTaskRows / (shape.heads / shape.kv_heads));
     std::vector<Task> tasks;
     for (int64_t sequence = 0; sequence < shape.sequences; sequence++) {
@@ -247,28 +243,25 @@ void attend_prompts(const Shape& shape, const T* query, const Pages<T>& keys, co
                 tasks.push_back({sequence, kv_head, first, std::min(first + queries, count)});
     }
     if (tasks.empty()) return;
-    auto run = [&](auto band) {
+    if (carried) carried->resize(tasks.size());
+    with_band<T>([&](auto band) {
 #pragma omp parallel
         {
-            Prompt<T, band> prompt(shape, query, keys, values, output);
+            Prompt<T, band> prompt(shape, query, keys, values, output, range);
 #pragma omp for schedule(dynamic)
             for (size_t i = 0; i < tasks.size(); i++) {
                 const int64_t sequence = tasks[i].sequence;
                 prompt.run(tasks[i], block_table ? block_table + sequence * shape.max_blocks : nullptr,
-                           starts[sequence], starts[sequence + 1], lengths[sequence]);
+                           starts[sequence], starts[sequence + 1], lengths[sequence],
+                           carried ? &(*carried)[i] : nullptr);
             }
         }
-    };
-#ifdef HAL_PANEL_TILES
-    if constexpr (std::is_same_v<T, bfloat16>)
-        if (tiles_allowed()) return run(std::integral_constant<int64_t, kTileBand>{});
-#endif
-    run(std::integral_constant<int64_t, kBand>{});
+    });
 }
 
-template void attend_prompts(const Shape&, const float*, const Pages<float>&, const Pages<float>&, const int32_t*,
-                             const int32_t*, const int32_t*, float*);
-template void attend_prompts(const Shape&, const bfloat16*, const Pages<bfloat16>&, const Pages<bfloat16>&,
-                             const int32_t*, const int32_t*, const int32_t*, bfloat16*);
-template void attend_prompts(const Shape&, const float16*, const Pages<float16>&, const Pages<float16>&,
-                             const int32_t*, const int32_t*, const int32_t*, float16*);
+#define INSTANTIATE(T)                                                                                                 \
+    template void attend_prompts(const Shape&, const T*, const Pages<T>&, const Pages<T>&, const int32_t*,             \
+                                 const int32_t*, const int32_t*, T*, const KeyRange&, std::vector<RowSums>*);
+INSTANTIATE(float)
+INSTANTIATE(bfloat16)
+INSTANTIATE(float16)

@@ -38,6 +38,7 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "gelu": gelu,
         "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
+        "head_linear": torch_kernels.head_linear,
         "latent_attention": PartialKernel(
             "latent_attention",
             latent_attention.FusedLatentAttention(fused),

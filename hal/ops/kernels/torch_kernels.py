@@ -42,6 +42,11 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
     return functional.gelu(x, approximate=approximate)
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Call torch's ``bmm``, with one matrix of each head."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 def greedy_sample(logits: Tensor) -> Tensor:
     """Return the argmax, which torch documents to be the first of equal values."""
     return logits.argmax(-1)
@@ -164,6 +169,7 @@ KERNELS: dict[str, Kernel] = {
     "embedding": embedding,
     "gelu": gelu,
     "greedy_sample": greedy_sample,
+    "head_linear": head_linear,
     "layer_norm": layer_norm,
     "linear": linear,
     "mask_logits": mask_logits,
