@@ -23,6 +23,7 @@ from hal.nn import DecoderLayer, DecoderLM, GatedMLP, LatentAttention, LatentCon
 class DeepseekConfig(LatentConfig):
     """The keys of latent attention, and those of the experts. The first ``first_k_dense_replace`` layers are dense."""
 
+    expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     moe_intermediate_size: int = attrs.field(validator=ge(1))
     n_routed_experts: int = attrs.field(validator=ge(1))
     n_shared_experts: int = attrs.field(validator=ge(1))
@@ -44,7 +45,7 @@ class DeepseekConfig(LatentConfig):
         return super().from_config(given, layer_type)
 
     @property
-    def routing(self) -> Mapping[str, Any]:
+    def routing(self) -> dict[str, Any]:
         """The options of the router."""
         return {}
 
@@ -54,15 +55,18 @@ class DeepseekConfig(LatentConfig):
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the MLP of a layer, dense or sparse."""
-        dense = partial(GatedMLP, self.hidden_size, activation=self.hidden_act)
-        if layer < self.first_k_dense_replace:
+        width, act = self.moe_intermediate_size, self.hidden_act
+        dense = partial(GatedMLP, self.hidden_size, activation=act)
+        if self.dense(layer):
             return dense(self.intermediate_size)
-        numbers, factor = (self.n_routed_experts, self.num_experts_per_tok), self.routed_scaling_factor
-        router = Router(
-            self.hidden_size, *numbers, scale=factor, dtype=torch.float32, wide_weights=True, **self.routing
-        )
-        width = self.moe_intermediate_size
-        return SparseMLP(router, width, shared_experts=dense(width * self.n_shared_experts), activation=self.hidden_act)
+        how = {"scale": self.routed_scaling_factor, "dtype": torch.float32, "wide_weights": True, **self.routing}
+        router = Router(self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, **how)
+        shared = dense(width * self.n_shared_experts)
+        return SparseMLP(router, width, shared_experts=shared, names=self.expert_names, activation=act)
+
+    def dense(self, layer: int) -> bool:
+        """Return whether a layer has no experts."""
+        return layer < self.first_k_dense_replace
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +80,7 @@ class DeepseekV2Config(DeepseekConfig):
     mlp_bias: Literal[False] = False
 
     @property
-    def routing(self) -> Mapping[str, Any]:
+    def routing(self) -> dict[str, Any]:
         groups = (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
         return {"renormalize": False, "groups": groups, "group_best": 1}
 
@@ -95,7 +99,7 @@ class DeepseekV3Config(DeepseekConfig):
     norm_topk_prob: bool = True
 
     @property
-    def routing(self) -> Mapping[str, Any]:
+    def routing(self) -> dict[str, Any]:
         groups = self.n_group, self.topk_group
         return {"renormalize": self.norm_topk_prob, "groups": groups, "sigmoid": True, "correction": True}
 

@@ -87,7 +87,7 @@ class SelectiveAttention(LatentAttention):
         hidden: Tensor,
         query: Tensor,
         index: Sequence[Tensor],
-        angles: tuple[Tensor, Tensor],
+        angles: Any,
         batch: Batch,
         state: LayerState,
         shared: dict[str, Tensor],
@@ -95,10 +95,10 @@ class SelectiveAttention(LatentAttention):
         if self.indexed:
             if not self.index_interleaved and "cos" not in shared:  # The latents' pairs are adjacent.
                 shared["cos"], shared["sin"] = (each[:, ::2].repeat(1, 2) for each in angles)
-            turned = angles if self.index_interleaved else (shared["cos"], shared["sin"])
+            cos, sin = angles if self.index_interleaved else (shared["cos"], shared["sin"])
             query = self.indexer["wq_b"](query).unflatten(1, (self.index_heads, -1))
             key = self.indexer["k_norm"](index[0]).unsqueeze(1)
-            query, key = ops.rotary_embedding(query, key, *turned, self.index_interleaved)
+            query, key = ops.rotary_embedding(query, key, cos, sin, self.index_interleaved)
             ops.store_index_cache(key.squeeze(1), state["index"], batch.slot_mapping)
             weights, places = self.indexer["weights_proj"](hidden), (batch.block_table, batch.query_start_loc)
             keys = state["index"], *places, batch.kv_lens

@@ -98,6 +98,7 @@ KERNELS: dict[str, Kernel] = {
 INDUCTOR = (
     "attend_selected",
     "causal_conv1d",
+    "channel_delta_rule",
     "expert_mlp",
     "gated_delta_rule",
     "grouped_linear",

@@ -29,6 +29,7 @@ LIBRARIES = ("flashinfer", "triton", "torch", "reference")
 """Valid values in the option ``kernels``."""
 INDUCTOR = (
     "causal_conv1d",
+    "channel_delta_rule",
     "expert_mlp",
     "expert_permute",
     "expert_unpermute",

@@ -32,6 +32,7 @@ from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm, ShortConvolution
+from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
 from hal.nn.mixer import Angles, Mixer
@@ -82,6 +83,7 @@ __all__ = [
     "GatedRMSNorm",
     "GroupedLinear",
     "HybridLayerType",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LatentConfig",
     "LayerNorm",

@@ -15,7 +15,7 @@ from hal.nn.delta_net_config import DeltaNetConfig
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import LayerState
 from hal.nn.rotary import RotaryEmbedding
-from hal.nn.weights.assembly import Merged
+from hal.nn.weights.assembly import Assembly, Concatenated, Merged
 from hal.nn.weights.weight import Consumer, Share, Weight, unshared
 from hal.step.model_batches import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates, State
@@ -23,7 +23,8 @@ from hal.step.state import SEQUENCE, LayerStates, State
 L2_EPS = 1e-6
 
 
-def _negative_exponential(x: Tensor) -> Tensor:
+def negative_exponential(x: Tensor) -> Tensor:
+    """Return the factor of decays, of its negative logarithm ``A_log`` in the checkpoint."""
     return -x.exp()
 
 
@@ -33,19 +34,23 @@ class ShortConvolution(nn.Module):
     Args:
         parts: the channels of each part, of which ranks have equal shares.
         width: tokens that it sees.
+        layers: the checkpoint's layers beside this one, if it has one for each part.
     """
 
-    def __init__(self, parts: Sequence[int], width: int) -> None:
+    def __init__(self, parts: Sequence[int], width: int, layers: Sequence[str] = ()) -> None:
         super().__init__()
-        self.parts = tuple(parts)
+        self.parts, self.layers = tuple(parts), tuple(layers)
         self.weight = nn.Parameter(torch.empty(width, 1, sum(parts)), requires_grad=False)
 
     @property
     def weights(self) -> Mapping[str, Weight]:
         """The declaration of its weight, ``[channels, 1, width]`` in the checkpoint."""
-        assembly = Merged("channels", self.parts, order=("channels", "one", "width"))
+        order, sources = ("channels", "one", "width"), tuple(f".{each}.weight" for each in self.layers)
+        assembly: Assembly = Merged("channels", self.parts, order)
+        if sources:
+            assembly = Concatenated("channels", self.parts, Merged("channels", self.parts[:1], order))
         consumer = Consumer("causal_conv1d", "weight")
-        return {"weight": Weight(("weight",), "width one channels", "channels", assembly, consumer)}
+        return {"weight": Weight(sources or ("weight",), "width one channels", "channels", assembly, consumer)}
 
     def split(self, tensor: Group) -> None:
         """Convolve this rank's channels from now on, which the weight says."""
@@ -136,7 +141,7 @@ class GatedDeltaNet(nn.Module):
         """The declarations of its own tensors, in float32."""
         share = Share(self.config.linear_num_value_heads // self.config.linear_num_key_heads)
         bias = Weight(("dt_bias",), "heads", "heads", dtype=torch.float32, share=share)
-        decay = attrs.evolve(bias, sources=("A_log",), function=_negative_exponential)
+        decay = attrs.evolve(bias, sources=("A_log",), function=negative_exponential)
         return {"decay_factor": decay, "dt_bias": bias}
 
     def split(self, tensor: Group) -> None:

@@ -116,12 +116,13 @@ class LatentAttention(nn.Module):
     Args:
         config: the sizes. ``attention_bias`` says whether the projections of and to ``hidden_size`` have biases, except
             ``q_proj``.
-        rotary: the rotary embedding, which layers share, and which declares the order of pairs in the cache.
+        rotary: the rotary embedding, which layers share, and which declares the order of pairs in the cache; None for
+            none, so that a head's second part has no positions either.
         index: the features of further projections of the hidden states, by name, which :meth:`select` receives.
 
     Attributes:
         states: the states of the layer, per token: ``latent`` and ``rope``.
-        rotaries: the rotary embedding, in a tuple.
+        rotaries: the rotary embedding, in a tuple; empty for none.
         causal: that a query attends only to tokens up to its own.
 
     Source: DeepSeek-AI, *DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model*, 2024.
@@ -130,12 +131,12 @@ class LatentAttention(nn.Module):
     causal: bool = True
 
     def __init__(
-        self, config: LatentConfig, rotary: RotaryEmbedding, index: Mapping[str, int] = MappingProxyType({})
+        self, config: LatentConfig, rotary: RotaryEmbedding | None, index: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         super().__init__()
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         # In a tuple, so that it is a submodule of the decoder only.
-        self.rotaries: tuple[RotaryEmbedding, ...] = (rotary,)
+        self.rotaries: tuple[RotaryEmbedding, ...] = () if rotary is None else (rotary,)
         self.query_dims = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.latents = (config.q_lora_rank or 0, rank, config.qk_rope_head_dim, *index.values())
         by_head = Share(config.qk_head_dim)
@@ -167,14 +168,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding`."""
-        assert angles is not None
         query, latent, key_rope, *index = self.latent_proj(hidden).split(self.latents, dim=-1)
         normed = self.q_a_layernorm(query) if self.latents[0] else hidden
         query = self.q_b_proj(normed) if self.latents[0] else self.q_proj(hidden)
         nope, query_rope = query.unflatten(1, (-1, sum(self.query_dims))).split(self.query_dims, dim=-1)
-        query_rope, key_rope = ops.rotary_embedding(
-            query_rope, key_rope.unsqueeze(1), *angles, self.rotaries[0].interleaved
-        )
+        key_rope = key_rope.unsqueeze(1)
+        if angles is not None:
+            query_rope, key_rope = ops.rotary_embedding(query_rope, key_rope, *angles, self.rotaries[0].interleaved)
         cache = state["latent"], state["rope"]
         ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
         keys, values = self.kv_b_proj.by_head
@@ -195,7 +195,7 @@ class LatentAttention(nn.Module):
         hidden: Tensor,
         query: Tensor,
         index: Sequence[Tensor],
-        angles: tuple[Tensor, Tensor],
+        angles: Angles,
         batch: Batch,
         state: LayerState,
         *further: Any,

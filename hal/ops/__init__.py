@@ -40,7 +40,7 @@ from hal.ops.quantization import (
     silu_and_mul_dynamic_quantize,
     silu_and_mul_quantize,
 )
-from hal.ops.recurrence import causal_conv1d, delta_rule_gates, gated_delta_rule
+from hal.ops.recurrence import causal_conv1d, channel_delta_rule, delta_rule_gates, gated_delta_rule
 from hal.ops.rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
 from hal.ops.sampling import greedy_sample, sample
 from hal.ops.selected_attention import select_and_attend
@@ -69,6 +69,7 @@ __all__ = [
     "attend_selected",
     "catalogue",
     "causal_conv1d",
+    "channel_delta_rule",
     "clipped_silu_and_mul",
     "declare_numbers",
     "delta_rule_gates",

@@ -1,4 +1,4 @@
-"""Recurrent layers: a causal convolution and the gated delta rule, which keep a state per sequence.
+"""Recurrent layers: a causal convolution and gated delta rules, which keep a state per sequence.
 
 Both read a sequence's state from one slot, and write the states after its last tokens to others. Reading and writing
 one slot is the usual step. A step that writes a slot for each of several tokens can be rolled back by a choice of slot.
@@ -7,6 +7,7 @@ one slot is the usual step. A step that writes a slot for each of several tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 
+_STEP_AXES = {
+    "read_slots": "sequences",
+    "write_slots": "sequences saves",
+    "query_start_loc": "sequences+1",
+    "query_start_loc_host": "sequences+1",
+}
+_STEP_DTYPES: dict[str, Any] = dict.fromkeys(_STEP_AXES, torch.int32)
+_RULE_DTYPES: dict[str, Any] = {
+    "query": FLOATING,
+    **dict.fromkeys(("key", "value", "beta", "return"), "query"),
+    "decay": torch.float32,
+    "state": (torch.float32, "query"),
+    **_STEP_DTYPES,
+}
 SLOTS = 12
 """Slots of the samples, enough for different ones of all reads and writes."""
 
@@ -92,10 +107,7 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         "weight": "width channels",
         "bias": "channels",
         "window": "num_slots width-1 channels",
-        "read_slots": "sequences",
-        "write_slots": "sequences saves",
-        "query_start_loc": "sequences+1",
-        "query_start_loc_host": "sequences+1",
+        **_STEP_AXES,
         "return": "tokens channels",
     },
     dtypes={
@@ -103,10 +115,7 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         "weight": "x",
         "bias": "x",
         "window": "x",
-        "read_slots": torch.int32,
-        "write_slots": torch.int32,
-        "query_start_loc": torch.int32,
-        "query_start_loc_host": torch.int32,
+        **_STEP_DTYPES,
         "return": "x",
     },
     rowwise=None,
@@ -261,25 +270,10 @@ def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
         "decay": "tokens value_heads",
         "beta": "tokens value_heads",
         "state": "num_slots value_heads value_dim key_dim",
-        "read_slots": "sequences",
-        "write_slots": "sequences saves",
-        "query_start_loc": "sequences+1",
-        "query_start_loc_host": "sequences+1",
+        **_STEP_AXES,
         "return": "tokens value_heads value_dim",
     },
-    dtypes={
-        "query": FLOATING,
-        "key": "query",
-        "value": "query",
-        "decay": torch.float32,
-        "beta": "query",
-        "state": (torch.float32, "query"),
-        "read_slots": torch.int32,
-        "write_slots": torch.int32,
-        "query_start_loc": torch.int32,
-        "query_start_loc_host": torch.int32,
-        "return": "query",
-    },
+    dtypes=_RULE_DTYPES,
     rowwise=None,
     state=("state",),
     mutates=("state",),
@@ -331,6 +325,86 @@ def gated_delta_rule(
 
     Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
     """
+    given = decay.unsqueeze(-1), beta, state, read_slots, write_slots, query_start_loc
+    return _delta_rule(query, key, value, *given, scale)
+
+
+def _channel_samples(draw: Draw) -> Iterator[Sample]:
+    for query, key, value, decay, beta, state, *steps in _delta_rule_samples(draw):
+        heads, key_dim = value.shape[1], key.shape[2]
+        query, key = (each[:, :1].expand(-1, heads, -1).contiguous() for each in (query, key))
+        channels = draw.integers(1, 9, heads, key_dim).float() / 4
+        yield query, key, value, decay.unsqueeze(-1) * channels, beta, state, *steps
+
+
+@op(
+    samples=_channel_samples,
+    axes={
+        "query": "tokens heads key_dim",
+        "key": "tokens heads key_dim",
+        "value": "tokens heads value_dim",
+        "decay": "tokens heads key_dim",
+        "beta": "tokens heads",
+        "state": "num_slots heads value_dim key_dim",
+        **_STEP_AXES,
+        "return": "tokens heads value_dim",
+    },
+    dtypes=_RULE_DTYPES,
+    rowwise=None,
+    state=("state",),
+    mutates=("state",),
+    host=("query_start_loc_host",),
+    tolerance={torch.float32: (1e-4, 1e-4)},
+)
+def channel_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+) -> Tensor:
+    """Apply :func:`gated_delta_rule` with a decay for each channel of a key: ``S = S * exp(decay)``.
+
+    Args:
+        query: ``[tokens, heads, key_dim]``, floating.
+        key: as ``query``.
+        value: ``[tokens, heads, value_dim]``, of query's dtype.
+        decay: ``[tokens, heads, key_dim]``, float32: the logarithm of the factor of the state's columns, at most 0.
+        beta: ``[tokens, heads]``, of query's dtype: the rate at which the state takes the value, from 0 to 1.
+        state: ``[num_slots, heads, value_dim, key_dim]``, as of :func:`gated_delta_rule`.
+        read_slots: see there, like the arguments that follow.
+        write_slots: see there.
+        query_start_loc: see there.
+        query_start_loc_host: see there.
+        scale: see there.
+
+    Returns:
+        ``[tokens, heads, value_dim]``, of query's dtype.
+
+    Source: Kimi Team, *Kimi Linear: An Expressive, Efficient Attention Architecture*, 2025.
+    """
+    return _delta_rule(query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, scale)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    scale: float,
+) -> Tensor:
+    """Compute :func:`gated_delta_rule` with the decays ``[tokens, heads, channels]``, of which one may serve all."""
     tokens, heads, _ = value.shape
     sequences = read_slots.shape[0]
     token, owner = _owners(tokens, query_start_loc)
@@ -344,43 +418,49 @@ def gated_delta_rule(
     before = before.masked_fill(lost[:, None, None, None], 0.0)
     broken = (own & lost[:, None]).any(0)
     query, key, value = (each.masked_fill(broken[:, None, None], 0.0) for each in (query, key, value))
-    decay, beta = (each.masked_fill(broken[:, None], 0.0) for each in (decay, beta))
+    decay, beta = decay.masked_fill(broken[:, None, None], 0.0), beta.masked_fill(broken[:, None], 0.0)
     q, k = (each.float().unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2).transpose(0, 1) for each in (query, key))
     v, rate = value.float().transpose(0, 1), beta.float().t().unsqueeze(-1)  # [heads, tokens, ...]
 
     # Sums of decays since the first token of the step, in float64, because differences of large ones matter.
-    total = decay.double().cumsum(0).t()
-    total = torch.cat((total.new_zeros(heads, 1), total), 1)  # [heads, tokens + 1]
-    since = (total[:, 1:] - total[:, first]).float().exp().unsqueeze(-1)
+    total = decay.double().cumsum(0).transpose(0, 1)
+    total = torch.cat((total.new_zeros(heads, 1, total.shape[2]), total), 1)  # [heads, tokens + 1, channels]
+    since = (total[:, 1:] - total[:, first]).float().exp()
     apart = (total[:, 1:, None] - total[:, None, 1:]).float()
     earlier = own.t().float() @ own.float() > 0  # of one sequence
-    earlier = earlier & (token[:, None] >= token)
+    earlier = (earlier & (token[:, None] >= token)).unsqueeze(-1)
     weights = apart.masked_fill(~earlier, float("-inf")).exp()
+
+    def products(x: Tensor) -> Tensor:
+        """Return the products of each token's row of x with the faded keys before it, ``[heads, tokens, tokens]``."""
+        if weights.shape[-1] == 1:
+            return weights.squeeze(-1) * (x @ k.transpose(1, 2))
+        return (x.unsqueeze(2) * k.unsqueeze(1) * weights).sum(-1)
 
     # One triangular system has the changes of all tokens: each depends on those before it. Its inverse serves here,
     # because linalg.solve_triangular cannot be traced in inference mode with symbolic sizes.
-    matrix = (rate * weights * (k @ k.transpose(1, 2))).tril(-1)
+    matrix = (rate * products(k)).tril(-1)
     matrix = matrix + (token[:, None] == token).float()
     others = ~own[:, None, :, None]
 
     def recalled(x: Tensor) -> Tensor:
         """Return the products of each token's row of x with its sequence's state, ``[heads, tokens, value_dim]``."""
-        return since * torch.einsum("htk,shvk->shtv", x, before).masked_fill(others, 0.0).sum(0)
+        return torch.einsum("htk,shvk->shtv", since * x, before).masked_fill(others, 0.0).sum(0)
 
     inverse: Tensor = torch.linalg.inv_ex(matrix.double()).inverse.float()
     change = inverse @ (rate * (v - recalled(k)))
     result: Tensor = recalled(q)
-    result = result + (weights * (q @ k.transpose(1, 2))) @ change
+    result = result + products(q) @ change
 
     columns = _columns(read_slots, write_slots)
     last, kept = _last_tokens(query_start_loc, columns.shape[1])
     at = last.clamp(min=0)
-    left = (total[:, at + 1].unsqueeze(-1) - total[:, None, None, 1:]).float()  # [heads, sequences, saves, tokens]
+    left = (total[:, at + 1].unsqueeze(3) - total[:, None, None, 1:]).float()  # [heads, sequences, saves, tokens, ...]
     seen = own[:, None] & (token <= last.unsqueeze(-1))
-    left = left.masked_fill(~seen, float("-inf")).exp()
+    left = left.masked_fill(~seen.unsqueeze(-1), float("-inf")).exp()
     old = (total[:, at + 1] - total[:, query_start_loc.long()[:-1], None]).float().exp()
-    added = torch.einsum("hsjt,htv,htk->sjhvk", left, change, k)
-    after = old.permute(1, 2, 0)[..., None, None] * before[:, None] + added
+    added = torch.einsum("hsjtk,htv->sjhvk", left * k[:, None, None], change)
+    after = old.permute(1, 2, 0, 3).unsqueeze(-2) * before[:, None] + added
     _write(state, columns, after.masked_fill(lost[:, None, None, None, None], float("nan")), kept)
     result = (result * scale).transpose(0, 1).masked_fill(broken[:, None, None], float("nan"))
     return result.to(query.dtype)

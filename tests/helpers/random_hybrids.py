@@ -13,13 +13,15 @@ from helpers.comparison import randomize
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText")
+FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear")
 SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
 
 
 def draw_config(family: str, seed: int, **changes: Any) -> Any:
-    """Draw a configuration of Qwen3Next, Qwen3_5Text or Qwen3_5MoeText, and change some keys."""
+    """Draw a configuration of a family, and change some keys."""
     draw = random.Random(f"{family} {seed}")
+    if family == "KimiLinear":
+        return transformers.KimiLinearConfig(**_kimi(draw) | changes)
     kv_heads, key_heads = draw.choice((1, 2)), draw.choice((1, 2))
     layers = draw.randint(2, 4)
     # transformers needs one layer of each type.
@@ -63,12 +65,49 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
     return getattr(transformers, f"{family}Config")(**given | changes)
 
 
+def _kimi(draw: random.Random) -> dict[str, Any]:
+    """Draw the keys of Kimi-Linear."""
+    layers, heads = draw.randint(2, 4), draw.choice((1, 2, 4))
+    # transformers needs one layer of each type.
+    types = ["full_attention", "linear_attention"]
+    types += [draw.choice(types) for _ in range(layers - 2)]
+    draw.shuffle(types)
+    experts = draw.choice((4, 8))
+    return {
+        **SIZES,
+        "pad_token_id": 0,
+        "hidden_size": draw.choice((32, 48)),
+        "intermediate_size": draw.choice((40, 56)),
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "mlp_layer_types": None if draw.random() < 0.5 else [draw.choice(("dense", "sparse")) for _ in types],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": draw.choice((None, 24)),
+        "kv_lora_rank": draw.choice((16, 32)),
+        "qk_nope_head_dim": draw.choice((16, 24)),
+        "qk_rope_head_dim": draw.choice((8, 16)),
+        "v_head_dim": draw.choice((16, 40)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-3)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, experts // 2),
+        "moe_intermediate_size": draw.choice((16, 24)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "n_group": draw.choice((1, 2)),
+        "norm_topk_prob": draw.random() < 0.5,
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "linear_head_dim": draw.choice((8, 16, 24)),
+        "linear_num_heads": draw.choice((1, 2, 4)),
+    }
+
+
 def build(folder: Path, family: str, seed: int, **changes: Any) -> Any:
     """Write a random checkpoint, and return its model in transformers."""
     model = transformers.AutoModelForCausalLM.from_config(draw_config(family, seed, **changes)).eval()
     randomize(model, seed)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # some heads remember for long, others hardly
-            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()))
+            parameter.data.copy_(torch.linspace(-4, 2, parameter.numel()).view_as(parameter))
     model.save_pretrained(folder)
     return model

@@ -60,6 +60,8 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
     assert (logits.float().std(-1) > 1e-3).all(), "all tokens have the same logit"
 
 
+KIMI = "Kimi-Linear-48B-A3B-Instruct"
+KIMI_TABLE = CONFIGS[KIMI]["linear_attn_config"]
 THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and not config.get("rope_parameters")]
 
 
@@ -102,6 +104,15 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         ("GLM-5", {"index_topk_pattern": "FFX"}, "index_topk_pattern"),
         ("GLM-5", {"index_topk_pattern": "FF"}, "index_topk_pattern has 2 letters for 3 layers"),
         ("GLM-5.2", {"index_topk_pattern": "FSSS"}, "index_topk_pattern is 'FSSS', and indexer_types says 'FFSS'"),
+        (KIMI, {"linear_attn_config": {**KIMI_TABLE, "kda_layers": [1, 2]}}, "each layer from 1 to 4 must be in one"),
+        (KIMI, {"linear_attn_config": {**KIMI_TABLE, "kda_layers": [1, 2, 3, 4]}}, "each layer from 1 to 4"),
+        (KIMI, {"linear_attn_config": {**KIMI_TABLE, "num_heads": 0}}, "'num_heads' must be >= 1"),
+        (KIMI, {"linear_attn_config": {**KIMI_TABLE, "gate_lower_bound": -5.0}}, "unknown key 'gate_lower_bound'"),
+        (KIMI, {"linear_attn_config": None, "linear_conv_kernel_dim": 9}, "'linear_conv_kernel_dim' must be <= 4"),
+        (KIMI, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        (KIMI, {"layer_types": ["indexed_attention"] * 4}, "layer_types"),
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope"),
+        (KIMI, {"num_shared_experts": 0}, "'n_shared_experts' must be >= 1"),
         *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),
     ],
 )

@@ -26,6 +26,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "DeepSeek-V3",
         "DeepSeek-V3.2",
         "GLM-5.2",
+        "Kimi-Linear-48B-A3B-Instruct",
         "gemma-4-E2B-it",
         "gemma-4-26B-A4B-it",
         "Qwen3-Next-80B-A3B-Instruct",

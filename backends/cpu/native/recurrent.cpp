@@ -107,18 +107,22 @@ void convolve(const T* x, const T* weight, const T* bias, T* window, T* y, const
 // What one value head of one sequence reads, in float32 and padded to whole vectors.
 struct Inputs {
     const float *keys, *queries, *overlaps, *factors, *rates;
-    int64_t length, width;  // tokens; elements of a padded key
+    int64_t length, width;  // tokens; elements of a padded key, and of a factor if channels have their own
 };
 
 // Advances kAtOnce rows of a state through the tokens: `values` and `results` have a row's element per token. The rows
 // are in `rows` before, and in `out` after each token. For several tokens, both are the same memory.
-template <class Kept>
+template <bool kChannelwise, class Kept>
 void advance(const float* rows, float* out, const Inputs& in, const float* values, float* results, Kept keep) {
     for (int64_t token = 0; token < in.length; token++) {
         const float *key = in.keys + token * in.width, *query = in.queries + token * in.width;
         Lanes sums[2 * kAtOnce] = {};
         for (int64_t i = 0; i < in.width; i += kLanes) {
-            const Lanes k = load<Lanes>(key + i), q = load<Lanes>(query + i);
+            Lanes k = load<Lanes>(key + i), q = load<Lanes>(query + i);
+            if constexpr (kChannelwise) {
+                const Lanes f = load<Lanes>(in.factors + token * in.width + i);
+                k = k * f, q = q * f;
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < kAtOnce; r++) {
                 const Lanes s = load<Lanes>(rows + r * in.width + i);
@@ -128,16 +132,18 @@ void advance(const float* rows, float* out, const Inputs& in, const float* value
         }
         float dots[2 * kAtOnce], changes[kAtOnce];
         write_sums<2 * kAtOnce>(sums, dots);
-        const float factor = in.factors[token];
+        const float factor = kChannelwise ? 1.0f : in.factors[token];
         for (int r = 0; r < kAtOnce; r++) {
             changes[r] = in.rates[token] * (values[token * kAtOnce + r] - factor * dots[r]);
             results[token * kAtOnce + r] = factor * dots[kAtOnce + r] + changes[r] * in.overlaps[token];
         }
         for (int64_t i = 0; i < in.width; i += kLanes) {
             const Lanes k = load<Lanes>(key + i);
+            Lanes f = Lanes{} + factor;
+            if constexpr (kChannelwise) f = load<Lanes>(in.factors + token * in.width + i);
 #pragma GCC unroll 8
             for (int r = 0; r < kAtOnce; r++) {
-                const Lanes s = factor * load<Lanes>(rows + r * in.width + i) + changes[r] * k;
+                const Lanes s = f * load<Lanes>(rows + r * in.width + i) + changes[r] * k;
                 std::memcpy(out + r * in.width + i, &s, sizeof(s));
             }
         }
@@ -154,7 +160,7 @@ struct Tensors {
 };
 
 // Advances one value head of one sequence. Tokens go in parts, so that their keys and queries stay in the CPU cache.
-template <class T, class S>
+template <bool kChannelwise, class T, class S>
 void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int64_t row, int64_t head, int64_t heads,
                 int64_t groups, int64_t key_dim, int64_t value_dim, float scale) {
     constexpr int64_t kTokens = 32;
@@ -162,9 +168,10 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
     const int64_t length = sequences.length(row), matrix = value_dim * key_dim;
     const int64_t blocks = (value_dim + kAtOnce - 1) / kAtOnce, most = std::min(length, kTokens);
     // The whole matrix stays in float32 between parts; it fits the CPU's second cache.
-    float* held = scratch(blocks * kAtOnce * width + most * (2 * width + 3 + 2 * kAtOnce));
+    const int64_t faded = kChannelwise ? width : 1;
+    float* held = scratch(blocks * kAtOnce * width + most * (2 * width + faded + 2 + 2 * kAtOnce));
     float *keys = held + blocks * kAtOnce * width, *queries = keys + most * width, *overlaps = queries + most * width;
-    float *factors = overlaps + most, *rates = factors + most, *values = rates + most, *results = values + most * kAtOnce;
+    float *factors = overlaps + most, *rates = factors + most * faded, *values = rates + most, *results = values + most * kAtOnce;
     const S* from = state + (sequences.read[row] * heads + head) * matrix;
     // One token advances whole vectors of float32 from slot to slot: each is read from memory once, and written once.
     const bool direct = std::is_same_v<S, float> && length == 1 && width == key_dim && value_dim % kAtOnce == 0;
@@ -180,7 +187,11 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
             std::fill(key + key_dim, key + width, 0.0f);
             std::fill(query + key_dim, query + width, 0.0f);
             overlaps[i] = overlap;
-            factors[i] = std::exp(of.decay[token * heads + head]);
+            if constexpr (kChannelwise)
+                for (int64_t j = 0; j < width; j++)
+                    factors[i * width + j] = j < key_dim ? std::exp(of.decay[(token * heads + head) * key_dim + j]) : 0.0f;
+            else
+                factors[i] = std::exp(of.decay[token * heads + head]);
             rates[i] = float(of.beta[of.betas(token, head)]);
         }
         const Inputs inputs{keys, queries, overlaps, factors, rates, count, width};
@@ -207,7 +218,7 @@ void delta_rule(const Tensors<T>& of, S* state, const Sequences& sequences, int6
                             __builtin_prefetch(before + kAtOnce * key_dim + i);
                     rows = state + (sequences.slot_after(row, 0) * heads + head) * matrix + top * key_dim;
                 }
-            advance(before, rows, inputs, values, results, [&](int64_t i) {
+            advance<kChannelwise>(before, rows, inputs, values, results, [&](int64_t i) {
                 const int64_t slot = direct ? -1 : sequences.slot_after(row, first + i);
                 if (slot < 0) return;
                 S* to = state + (slot * heads + head) * matrix + top * key_dim;
@@ -267,11 +278,12 @@ extern "C" int64_t causal_conv1d(const void* x, const void* weight, const void* 
 }
 
 // Returns the number, from 1, of the first sequence whose slots or tokens do not exist, or 0. Rows of heads have unit stride, `decay`, the
-// state and the result are contiguous. `wide_state`: whether the state is float32.
+// state and the result are contiguous. `wide_state`: whether the state is float32. `channelwise`: whether a decay
+// is for one channel of a key.
 extern "C" int64_t gated_delta_rule(const void* query, const void* key, const void* value, const float* decay,
                                     const void* beta, void* state, const int32_t* read, const int32_t* write,
-                                    const int32_t* starts, void* y, int dtype, int wide_state, int64_t tokens,
-                                    int64_t sequences, int64_t saves, int64_t slots, int64_t key_heads, int64_t heads,
+                                    const int32_t* starts, void* y, int dtype, int wide_state, int channelwise,
+                                    int64_t tokens, int64_t sequences, int64_t saves, int64_t slots, int64_t key_heads, int64_t heads,
                                     int64_t key_dim, int64_t value_dim, int64_t query_outer, int64_t query_inner,
                                     int64_t key_outer, int64_t key_inner, int64_t value_outer, int64_t value_inner,
                                     int64_t beta_stride, float scale) {
@@ -290,10 +302,12 @@ extern "C" int64_t gated_delta_rule(const void* query, const void* key, const vo
                                  {value_outer, value_inner},
                                  {beta_stride, 1}};
         auto run = [&](auto* matrices) {
+            using S = std::remove_pointer_t<decltype(matrices)>;
 #pragma omp parallel for schedule(dynamic) if (tokens * heads * key_dim * value_dim > kGrain)
             for (int64_t task = 0; task < sequences * heads; task++)
-                delta_rule(tensors, matrices, of, task / heads, task % heads, heads, heads / key_heads, key_dim,
-                           value_dim, scale);
+                (channelwise ? delta_rule<true, T, S> : delta_rule<false, T, S>)(
+                    tensors, matrices, of, task / heads, task % heads, heads, heads / key_heads, key_dim, value_dim,
+                    scale);
         };
         if (wide_state)
             run(static_cast<float*>(state));

@@ -12,7 +12,14 @@ from hal.errors import OperationError
 
 from .arguments import DTYPES, Bindings, addresses, empty, require, rows
 
-RECURRENT_KERNELS = ("causal_conv1d", "delta_rule_gates", "gated_delta_rule", "gated_rms_norm", "l2_norm")
+RECURRENT_KERNELS = (
+    "causal_conv1d",
+    "channel_delta_rule",
+    "delta_rule_gates",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "l2_norm",
+)
 WIDEST = 9
 """Tokens that the convolution can see."""
 
@@ -25,7 +32,7 @@ class RecurrentKernels(Bindings):
         function = self.function
         pointers, sizes = [c_void_p] * 10, [c_int64] * 8
         self._conv = function("causal_conv1d", c_int64, *pointers[:8], c_int, c_int, *sizes[:7])
-        self._rule = function("gated_delta_rule", c_int64, *pointers, c_int, c_int, *[c_int64] * 15, c_float)
+        self._delta = function("gated_delta_rule", c_int64, *pointers, *[c_int] * 3, *[c_int64] * 15, c_float)
         self._gates = function("delta_rule_gates", None, *pointers[:6], c_int, *sizes[:4])
         self._l2 = function("l2_norm", None, *pointers[:2], c_int, *sizes[:5], c_float)
         self._gated = function("gated_rms_norm", None, *pointers[:4], c_int, c_int, *sizes[:7], c_float)
@@ -88,16 +95,61 @@ class RecurrentKernels(Bindings):
         Raises:
             OperationError: a slot is outside the state, or shapes or dtypes differ.
         """
+        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc
+        return self._rule("gated_delta_rule", *given, scale, (), out)
+
+    def channel_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        query_start_loc: Tensor,
+        query_start_loc_host: Tensor,
+        scale: float,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.channel_delta_rule`, which is computed as :meth:`gated_delta_rule`."""
+        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc
+        return self._rule("channel_delta_rule", *given, scale, key.shape[2:], out)
+
+    def _rule(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        query_start_loc: Tensor,
+        scale: float,
+        channels: tuple[int, ...],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Apply a rule, whose decays have this shape for each head."""
         written, saves = _written(read_slots, write_slots)
         (tokens, key_heads, key_dim), (_, heads, value_dim) = query.shape, value.shape
         fits = key.shape == query.shape and value.shape[0] == tokens and heads % key_heads == 0
-        fits = fits and decay.shape == beta.shape == (tokens, heads) and decay.dtype is torch.float32
+        fits = (
+            fits
+            and beta.shape == (tokens, heads)
+            and decay.shape == (tokens, heads, *channels)
+            and decay.dtype is torch.float32
+        )
         fits = fits and state.shape[1:] == (heads, value_dim, key_dim) and state.is_contiguous()
         fits = fits and key.dtype is value.dtype is beta.dtype is query.dtype
         fits = fits and state.dtype in (torch.float32, query.dtype)
         fits = fits and _same_sequences(read_slots, written, saves, query_start_loc)
         tensors, indices = (query, key, value, decay, beta, state), (read_slots, written, query_start_loc)
-        require(fits, "gated_delta_rule", *tensors, indices=indices)
+        require(fits, name, *tensors, indices=indices)
         query, (_, *query_strides) = rows(query)
         key, (_, *key_strides) = rows(key)
         value, (_, *value_strides) = rows(value)
@@ -107,14 +159,15 @@ class RecurrentKernels(Bindings):
         y = empty(value.shape, value) if out is None else out
         strides = (*query_strides, *key_strides, *value_strides, beta_stride)
         sizes = tokens, read_slots.shape[0], saves, state.shape[0], key_heads, heads, key_dim, value_dim, *strides
-        wrong = self._rule(
+        wrong = self._delta(
             *addresses(query, key, value, decay, beta, state, read_slots, written, starts, y),
             DTYPES[query.dtype],
             state.dtype is torch.float32,
+            len(channels),
             *sizes,
             scale,
         )
-        _check("gated_delta_rule", wrong, read_slots, written, starts, state.shape[0])
+        _check(name, wrong, read_slots, written, starts, state.shape[0])
         return y
 
     def delta_rule_gates(

@@ -19,6 +19,8 @@ from hal.ops.kernels.kernel_table import Kernel
 
 CHUNK = 64
 """Tokens of a chunk, a power of two. The sum of decays within a chunk is float32, which bounds its size."""
+SHORT_CHUNK = 16
+"""The same with decays of channels, of which each pair of tokens in a chunk has a row."""
 FEW = 4
 """The most tokens of sequences that advance token by token."""
 
@@ -85,11 +87,43 @@ def gated_delta_rule(
     scale: float,
 ) -> Tensor:
     """See :func:`hal.ops.gated_delta_rule`."""
+    given = query, key, value, decay.unsqueeze(-1), beta
+    return _delta_rule(given, state, read_slots, write_slots, query_start_loc_host, scale, CHUNK)
+
+
+def channel_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc: Tensor,
+    query_start_loc_host: Tensor,
+    scale: float,
+) -> Tensor:
+    """See :func:`hal.ops.channel_delta_rule`."""
+    given = query, key, value, decay, beta
+    return _delta_rule(given, state, read_slots, write_slots, query_start_loc_host, scale, SHORT_CHUNK)
+
+
+def _delta_rule(
+    tensors: tuple[Tensor, ...],
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
+    query_start_loc_host: Tensor,
+    scale: float,
+    size: int,
+) -> Tensor:
+    """Advance all sequences, by token or by chunks of so many tokens. The decays have one channel, or ``key_dim``."""
+    query, _, value, *_ = tensors
     read = read_slots.long()
     written = read.unsqueeze(-1) if write_slots is None else write_slots.long()
     sequences, saves = written.shape
     starts: list[int] = query_start_loc_host.tolist()
-    tensors = (query, key, value, decay, beta)
     queries = queries_each(query.shape[0], starts)
     if queries is not None and queries <= FEW:
         by_sequence = [each.unflatten(0, (sequences, queries)) for each in tensors]
@@ -115,7 +149,7 @@ def gated_delta_rule(
     # The states after the last tokens, but for the first of these, are not at the end of a chunk.
     at, tail = _index(rows, query), saves - 1
     spans = [(starts[row], starts[row + 1] - tail) for row in rows]
-    found, index, last = _by_chunk(tensors, state[read[at]].float(), spans)
+    found, index, last = _by_chunk(tensors, state[read[at]].float(), spans, size)
     # A padding token has the index of the row after the last, which is cut off.
     whole = functional.pad(output, (0, 0, 0, 0, 0, 1))
     whole[index] = (found * scale).to(query.dtype)
@@ -144,7 +178,8 @@ def _by_token(inputs: Sequence[Tensor], state: Tensor, scale: float, saves: int)
     """Advance sequences with the same number of tokens.
 
     Args:
-        inputs: query, key, value, decay and beta of :func:`hal.ops.gated_delta_rule`, ``[sequences, tokens, ...]``.
+        inputs: query, key, value, decay and beta of :func:`hal.ops.channel_delta_rule`, ``[sequences, tokens, ...]``;
+            the decay may have one channel.
         state: ``[sequences, value_heads, value_dim, key_dim]``, float32.
         scale: factor of the results.
         saves: how many states to return.
@@ -158,9 +193,9 @@ def _by_token(inputs: Sequence[Tensor], state: Tensor, scale: float, saves: int)
     shape, found, states = state.shape, [], []
     # The value heads of a key head become rows of one product.
     query, key = (query.float() * scale).unsqueeze(-1), key.float().unsqueeze(-1)
-    factor, rate, value = decay.exp().unsqueeze(-1), beta.float().unsqueeze(-1), value.float()
+    factor, rate, value = decay.exp().unsqueeze(-2), beta.float().unsqueeze(-1), value.float()
     for token in range(tokens):
-        state = (state * factor[:, token].unsqueeze(-1)).view(sequences, key_heads, -1, key_dim)
+        state = (state * factor[:, token]).view(sequences, key_heads, -1, key_dim)
         known = (state @ key[:, token]).view(sequences, -1, shape[2])
         change = (rate[:, token] * (value[:, token] - known)).view(sequences, key_heads, -1, 1)
         state = state + change * key[:, token].transpose(-1, -2)
@@ -176,14 +211,15 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_chunk(
-    inputs: Sequence[Tensor], state: Tensor, spans: Sequence[tuple[int, int]]
+    inputs: Sequence[Tensor], state: Tensor, spans: Sequence[tuple[int, int]], size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Advance sequences by chunks.
 
     Args:
-        inputs: query, key, value, decay and beta of :func:`hal.ops.gated_delta_rule`, ``[tokens, ...]``.
+        inputs: as of :func:`_by_token`, ``[tokens, ...]``.
         state: ``[sequences, value_heads, value_dim, key_dim]``, float32.
         spans: the first token of each sequence, and the end of its tokens.
+        size: tokens of a chunk.
 
     Returns:
         The results of all chunks without the scale, ``[positions, value_heads, value_dim]``; the token of each
@@ -193,23 +229,28 @@ def _by_chunk(
     tokens, groups = query.shape[0], value.shape[1] // key.shape[1]
     # The first chunks of all sequences come first, the longest sequence first: later chunks are those of a prefix.
     order = sorted(range(len(spans)), key=lambda row: spans[row][0] - spans[row][1])
-    chunks = list(_chunks([spans[row] for row in order]))
+    chunks = list(_chunks([spans[row] for row in order], size))
     index = _index(
-        [token if token < stop else tokens for _, start, stop in chunks for token in range(start, start + CHUNK)], query
+        [token if token < stop else tokens for _, start, stop in chunks for token in range(start, start + size)], query
     )
 
     def cut(x: Tensor) -> Tensor:
-        """Return ``[chunks, heads, CHUNK, ...]`` in float32, zeros for padding, which changes no state."""
+        """Return ``[chunks, heads, size, ...]`` in float32, zeros for padding, which changes no state."""
         x = functional.pad(x, [0] * (2 * x.dim() - 1) + [1])
-        chunked: Tensor = x[index].float().unflatten(0, (-1, CHUNK))
+        chunked: Tensor = x[index].float().unflatten(0, (-1, size))
         return chunked.transpose(1, 2)
 
     q, k, v, rate = cut(query), cut(key), cut(value), cut(beta).unsqueeze(-1)
-    total = cut(decay).cumsum(-1)
-    weights = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
-    products, scores = ((each @ k.transpose(-1, -2)).repeat_interleave(groups, 1) * weights for each in (k, q))
-    q, k = (each.repeat_interleave(groups, 1) for each in (q, k))
-    since, left = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)
+    total = cut(decay).cumsum(-2)
+    if total.shape[-1] == 1:
+        weights = (total - total.transpose(-1, -2)).tril().exp().tril()
+        products, scores = ((each @ k.transpose(-1, -2)).repeat_interleave(groups, 1) * weights for each in (k, q))
+        q, k = (each.repeat_interleave(groups, 1) for each in (q, k))
+    else:
+        later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1).unsqueeze(-1)
+        faded = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(later, float("-inf")).exp() * k.unsqueeze(-3)
+        products, scores = ((faded @ each.unsqueeze(-1)).squeeze(-1) for each in (k, q))
+    since, left = total.exp(), (total[..., -1:, :] - total).exp()
     inverse = _inverse((rate * products).tril(-1))
     values, recalled = inverse @ (rate * v), inverse @ (rate * since * k)
     q, k, whole = q * since, k * left, since[:, :, -1:]
@@ -229,16 +270,16 @@ def _by_chunk(
     )
 
 
-def _chunks(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _chunks(spans: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, int, int]]:
     """Yield each chunk's number in its sequence, its first token and the sequence's end, all first chunks first."""
-    for depth in range(-(-(spans[0][1] - spans[0][0]) // CHUNK)):
+    for depth in range(-(-(spans[0][1] - spans[0][0]) // size)):
         for start, stop in spans:
-            if start + depth * CHUNK < stop:
-                yield depth, start + depth * CHUNK, stop
+            if start + depth * size < stop:
+                yield depth, start + depth * size, stop
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """Return ``(1 + lower) ** -1`` of strictly lower triangular matrices ``[..., CHUNK, CHUNK]``.
+    """Return ``(1 + lower) ** -1`` of strictly lower triangular matrices ``[..., size, size]``.
 
     The inverse of a matrix of two blocks follows from those of its diagonal blocks. This rounds as forward substitution
     does, and needs matrix products only. A sum of powers would overflow where keys repeat.
@@ -279,6 +320,7 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d": causal_conv1d,
+    "channel_delta_rule": channel_delta_rule,
     "delta_rule_gates": delta_rule_gates,
     "gated_delta_rule": gated_delta_rule,
     "gated_rms_norm": gated_rms_norm,
