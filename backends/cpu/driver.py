@@ -18,6 +18,7 @@ from hal.config import read
 from hal.device.device import CACHE_DTYPES, Limits
 from hal.device.graph import Graph
 from hal.device.host_device import HostDevice
+from hal.device.host_memory import host_zeros
 from hal.drivers.backend import Backend
 from hal.drivers.driver import Driver, Probe
 from hal.errors import ConfigError, DriverUnavailable
@@ -26,6 +27,7 @@ from hal.ops.forms import FLOAT
 from hal.ops.kernels import composed_attention, composed_recurrence, torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.kernels.partial_kernel import kernel_of
+from hal.step.state import StateMemory, StateSpec, canonical_states
 
 from . import kernels, low_bits
 from .description import Describe
@@ -183,6 +185,9 @@ class CpuBackend(Backend):
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
         if self._packing is None or use.operation != "linear" or use.form != FLOAT:
+            if self._few_rows is not None:
+                for weight in weights.values():
+                    self._few_rows.collapse_pages(weight)
             return weights
         if self.kernels["linear"].taking(FLOAT) is not self._product:  # type: ignore[attr-defined]
             return weights  # a package's kernel, which knows no packed layout
@@ -190,6 +195,11 @@ class CpuBackend(Backend):
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
         prepare = partial(self._packing.prepare, shared=use.shared, sizes=sizes)
         return {name: prepare(weight) for name, weight in weights.items()}
+
+    def allocate(self, spec: StateSpec) -> StateMemory:
+        """Allocate a model's states, in huge pages if the system provides them."""
+        with self.uses:
+            return canonical_states(spec, self.device.torch, host_zeros)
 
     def replace_weights(self, prepared: Mapping[str, Tensor], weights: Mapping[str, Tensor], use: WeightUse) -> None:
         """Write new values into weights, in the layout that they have: another measurement may choose another one."""

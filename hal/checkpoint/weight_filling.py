@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hal.checkpoint.quantized_layers import QuantizedLayer
 from hal.checkpoint.weight_bindings import Binding, Piece, rounds, set_tensor
+from hal.device.host_memory import CHUNK, SharedChunks, host_empty
 from hal.drivers.backend import Backend
 from hal.errors import CheckpointError
 from hal.nn import WeightUse
@@ -33,6 +33,7 @@ class WeightBuffers:
     def __init__(self, backend: Backend, sizes: Mapping[torch.dtype, Iterable[int]], most: int) -> None:
         self._device = backend.device.torch
         self._prepares = type(backend).prepare_weights is not Backend.prepare_weights
+        self._on_host, self._kept = self._prepares and self._device.type == "cpu", SharedChunks()
         self._elements = {
             dtype: max((size for size in each if size * dtype.itemsize <= most), default=0)
             for dtype, each in sizes.items()
@@ -51,12 +52,18 @@ class WeightBuffers:
         return memory[: shape.numel()].view(shape)
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a tensor to keep: the given one, copied if it shares the memory of a weight that was taken."""
+        """Return a tensor to keep: the given one, or a copy.
+
+        A tensor that shares the memory of a weight that was taken is copied. On the host, all small ones are, so that
+        they lie side by side in huge pages.
+        """
         # A tensor that is not strided, such as oneDNN's packed weights, has no storage and is no view.
-        if not self._taken or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return tensor
         place = tensor.untyped_storage().data_ptr()
         shared = any(memory.untyped_storage().data_ptr() == place for memory in self._taken.values())
+        if self._on_host and tensor.is_contiguous() and (shared or tensor.nbytes <= CHUNK // 4):
+            return self._kept.copy(tensor)
         return tensor.clone() if shared else tensor
 
     def give_back(self, weight: Tensor) -> None:
@@ -66,12 +73,7 @@ class WeightBuffers:
             self._free[memory.dtype] = memory
 
     def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        nbytes = shape.numel() * dtype.itemsize
-        if not self._prepares or self._device.type != "cpu" or not nbytes:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        # The C library would keep freed memory, and not always reuse it for a weight of the same size.
-        memory = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+        return host_empty(shape, dtype) if self._on_host else torch.empty(shape, dtype=dtype, device=self._device)
 
 
 log = logging.getLogger("hal.checkpoint")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import attrs
@@ -235,16 +236,18 @@ def key_value_states(
     return {"key": state, "value": state, "key_scale": scale, "value_scale": scale}
 
 
-def canonical_states(spec: StateSpec, device: torch.device) -> StateMemory:
-    """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write."""
+def canonical_states(spec: StateSpec, device: torch.device, zeros: Callable[..., Tensor] | None = None) -> StateMemory:
+    """Return zeroed states in the canonical layout, as inference tensors, which inference mode can write.
+
+    Args:
+        zeros: returns zeros on the device, from a shape and the keyword ``dtype``; None for torch's.
+    """
+    zeros = zeros or partial(torch.zeros, device=device)
     with torch.inference_mode():
         return StateMemory(
             spec,
             tuple(
-                {
-                    name: torch.zeros(spec.shape_of(state), dtype=spec.dtype_of(state), device=device)
-                    for name, state in layer.items()
-                }
+                {name: zeros(spec.shape_of(state), dtype=spec.dtype_of(state)) for name, state in layer.items()}
                 for layer in spec.layers
             ),
         )
