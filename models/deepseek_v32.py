@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Decoder, LatentAttention, LayerNorm, LayerState, Linear, RotaryEmbedding
+from hal.nn import Angles, Decoder, LatentAttention, LayerNorm, LayerState, Linear, RotaryEmbedding
 from hal.nn.rope_parameters import SIZE
 from hal.step import TOKEN, Batch, State
 
@@ -47,8 +47,8 @@ class DeepseekV32Config(DeepseekV3Config):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         width, rotated = self.index_head_dim, self.qk_rope_head_dim
-        if width < rotated:
-            raise ValueError(f"index_head_dim, {width}, is less than qk_rope_head_dim, {rotated}")
+        if not 1 <= rotated <= width:
+            raise ValueError(f"qk_rope_head_dim is {rotated}; an index needs 1 or more, up to index_head_dim, {width}")
         dense = min(self.first_k_dense_replace, self.num_hidden_layers)
         types = ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense)
         if self.mlp_layer_types not in (None, types):
@@ -87,12 +87,13 @@ class SelectiveAttention(LatentAttention):
         hidden: Tensor,
         query: Tensor,
         index: Sequence[Tensor],
-        angles: Any,
+        angles: Angles,
         batch: Batch,
         state: LayerState,
         shared: dict[str, Tensor],
     ) -> Tensor:
         if self.indexed:
+            assert angles is not None
             if not self.index_interleaved and "cos" not in shared:  # The latents' pairs are adjacent.
                 shared["cos"], shared["sin"] = (each[:, ::2].repeat(1, 2) for each in angles)
             cos, sin = angles if self.index_interleaved else (shared["cos"], shared["sin"])

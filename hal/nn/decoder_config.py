@@ -45,6 +45,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     rope: RopeParameters = attrs.field(factory=RopeParameters)
 
+    least_head_dim: ClassVar[int] = 2
+
     @num_key_value_heads.default
     def _as_many_as_queries(self) -> int:
         return self.num_attention_heads
@@ -54,10 +56,9 @@ class DecoderConfig:
         return self.hidden_size // max(self.num_attention_heads, 1)  # the validator rejects 0 later, by name
 
     def __attrs_post_init__(self) -> None:
-        if not 1 <= self.head_dim < 1 << 31 or self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim}; the rotary embedding needs an even number from 2 to {(1 << 31) - 2}"
-            )
+        if not self.least_head_dim <= self.head_dim < 1 << 31 or self.head_dim % 2:
+            limits = f"from {self.least_head_dim} to {(1 << 31) - 2}"
+            raise ValueError(f"head_dim is {self.head_dim}; the rotary embedding needs an even number {limits}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads, {self.num_attention_heads}, "

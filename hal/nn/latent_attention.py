@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
-from attrs.validators import optional
+from attrs.validators import ge, optional
 from torch import Tensor, nn
 
 from hal import ops
@@ -36,7 +36,7 @@ class LatentConfig(DecoderConfig):
         q_lora_rank: the size of the latent of queries; None for queries that are projected at once.
         kv_lora_rank: the size of the latent of keys and values.
         qk_nope_head_dim: elements of a head's query and key that are not rotated.
-        qk_rope_head_dim: those that are.
+        qk_rope_head_dim: those that are, unless the layer has no rotary embedding; 0 for none.
         qk_head_dim: elements of both.
         v_head_dim: elements of a head's value.
         rope_interleave: whether the elements of a rotated pair are adjacent.
@@ -45,11 +45,13 @@ class LatentConfig(DecoderConfig):
     q_lora_rank: int | None = attrs.field(validator=optional(SIZE))
     kv_lora_rank: int = attrs.field(validator=SIZE)
     qk_nope_head_dim: int = attrs.field(validator=SIZE)
-    qk_rope_head_dim: int = attrs.field(validator=SIZE)
+    qk_rope_head_dim: int = attrs.field(validator=[ge(0), SIZE[1]])
     v_head_dim: int = attrs.field(validator=SIZE)
     rope_interleave: bool = True
     head_dim: int = attrs.field()
     qk_head_dim: int = attrs.field()
+
+    least_head_dim: ClassVar[int] = 0
 
     @head_dim.default
     def _rotated(self) -> int:
@@ -75,8 +77,10 @@ class LatentConfig(DecoderConfig):
         """The factor of scores, with that of the rope parameters."""
         return float(self.qk_head_dim**-0.5) * self.rope.score_scaling
 
-    def rotary(self) -> RotaryEmbedding:
-        """Return the rotary embedding of the rotated part of a head."""
+    def rotary(self) -> RotaryEmbedding | None:
+        """Return the rotary embedding of the rotated part of a head; None if there is none."""
+        if not self.qk_rope_head_dim:
+            return None
         return RotaryEmbedding(self.qk_rope_head_dim, self.rope, interleaved=self.rope_interleave)
 
 
@@ -121,7 +125,7 @@ class LatentAttention(nn.Module):
         index: the features of further projections of the hidden states, by name, which :meth:`select` receives.
 
     Attributes:
-        states: the states of the layer, per token: ``latent`` and ``rope``.
+        states: the states of the layer, per token: ``latent``, and ``rope`` unless ``qk_rope_head_dim`` is 0.
         rotaries: the rotary embedding, in a tuple; empty for none.
         causal: that a query attends only to tokens up to its own.
 
@@ -158,10 +162,8 @@ class LatentAttention(nn.Module):
             share=Share(config.v_head_dim),
         )
         self.options = AttentionOptions(config.scale)
-        self.states: LayerStates = {
-            "latent": State(TOKEN, (rank,)),
-            "rope": State(TOKEN, (config.qk_rope_head_dim,)),
-        }
+        sizes = {"latent": rank, "rope": config.qk_rope_head_dim}
+        self.states: LayerStates = {name: State(TOKEN, (size,)) for name, size in sizes.items() if size}
 
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on, which the projections say."""
@@ -172,11 +174,13 @@ class LatentAttention(nn.Module):
         normed = self.q_a_layernorm(query) if self.latents[0] else hidden
         query = self.q_b_proj(normed) if self.latents[0] else self.q_proj(hidden)
         nope, query_rope = query.unflatten(1, (-1, sum(self.query_dims))).split(self.query_dims, dim=-1)
-        key_rope = key_rope.unsqueeze(1)
         if angles is not None:
-            query_rope, key_rope = ops.rotary_embedding(query_rope, key_rope, *angles, self.rotaries[0].interleaved)
-        cache = state["latent"], state["rope"]
-        ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope.squeeze(1), *cache, batch.slot_mapping)
+            query_rope, turned = ops.rotary_embedding(
+                query_rope, key_rope.unsqueeze(1), *angles, self.rotaries[0].interleaved
+            )
+            key_rope = turned.squeeze(1)
+        cache = state["latent"], state["rope"] if "rope" in self.states else state["latent"][..., :0]
+        ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope, *cache, batch.slot_mapping)
         keys, values = self.kv_b_proj.by_head
         selected = self.select(hidden, normed, index, angles, batch, state, *further)
         if selected is None:
@@ -206,7 +210,7 @@ class LatentAttention(nn.Module):
             hidden: ``[tokens, hidden_size]``.
             query: ``[tokens, q_lora_rank]``, the normalized latent of queries; the hidden states without one.
             index: the results of the further projections.
-            angles: of the rotary embedding.
+            angles: of the rotary embedding; None without one.
             batch: the step.
             state: the layer's states.
             further: of :meth:`Decoder.further`.

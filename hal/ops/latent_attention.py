@@ -51,8 +51,8 @@ def store_latent_cache(
         slot_mapping: as of :func:`store_kv_cache`.
     """
     slots = slot_mapping.long()
-    latent_cache.view(-1, latent_cache.shape[-1])[slots] = latent
-    rope_cache.view(-1, rope_cache.shape[-1])[slots] = rope
+    latent_cache.flatten(0, 1)[slots] = latent
+    rope_cache.flatten(0, 1)[slots] = rope
 
 
 def _head_samples(draw: Draw) -> Iterator[Sample]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
+from hal.models.deepseek import DeepseekV3Config, DeepseekV3ForCausalLM
 from helpers import published_configs
 from helpers.checkpoints import write_json
 from helpers.low_bits import Format
@@ -77,3 +79,42 @@ def test_kimi_k2_has_the_same_architecture(tmp_path: Path) -> None:
     given = hal.RandomCheckpoint.of("kimi", {**published_configs.CONFIGS[NAME], **changes})
     backend = hal.open({"backend": "cpu", "dtype": "float32"})
     assert logits(hal.Runner(hal.load_model(given, backend), backend)).isfinite().all()
+
+
+@attrs.frozen(kw_only=True)
+class UnrotatedConfig(DeepseekV3Config):
+    """The keys of V3, without the rotary embedding, as the attention of Kimi Linear is."""
+
+    def rotary(self) -> None:
+        return None
+
+
+class UnrotatedForCausalLM(DeepseekV3ForCausalLM):
+    config_type = UnrotatedConfig
+
+
+def test_without_a_rotary_embedding_positions_make_no_difference(tmp_path: Path) -> None:
+    """As where the rotary embedding turns by next to nothing; heads still share a part of their keys."""
+    path = published_configs.write(tmp_path / "model", NAME)
+    config = json.loads((path / "config.json").read_text())
+    found = logits(open_runner(path, model_class=UnrotatedForCausalLM))
+    assert not torch.allclose(found, logits(open_runner(path)), atol=1e-2)
+    config |= {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0**40, "rope_theta": 1e4}}
+    del config["rope_scaling"]
+    write_json(path / "config.json", config)
+    turned, unrotated = open_runner(path), open_runner(path, model_class=UnrotatedForCausalLM)
+    torch.testing.assert_close(logits(unrotated), logits(turned), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
+def test_heads_may_share_no_part_of_their_keys(compiler: str, tmp_path: Path) -> None:
+    """A prompt in chunks gives the logits of the whole prompt, and a token takes one latent."""
+    config = published_configs.CONFIGS[NAME] | {"qk_rope_head_dim": 0, "qk_head_dim": None, "head_dim": None}
+    given = hal.RandomCheckpoint.of("model", {key: value for key, value in config.items() if value is not None})
+    backend = hal.open({"backend": "cpu", "dtype": "float32", "compilation": {"compiler": compiler}})
+    runner = hal.Runner(hal.load_model(given, backend), backend)
+    assert runner.spec.token_bytes == config["num_hidden_layers"] * config["kv_lora_rank"] * torch.float32.itemsize
+    whole, blocks = logits(runner), [[2]]
+    runner.step(runner.batch([[5, 6, 7]], blocks))
+    last = runner.step(runner.batch([[8]], blocks, cached=[3]), ALL).logits
+    torch.testing.assert_close(last, whole[-1:], rtol=1e-4, atol=1e-5)

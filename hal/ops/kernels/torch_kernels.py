@@ -116,8 +116,8 @@ _EMBEDDING = operation("embedding")
 def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write whole rows with ``index_copy_``, where ``index_put_`` would write elements."""
     slots = slot_mapping.long()
-    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key)
-    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value)
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(cache.shape[0] * cache.shape[1], *cache.shape[2:]).index_copy_(0, slots, rows)
 
 
 def store_latent_cache(
