@@ -209,7 +209,12 @@ inline void pack_rows(const T* const* rows, int64_t count, int64_t width, int64_
             const T* from = rows[row] + column;
             prefetch(rows[std::min(row + kAhead, count - 1)] + column, taken);
             if constexpr (kPair<T> == 1) {
-                for (int64_t i = 0; i < taken; i++) to[i] = from[i];
+                int64_t i = 0;
+                for (; i + kLanes <= taken; i += kLanes) {
+                    const Lanes values = wide(from + i);
+                    std::memcpy(to + i, &values, sizeof(values));
+                }
+                for (; i < taken; i++) to[i] = from[i];
             } else {
                 const T* next = row + 1 < count ? rows[row + 1] + column : nullptr;
                 int64_t i = 0;

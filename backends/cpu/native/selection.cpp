@@ -11,6 +11,7 @@
 #include <functional>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "elements.h"
@@ -22,6 +23,7 @@ namespace {
 constexpr int64_t kScored = 1024;   // rows of an index that a thread takes
 constexpr int64_t kSlab = 48;       // of which at a time, a multiple of kBand and kLanes
 constexpr int64_t kAttended = 512;  // positions that a thread takes
+constexpr int64_t kHeld = 128;      // of which at a time, a multiple of kBlock and kWhole; they stay in a second cache
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 struct Pages {
@@ -57,7 +59,8 @@ struct Scratch {
     std::vector<const T*> pointers;
     std::vector<T> filled, gathered;
     Buffer<Operand<T>> rows, panels, weights, values;
-    std::vector<float> sums;
+    std::vector<Multiplication<T>> products;
+    std::vector<float> sums, scores;
 };
 
 struct Piece {
@@ -144,53 +147,86 @@ struct Latent {
     float scale;
 };
 
-// Writes the sums and a Partial of each head for the gathered rows, [latent | rope]. Sums are up(rank, kLanes) apart.
-template <class T>
-void attend(const Latent& shape, const T* query, const T* query_rope, int64_t count, float* sums, Partial* partials,
-            Scratch<T>& scratch) {
-    const int64_t width = shape.rank + shape.rope_dim, steps = steps_of<T>(width), whole = steps * kPair<T>;
-    const int64_t stride = up(count, kWhole), apart = up(shape.rank, kLanes);
-    scratch.pointers.resize(count);
-    for (int64_t i = 0; i < count; i++) scratch.pointers[i] = scratch.gathered.data() + i * width;
-    scratch.panels.resize(up(count, kPanel) * whole);
-    pack_transposed<T>(scratch.pointers.data(), count, width, scratch.filled, scratch.panels.data());
-    const int64_t value_steps = up(count, kPair<T>) / kPair<T>, panel_size = stride * kPanel;
-    scratch.values.resize(up(shape.rank, kPanel) / kPanel * panel_size);
-    pack_rows<T>(scratch.pointers.data(), count, shape.rank, panel_size, scratch.values.data());
-    scratch.rows.assign(kBand * whole, Operand<T>(0.0f));
-    scratch.weights.resize(kBand * stride);
-    scratch.sums.resize(kBand * std::max(stride, apart));
-    for (int64_t head = 0; head < shape.heads; head += kBand) {
-        const int64_t heads = std::min<int64_t>(kBand, shape.heads - head);
+// Writes the sums and a Partial of each head for `count` rows, up to kAttended. Sums are up(rank, kLanes) apart. `row_at`
+// returns where the latent and the rope of a row are.
+template <class T, class RowAt>
+void attend(const Latent& shape, const T* query, const T* query_rope, int64_t count, RowAt row_at, float* sums,
+            Partial* partials, Scratch<T>& scratch) {
+    const int64_t width = shape.rank + shape.rope_dim, apart = up(shape.rank, kLanes), rows = up(shape.heads, kBand);
+    const int64_t groups = (shape.heads + kOthers - 1) / kOthers;
+    scratch.products.resize(groups);
+    scratch.gathered.resize(std::max(kOthers, kHeld) * width);
+    for (int64_t group = 0; group < groups; group++) {
+        const T* others[kOthers];
+        const int64_t heads = std::min(kOthers, shape.heads - group * kOthers);
         for (int64_t i = 0; i < heads; i++) {
-            Operand<T>* to = scratch.rows.data() + i * whole;
-            convert(query + (head + i) * shape.query_head_stride, shape.rank, to);
-            convert(query_rope + (head + i) * shape.rope_head_stride, shape.rope_dim, to + shape.rank);
+            T* to = scratch.gathered.data() + i * width;
+            others[i] = to;
+            to = std::copy_n(query + (group * kOthers + i) * shape.query_head_stride, shape.rank, to);
+            std::copy_n(query_rope + (group * kOthers + i) * shape.rope_head_stride, shape.rope_dim, to);
         }
-        multiply_panels<T, false>(scratch.rows.data(), whole, scratch.panels.data(), whole * kPanel, 0, steps, 0,
-                                  up(count, kLanes), scratch.sums.data(), stride);
-        for (int64_t i = 0; i < heads; i++) {
-            float *line = scratch.sums.data() + i * stride, largest = kLowest;
-            for (int64_t k = 0; k < count; k++) line[k] *= shape.scale;
-            std::fill(line + count, line + stride, kLowest);
-            Lanes most = Lanes{} + kLowest, total = {};
-            for (int64_t k = 0; k < count; k += kLanes) {
+        scratch.products[group].pack_others(others, heads, width);
+    }
+    scratch.pointers.resize(kHeld);
+    for (int64_t i = 0; i < kHeld; i++) scratch.pointers[i] = scratch.gathered.data() + i * width;
+    scratch.values.resize(up(shape.rank, kPanel) / kPanel * kHeld * kPanel);
+    scratch.weights.resize(rows * kHeld);  // those past the last head are not used
+    scratch.sums.assign(rows * apart, 0.0f);
+    scratch.scores.resize(shape.heads * kHeld);
+    std::fill(partials, partials + shape.heads, Partial{kLowest, 0.0f});
+    for (int64_t first = 0; first < count; first += kHeld) {
+        const int64_t held = std::min(kHeld, count - first), whole = up(held, kWhole);
+        T* to = scratch.gathered.data();
+        for (int64_t i = 0; i < held; i++) {
+            const auto [latent, rope] = row_at(first + i);
+            to = std::copy_n(latent, shape.rank, to);
+            to = std::copy_n(rope, shape.rope_dim, to);
+        }
+        for (int64_t block = 0; block < held; block += kBlock) {
+            const int64_t taken_rows = std::min(kBlock, held - block);
+            for (int64_t i = first + kHeld + block; i < std::min(first + kHeld + block + kBlock, count); i++) {
+                const auto [latent, rope] = row_at(i);
+                prefetch(latent, shape.rank), prefetch(rope, shape.rope_dim);
+            }
+            for (int64_t group = 0; group < groups; group++) {
+                float dots[kOthers * kBlock];
+                const T* from = scratch.gathered.data() + block * width;
+                scratch.products[group].run(from, taken_rows, dots, from);
+                const int64_t heads = std::min(kOthers, shape.heads - group * kOthers);
+                for (int64_t i = 0; i < heads; i++)
+                    std::copy_n(dots + i * kBlock, taken_rows, scratch.scores.data() + (group * kOthers + i) * kHeld + block);
+            }
+        }
+        for (int64_t head = 0; head < shape.heads; head++) {
+            float* line = scratch.scores.data() + head * kHeld;
+            Partial& partial = partials[head];
+            for (int64_t k = 0; k < held; k++) line[k] *= shape.scale;
+            std::fill(line + held, line + whole, kLowest);
+            Lanes most = Lanes{} + partial.largest, total = {};
+            for (int64_t k = 0; k < whole; k += kLanes) {
                 const Lanes scores = load<Lanes>(line + k);
                 most = scores > most ? scores : most;
             }
+            float largest = partial.largest;
             for (int lane = 0; lane < kLanes; lane++) largest = std::max(largest, most[lane]);
             const float base = largest == kLowest ? 0.0f : largest;  // -inf less -inf would be NaN
-            for (int64_t k = 0; k < stride; k++) line[k] = exponential(line[k] - base);
-            for (int64_t k = 0; k < count; k += kLanes) total += load<Lanes>(line + k);
-            partials[head + i] = {largest, 0};
-            for (int lane = 0; lane < kLanes; lane++) partials[head + i].total += total[lane];
-            convert(line, stride, scratch.weights.data() + i * stride);  // rounds pairs of bfloat16
+            for (int64_t k = 0; k < whole; k++) line[k] = exponential(line[k] - base);
+            for (int64_t k = 0; k < whole; k += kLanes) total += load<Lanes>(line + k);
+            if (largest != partial.largest) {
+                const float factor = exponential(partial.largest - largest);
+                partial = {largest, partial.total * factor};
+                for (int64_t d = 0; d < apart; d++) scratch.sums[head * apart + d] *= factor;
+            }
+            for (int lane = 0; lane < kLanes; lane++) partial.total += total[lane];
+            convert(line, whole, scratch.weights.data() + head * kHeld);  // rounds pairs of bfloat16
         }
-        multiply_panels<T, false>(scratch.weights.data(), stride, scratch.values.data(), panel_size, 0, value_steps, 0,
-                                  apart, scratch.sums.data(), apart);
-        for (int64_t i = 0; i < heads; i++)
-            std::copy_n(scratch.sums.data() + i * apart, apart, sums + (head + i) * apart);
+        pack_rows<T>(scratch.pointers.data(), held, shape.rank, kHeld * kPanel, scratch.values.data());
+        const int64_t steps = up(held, kPair<T>) / kPair<T>;
+        for (int64_t head = 0; head < rows; head += kBand)
+            multiply_panels<T, true>(scratch.weights.data() + head * kHeld, kHeld, scratch.values.data(), kHeld * kPanel, 0,
+                                     steps, 0, apart, scratch.sums.data() + head * apart, apart);
     }
+    std::copy_n(scratch.sums.data(), shape.heads * apart, sums);
 }
 
 }  // namespace
@@ -302,16 +338,14 @@ extern "C" int64_t attend_selected(const void* query, const void* query_rope, co
             for (size_t i = 0; i < pieces.size(); i++) {
                 const Piece& piece = pieces[i];
                 const int64_t count = piece.end - piece.begin, token = piece.token;
-                scratch.gathered.resize(count * (rank + rope_dim));
-                T* to = scratch.gathered.data();
-                for (int64_t at = piece.begin; at < piece.end; at++) {
-                    const int64_t from = pages.row(of_sequence[token], position(token, at));
-                    to = std::copy_n(static_cast<const T*>(latents) + from * rank, rank, to);
-                    to = std::copy_n(static_cast<const T*>(ropes) + from * rope_dim, rope_dim, to);
-                }
+                auto row_at = [&](int64_t i) {
+                    const int64_t from = pages.row(of_sequence[token], position(token, piece.begin + i));
+                    return std::pair(static_cast<const T*>(latents) + from * rank,
+                                     static_cast<const T*>(ropes) + from * rope_dim);
+                };
                 const int64_t place = ((token - first) * most + piece.begin / kAttended) * heads;
                 attend(shape, static_cast<const T*>(query) + token * query_stride,
-                       static_cast<const T*>(query_rope) + token * rope_stride, count, sums.data() + place * apart,
+                       static_cast<const T*>(query_rope) + token * rope_stride, count, row_at, sums.data() + place * apart,
                        partials.data() + place, scratch);
             }
             row.resize(apart);
