@@ -128,7 +128,6 @@ class Case:
         dtypes: the dtypes of its main inputs.
         dims: the minimum number of dimensions of its shape.
         empty: whether a dimension may be 0.
-        out: whether it takes `out=`, or the number of tensors if that is a tuple.
         inplace: whether its first argument is mutated, and compared too.
         scale: the factor on the usual tolerance; the case has the reason.
     """
@@ -139,6 +138,5 @@ class Case:
     dtypes: Sequence[torch.dtype] = FLOATS
     dims: int = 0
     empty: bool = True
-    out: bool = False
     inplace: bool = False
     scale: float = 1
