@@ -122,11 +122,11 @@ class StateSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes per token, of all layers."""
-        return sum(
-            math.prod(state.shape) * self.dtype_of(state).itemsize
-            for _, _, state in self.states()
-            if state.per is TOKEN
-        )
+        return sum(self.token_bytes_of(state) for _, _, state in self.states() if state.per is TOKEN)
+
+    def token_bytes_of(self, state: State) -> int:
+        """Return the bytes of one entry of a state, which is a token's unless the state is per sequence."""
+        return math.prod(state.shape) * self.dtype_of(state).itemsize
 
     @property
     def window(self) -> int | None:

@@ -14,6 +14,7 @@ import attrs
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers import published_configs
 from helpers.distributions import install
 from helpers.low_bits import gpt_oss_pair
 from helpers.seeing import build
@@ -42,10 +43,17 @@ class TestExplain:
         assert result.exit_code == 0, result.output
         return result.stdout.splitlines()
 
+    def test_latents_and_index_keys_of_a_token(self, tmp_path: Path) -> None:
+        path = published_configs.write(tmp_path / "model", "DeepSeek-V3.2")
+        lines = self.run(str(path), "--backend", "cpu", "--dtype", "bfloat16")
+        assert (
+            lines[1] == "states take 336 bytes per token, in bfloat16: 3 layers of 112 (latent 64, rope 16, index 32)"
+        )
+
     def test_a_graph(self, trained: Path, tmp_path: Path) -> None:
         lines = self.run(str(trained), "--backend", "cpu", "--compiler", "graph", "--dump", str(tmp_path / "dump"))
         assert lines[0] == "Qwen3ForCausalLM, 2 layers, on cpu: a decode step of 2, graph"
-        assert lines[1] == "states take 2,048 bytes per token, in bfloat16"
+        assert lines[1] == "states take 2,048 bytes per token, in bfloat16: 2 layers of 1,024 (key 512, value 512)"
         assert len(lines) < 40
         rows = {line.split()[0]: line.split()[1:] for line in lines if line}
         # The first norm and the norms of queries and keys have no addition before them: no structure is missed.

@@ -90,15 +90,27 @@ def command(checkpoint: Path, settings: Settings, batch_size: int, dump: Path | 
 
 
 def _cache(model: CausalLM, on: Backend) -> str:
-    """Return the bytes that states take per token, and their dtypes."""
+    """Return the bytes that states take per token, their dtypes, and how they divide among layers and states."""
     from hal.checkpoint.cache_dtype import DTYPES
     from hal.execution.state_spec import spec_of
+    from hal.step.state import TOKEN
 
     spec = spec_of(model, on)
     dtypes = {str(spec.dtype_of(each)).removeprefix("torch.") for _, _, each in spec.states()}
     kept = [name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") in dtypes]
     quantized = f", quantized to {kept[0]}" if kept else ""
-    return f"states take {spec.token_bytes:,} bytes per token, in {' and '.join(sorted(dtypes))}{quantized}"
+    sizes = [
+        {name: spec.token_bytes_of(each) for name, each in layer.items() if each.per is TOKEN} for layer in spec.layers
+    ]
+    layers = Counter(tuple(each.items()) for each in sizes if each)
+    parts = ", ".join(
+        f"{count} {'layer' if count == 1 else 'layers'} of {sum(size for _, size in layer):,} "
+        f"({', '.join(f'{name} {size:,}' for name, size in layer)})"
+        for layer, count in layers.items()
+    )
+    divided = f": {parts}" if parts else ""
+    dtype = " and ".join(sorted(dtypes))
+    return f"states take {spec.token_bytes:,} bytes per token, in {dtype}{quantized}{divided}"
 
 
 def _quantized(model: CausalLM) -> str:
