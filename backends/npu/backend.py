@@ -99,7 +99,7 @@ class NpuBackend(Backend):
             )
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
-        table = kernels(device.torch, attention=options.attention) | quantized.kernels(device.torch)
+        table = kernels(device.torch, generation, attention=options.attention) | quantized.kernels(device.torch)
         table |= recurrence.kernels(device.torch, generation) | selection.kernels(device.torch, generation)
         self._prepare: dict[Kernel, Prepare] = {table["causal_conv1d"]: recurrence.prepared}
         for name, forms in form_kernels(device.torch, generation, nz=options.nz_weights).items():

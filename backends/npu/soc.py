@@ -45,6 +45,8 @@ class Generation:
             which the kernels widen. npu_quant_matmul takes a scale per token except on the 310P.
         expert_groups: the sizes of groups that npu_grouped_matmul takes for int4 weights alone; empty for any.
         int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
+        transposed_products: whether npu_transpose_batchmatmul is available.
+        mrope: whether npu_mrope is available.
         index_heads: the numbers of heads that npu_lightning_indexer takes; empty without sparse attention.
         wide_index_weights: whether it takes float32 weights.
         any_sparse_heads: whether npu_sparse_flash_attention takes other numbers of heads than powers of two.
@@ -66,6 +68,8 @@ class Generation:
     requantized: tuple[str, ...] = ("fp8",)
     expert_groups: tuple[int, ...] = ()
     int8_by_int4: bool = False
+    transposed_products: bool = False
+    mrope: bool = False
     index_heads: Collection[int] = ()
     wide_index_weights: bool = False
     any_sparse_heads: bool = False
@@ -94,6 +98,8 @@ GENERATIONS = (
         row_collective_ranks=ONE_MACHINE,
         delta_rule=True,
         int8_by_int4=True,
+        transposed_products=True,
+        mrope=True,
         index_heads=range(1, 65),
         wide_index_weights=True,
     ),
@@ -106,6 +112,8 @@ GENERATIONS = (
         distributes_experts=True,
         delta_rule=True,
         int8_by_int4=True,
+        transposed_products=True,
+        mrope=True,
         index_heads=range(1, 65),
         wide_index_weights=True,
     ),

@@ -82,9 +82,9 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: ``[num_heads, in_features, out_features]``, of x's dtype.
 
     Returns:
-        ``[tokens, num_heads, out_features]``, of x's dtype.
+        ``[tokens, num_heads, out_features]``, of x's dtype, contiguous.
     """
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
@@ -244,4 +244,4 @@ def multi_head_latent_attention(
     lengths = query_start_loc, kv_lens, query_start_loc_host, kv_lens_host
     absorbed = head_linear(query, key_weight)
     attended = latent_attention(absorbed, query_rope, latent_cache, rope_cache, block_table, *lengths, options)
-    return head_linear(attended, value_weight.transpose(1, 2)).contiguous()
+    return head_linear(attended, value_weight.transpose(1, 2))

@@ -35,9 +35,9 @@ DISTANCE = 0.1
 """Difference of the experts of a layer from each other, relative to their weights, so that near ties matter little."""
 
 
-def write(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write a checkpoint with random weights, which bfloat16 represents, of the config with this name."""
-    config = CONFIGS[name]
+def write(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
+    """Write a checkpoint with random weights, which bfloat16 represents, of the config with this name and changes."""
+    config = {**CONFIGS[name], **changes}
     weights = {}
     for key, info in hal.RandomCheckpoint.of(name, config).tensors.items():
         noise = _noise(key, info.shape, seed)

@@ -16,7 +16,8 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
 from hal.vendor import PartialKernel
 
-from . import latent_attention
+from ..soc import Generation
+from . import heads, latent_attention, rotary
 from .attention import OPTIONS, AtbAttention, ComposedAttention, FusedAttention
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ UNIFIED_BUFFER = 192 * 1024
 """Bytes of on-chip memory that npu_apply_rotary_pos_emb has for all heads of one token."""
 
 
-def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
+def kernels(device: torch.device, generation: Generation, *, attention: str) -> dict[str, Kernel]:
     """Return the kernels for a canonical cache, by operation."""
     fused = (AtbAttention if attention == "atb" else FusedAttention)(device)
     return {
@@ -38,7 +39,7 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         "gelu": gelu,
         "gelu_and_mul": gelu_and_mul,
         "greedy_sample": greedy_sample,
-        "head_linear": torch_kernels.head_linear,
+        "head_linear": (heads if generation.transposed_products else torch_kernels).head_linear,
         "latent_attention": PartialKernel(
             "latent_attention",
             latent_attention.FusedLatentAttention(fused),
@@ -55,7 +56,7 @@ def kernels(device: torch.device, *, attention: str) -> dict[str, Kernel]:
         ),
         "penalize": torch_kernels.penalize,
         "rms_norm": rms_norm,
-        "rotary_embedding": rotary_embedding,
+        "rotary_embedding": rotary.kernel(device, partial=generation.mrope),
         "sample": Sample(device),
         "silu_and_mul": silu_and_mul,
         "split_qkv_rmsnorm_rope": split_qkv_rmsnorm_rope,
@@ -102,49 +103,6 @@ def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: boo
     )
 
 
-def rotary_embedding(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """See :func:`hal.ops.rotary_embedding`. npu_apply_rotary_pos_emb is not used: it writes to its inputs.
-
-    npu_rotary_mul takes tensors of one dtype, so float32 angles rotate a copy in float32. Query and key that follow
-    each other in a merged projection are rotated together if each takes several launches: what is rotated together has
-    to be copied apart for attention and the cache.
-    """
-    one_launch = cos.dtype is query.dtype and cos.shape[-1] == query.shape[-1]
-    if not one_launch and (heads := _adjacent(query, key)) is not None:
-        rotated, _ = rotary_embedding(heads, heads[:, :0], cos, sin, interleaved)
-        return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
-    cos, sin, mode = cos[None, :, None], sin[None, :, None], "interleave" if interleaved else "half"
-    if not key.shape[1]:
-        whole = query if cos.dtype is query.dtype else query.float()
-        return _rotated(whole, cos, sin, mode).to(query.dtype), key
-    if cos.dtype is query.dtype:
-        return _rotated(query, cos, sin, mode), _rotated(key, cos, sin, mode)
-    rotated, rotated_key = (_rotated(each.float(), cos, sin, mode).to(query.dtype) for each in (query, key))
-    return rotated, rotated_key
-
-
-def _adjacent(query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the heads of query and key as one tensor, if they follow each other in memory; else None."""
-    tokens, heads, head_dim = query.shape
-    end = query.storage_offset() + heads * head_dim
-    # By identity, since tensors of a trace have storages without an address.
-    alike = query.untyped_storage()._cdata == key.untyped_storage()._cdata and query.stride() == key.stride()
-    if not key.shape[1] or not alike or key.storage_offset() != end or query.stride()[1:] != (head_dim, 1):
-        return None
-    return query.as_strided((tokens, heads + key.shape[1], head_dim), query.stride())
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    """Rotate the first elements of each head, two launches more than to rotate all of them."""
-    width = cos.shape[-1]
-    if width == x.shape[-1]:
-        return torch_npu.npu_rotary_mul(x.unsqueeze(0), cos, sin, mode).squeeze(0)  # type: ignore[no-any-return]
-    rotated = torch_npu.npu_rotary_mul(x[None, ..., :width].contiguous(), cos, sin, mode).squeeze(0)
-    return torch.cat((rotated, x[..., width:]), dim=-1)
-
-
 def split_qkv_rmsnorm_rope(
     qkv: Tensor,
     q_weight: Tensor,
@@ -162,7 +120,7 @@ def split_qkv_rmsnorm_rope(
     if qkv.shape[0] and _rotates_in_place(num_heads + num_kv_heads, q_weight.shape[0], qkv.dtype):
         query, key = torch_npu.npu_apply_rotary_pos_emb(query, key, cos[:, None], sin[:, None], layout="TND")
     else:
-        query, key = rotary_embedding(query, key, cos, sin)
+        query, key = rotary.rotary_embedding(query, key, cos, sin)
     return query, key, value
 
 

@@ -31,13 +31,14 @@ _NONE = torch.iinfo(torch.int32).max
 
 
 def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
-    """Return the kernels by operation; none on generations without the operators."""
+    """Return the kernels by operation; those of sparse attention only on generations that have it."""
+    storing: dict[str, Kernel] = {"store_index_cache": PreparingKernel(store_index_cache, {"slot_mapping": _rows})}
     if not generation.index_heads:
-        return {}
+        return storing
     sparse = SparseAttention(device, generation)
     whole: dict[str, Callable[..., Tensor]] = {"query_start_loc": _ends, "block_table": _with_row}
     selecting = {**whole, "kv_lens": _with_length}
-    return {
+    return storing | {
         "attend_selected": PreparingKernel(sparse.attend_selected, whole),
         "select_and_attend": PreparingKernel(sparse.select_and_attend, selecting),
         "select_keys": PreparingKernel(sparse.select_keys, selecting),
@@ -56,6 +57,15 @@ def _with_row(block_table: Tensor) -> Tensor:
 
 def _with_length(kv_lens: Tensor) -> Tensor:
     return functional.pad(kv_lens, (0, 1))
+
+
+def _rows(slot_mapping: Tensor) -> Tensor:
+    return slot_mapping.long().unsqueeze(1)
+
+
+def store_index_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`hal.ops.store_index_cache`. Slots are int64, in rows of one."""
+    torch_npu.npu_scatter_nd_update_(index_cache.view(-1, index_cache.shape[-1]), slot_mapping, key)
 
 
 class SparseAttention:

@@ -27,7 +27,7 @@ class PreparingKernel:
             read host values.
         prepare: functions from a tensor to its other form, in torch operations, by the kernel's argument name. An
             argument that is None stays None. Further parameters of a function are names of the kernel's arguments,
-            whose shapes it may read.
+            which it may read unless the kernel writes them.
         places: the positions of these arguments, their functions, and the positions of all that each is given.
 
     Raises:

@@ -44,7 +44,7 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Call torch's ``bmm``, with one matrix of each head."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

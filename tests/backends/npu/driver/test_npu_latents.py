@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import TESTS
 from helpers.kernel_checks import check_kernel
+from helpers.npu import latent_launches
 from helpers.npu.drawn import attention_arguments
+from helpers.thorough import FAMILY, thorough
 
 import hal
 from hal import ops
 from hal.ops import AttentionOptions, Draw, Sample
 from hal.ops.tolerance import assert_agree
 
+DOCS = TESTS.parent / "docs"
 DTYPES = (torch.float16, torch.bfloat16)
 RANK, ROPE_DIM = 512, 64
 LATENT, SELECT, ATTEND, BOTH = map(
@@ -173,3 +178,10 @@ class TestSelection:
             check_kernel(BOTH, torch.float16, backend.ops.select_and_attend, tuple(sample))
         assert launched["LightningIndexer"] == (heads == 3)
         assert launched["SparseFlashAttention"] == (heads == 16)
+
+
+@thorough(FAMILY, r"V2-Lite|V3\]")
+@pytest.mark.parametrize("name", latent_launches.MODELS)
+def test_the_page_has_the_launches_of_a_layer(name: str, tmp_path: Path) -> None:
+    row = latent_launches.row(tmp_path, name)
+    assert f"\n{row}" in (DOCS / "reference" / "npu-launches.md").read_text(encoding="utf-8")
