@@ -20,24 +20,12 @@ FULL_ATTENTION = 1
 
 
 @attrs.frozen(kw_only=True)
-class MiniMaxM2Config(DecoderConfig):
-    """The decoder's keys, those of the experts, and those with the values of the published models.
-
-    ``rotary_dim`` elements of each head are rotated.
-    """
+class RotaryDimConfig(DecoderConfig):
+    """The decoder's keys, and ``rotary_dim``, the number of elements of each head that are rotated."""
 
     partial_rotary = True
     head_dim: int = 128
-    num_local_experts: int = attrs.field(default=256, validator=ge(1))
-    num_experts_per_tok: int = 8
-    num_mtp_modules: int = attrs.field(default=0, validator=[ge(0), le(64)])
     rotary_dim: int | None = attrs.field(default=None)
-    attn_type_list: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(in_([FULL_ATTENTION])))
-    scoring_func: Literal["sigmoid"] = "sigmoid"
-    use_routing_bias: Literal[True] = True
-    use_qk_norm: Literal[True] = True
-    qk_norm_type: Literal["per_layer"] = "per_layer"
-    shared_intermediate_size: Literal[0] = 0
 
     @rotary_dim.validator
     def _within_a_head(self, attribute: Any, value: int | None) -> None:
@@ -52,6 +40,21 @@ class MiniMaxM2Config(DecoderConfig):
         if type(rotated) is type(width) is int and 0 < rotated <= width:
             given = cls.with_defaults(given, partial_rotary_factor=rotated / width)
         return super().from_config(given, layer_type)
+
+
+@attrs.frozen(kw_only=True)
+class MiniMaxM2Config(RotaryDimConfig):
+    """The keys of attention, those of the experts, and those with the values of the published models."""
+
+    num_local_experts: int = attrs.field(default=256, validator=ge(1))
+    num_experts_per_tok: int = 8
+    num_mtp_modules: int = attrs.field(default=0, validator=[ge(0), le(64)])
+    attn_type_list: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(in_([FULL_ATTENTION])))
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    use_routing_bias: Literal[True] = True
+    use_qk_norm: Literal[True] = True
+    qk_norm_type: Literal["per_layer"] = "per_layer"
+    shared_intermediate_size: Literal[0] = 0
 
 
 class MiniMaxM2ForCausalLM(DecoderLM):

@@ -5,6 +5,7 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 """
 
 from hal.nn.attention import Attention, Norm, SelfAttention
+from hal.nn.block_attention import BlockAttention
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -64,6 +65,7 @@ __all__ = [
     "AxisRotaryEmbedding",
     "AxisSections",
     "Block",
+    "BlockAttention",
     "CausalLM",
     "Concatenated",
     "Consumer",

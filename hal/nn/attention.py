@@ -260,8 +260,21 @@ class SelfAttention(nn.Module):
             query, key = ops.rotary_embedding(query, key, *angles, self.rotaries[0].interleaved)
         if self.v_norm is not None:
             value = self.v_norm(value)
-        attended = self.attention(query, key, value, batch, state, self.sinks)
+        attended = self.attend(hidden, query, key, value, angles, batch, state)
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
+
+    def attend(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        angles: Angles,
+        batch: Batch,
+        state: LayerState,
+    ) -> Tensor:
+        """Store keys and values, and return the result of attention; see :class:`Attention`. A subclass may select."""
+        return self.attention(query, key, value, batch, state, self.sinks)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x if x.dim() == 3 else x.view(-1, x.shape[-1] // self.head_dim, self.head_dim)

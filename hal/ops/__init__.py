@@ -5,6 +5,7 @@ Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on th
 
 from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
 from hal.ops.attention import AttentionOptions, paged_attention
+from hal.ops.block_selection import attend_chosen, select_blocks
 from hal.ops.cache import quantized_paged_attention, store_kv_cache, store_quantized_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
 from hal.ops.declaration.constraints import Draw, Sample
@@ -66,6 +67,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "all_to_all",
+    "attend_chosen",
     "attend_selected",
     "catalogue",
     "causal_conv1d",
@@ -113,6 +115,7 @@ __all__ = [
     "sample",
     "scaled_dot_product_attention",
     "select_and_attend",
+    "select_blocks",
     "select_keys",
     "silu_and_mul",
     "silu_and_mul_dynamic_quantize",

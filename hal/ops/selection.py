@@ -14,7 +14,7 @@ from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 
 _INDEX_CACHE = "num_blocks block_size index_dim"
-_PAST_THE_END = torch.iinfo(torch.int32).max
+PAST_THE_END = torch.iinfo(torch.int32).max
 
 
 def _store_samples(draw: Draw) -> Iterator[Sample]:
@@ -43,7 +43,7 @@ def store_index_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
     index_cache.view(-1, index_cache.shape[-1])[slot_mapping.long()] = key
 
 
-def _paged(
+def paged_places(
     draw: Draw, query_lens: Sequence[int], kv_lens: Sequence[int], block_size: int
 ) -> tuple[int, Tensor, Tensor, Tensor]:
     """Return a number of blocks, a block table, ``query_start_loc`` and ``kv_lens``, for samples."""
@@ -64,7 +64,7 @@ def _select_samples(draw: Draw) -> Iterator[Sample]:
         ([6, 1], [30, 61], 4, 40, 8, 12, 4),
         ([9, 2], [9, 23], 3, 64, 16, 6, 3),
     ):
-        blocks, table, starts, lens = _paged(draw, query_lens, [each // group for each in kv_lens], block_size)
+        blocks, table, starts, lens = paged_places(draw, query_lens, [each // group for each in kv_lens], block_size)
         lens = draw.tensor(kv_lens, torch.int32)
         query = draw.normal(sum(query_lens), heads, index_dim)
         cache = draw.normal(blocks, block_size, index_dim)
@@ -145,7 +145,7 @@ def select_keys(
     """
     check_budget(budget, group)
     block_size = index_cache.shape[1]
-    sequence, position = _places(query.shape[0], query_start_loc, kv_lens)
+    sequence, position = places_of(query.shape[0], query_start_loc, kv_lens)
     keys = index_cache[block_table.long()].flatten(1, 2)[sequence].float()
     scores = (weights.float().unsqueeze(1) @ functional.relu(query.float() @ keys.transpose(1, 2))).squeeze(1)
     complete = ((position + 1) // group)[:, None]
@@ -154,11 +154,11 @@ def select_keys(
     scores = functional.pad(scores, (0, budget // group), value=float("-inf"))
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, : budget // group]
     within = torch.arange(group, device=query.device)
-    members = torch.where((chosen < complete).unsqueeze(-1), chosen.unsqueeze(-1) * group + within, _PAST_THE_END)
+    members = torch.where((chosen < complete).unsqueeze(-1), chosen.unsqueeze(-1) * group + within, PAST_THE_END)
     rest = complete * group + within[: group - 1]
-    rest = torch.where(rest <= position[:, None], rest, _PAST_THE_END)
+    rest = torch.where(rest <= position[:, None], rest, PAST_THE_END)
     found = torch.cat((members.flatten(1), rest), -1).to(torch.int32).sort(-1).values
-    return torch.where(found == _PAST_THE_END, -1, found)
+    return torch.where(found == PAST_THE_END, -1, found)
 
 
 def check_budget(budget: int, group: int) -> None:
@@ -174,7 +174,7 @@ def check_budget(budget: int, group: int) -> None:
         )
 
 
-def _places(tokens: int, query_start_loc: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor]:
+def places_of(tokens: int, query_start_loc: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's sequence and its position there, -1 or less if it is no token of a sequence."""
     token = torch.arange(tokens, device=query_start_loc.device)
     starts = query_start_loc.long()
@@ -193,8 +193,8 @@ def _attend_samples(draw: Draw) -> Iterator[Sample]:
         ([1, 1, 1], [33, 16, 90], 16, 512, 64, 16, 20),  # decode
         ([1, 1, 1], [20, 0, 0], 3, 72, 24, 8, 24),  # decode with padding rows
     ):
-        blocks, table, starts, lens = _paged(draw, query_lens, kv_lens, block_size)
-        _, position = _places(sum(query_lens), starts.cpu(), lens.cpu())
+        blocks, table, starts, lens = paged_places(draw, query_lens, kv_lens, block_size)
+        _, position = places_of(sum(query_lens), starts.cpu(), lens.cpu())
         positions = torch.full((sum(query_lens), budget), -1, dtype=torch.int32)
         for row, last in zip(positions, position.tolist(), strict=True):
             chosen = draw.permutation(last + 1)[:budget].sort().values

@@ -108,6 +108,8 @@ def config_of(architecture: str) -> dict[str, Any]:
     experts = {key: 8 for key in EXPERTS if key in declared(architecture)}
     latent = LATENT if "kv_lora_rank" in declared(architecture) else {}
     config |= {key: value for key, value in latent.items() if key in declared(architecture)}
+    if not latent and "index_n_heads" in declared(architecture):
+        config["index_n_heads"] = CONFIG["num_key_value_heads"]
     return config | experts | ({"num_experts_per_tok": 2} if experts else {})
 
 

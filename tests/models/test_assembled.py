@@ -349,6 +349,30 @@ def minimax_m2(draw: random.Random) -> Any:
     return transformers.MiniMaxM2Config(**given, **rotated(draw, part=draw.choice((0.5, 1.0))))
 
 
+def minimax_m3(draw: random.Random) -> Any:
+    given = {**sizes(draw), "head_dim": draw.choice((16, 32)), **experts(draw)}
+    layers = given["num_hidden_layers"]
+    types = [draw.choice(("full_attention", "minimax_m3_sparse")) for _ in range(layers)]
+    types[draw.randrange(layers)] = "minimax_m3_sparse"
+    top = draw.choice((1, 2, 4, 30))
+    return transformers.MiniMaxM3VLTextConfig(
+        **given,
+        **rotated(draw),
+        layer_types=types,
+        mlp_layer_types=[draw.choice(("dense", "sparse")) for _ in range(layers)],
+        rotary_dim=draw.choice((8, 16)),
+        dense_intermediate_size=draw.choice((40, 64)),
+        shared_intermediate_size=draw.choice((16, 24)),
+        routed_scaling_factor=draw.choice((1.0, 2.0)),
+        swiglu_limit=draw.choice((0.5, 7.0)),
+        index_n_heads=given["num_key_value_heads"],
+        index_head_dim=draw.choice((16, 32)),
+        index_block_size=draw.choice((3, 4, 16)),
+        index_topk_blocks=top,
+        index_local_blocks=draw.randint(0, min(top, 2)),
+    )
+
+
 def smollm3(draw: random.Random) -> Any:
     given = heads(draw)
     without = [draw.choice((0, 1)) for _ in range(given["num_hidden_layers"])]
@@ -382,6 +406,7 @@ FAMILIES = {
     "ernie-moe": ernie_moe,
     "glm4-moe": glm4_moe,
     "minimax-m2": minimax_m2,
+    "minimax-m3": minimax_m3,
     "smollm3": smollm3,
     "nemotron": nemotron,
 }
@@ -409,6 +434,7 @@ COVERED = {
     "ernie-moe": ("moe_num_shared_experts", "moe_layer_interval", "use_bias"),
     "glm4-moe": ("use_qk_norm", "n_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace"),
     "minimax-m2": ("num_experts_per_tok", "head_dim"),
+    "minimax-m3": ("index_block_size", "index_topk_blocks", "index_local_blocks", "num_key_value_heads"),
 }
 """Keys that have two values or more among the configurations of a family."""
 

@@ -113,6 +113,12 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         (KIMI, {"layer_types": ["indexed_attention"] * 4}, "layer_types"),
         (KIMI, {"mla_use_nope": False}, "mla_use_nope"),
         (KIMI, {"num_shared_experts": 0}, "'n_shared_experts' must be >= 1"),
+        ("MiniMax-M3", {"index_n_heads": 1}, "index_n_heads is 1; it must be num_key_value_heads, 2"),
+        ("MiniMax-M3", {"index_topk_blocks": 0}, "'index_topk_blocks' must be >= 1"),
+        ("MiniMax-M3", {"index_local_blocks": 3}, "index_local_blocks, 3, exceeds index_topk_blocks, 2"),
+        ("MiniMax-M3", {"index_head_dim": 6}, "index_head_dim, 6, is less than the 8 rotated elements"),
+        ("MiniMax-M3", {"layer_types": ["indexed_attention"] * 3}, "unknown value 'indexed_attention'.*layer_types"),
+        ("MiniMax-M3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 3 layers"),
         *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),
     ],
 )

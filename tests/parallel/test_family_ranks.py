@@ -23,6 +23,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "Phi-4-mini-instruct",
         "GLM-4.6",
         "MiniMax-M2",
+        "MiniMax-M3",
         "DeepSeek-V3",
         "DeepSeek-V3.2",
         "GLM-5.2",
