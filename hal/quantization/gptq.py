@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -69,22 +68,12 @@ class GptqTensors(Reader):
 
 
 class Gptq(CheckpointFormat):
-    """The format of GPTQ, in its first version."""
+    """The format of GPTQ."""
 
     name = "gptq"
-    version = VERSIONS[0]
-    """The version that it reads."""
 
     def read(self, folder: Path, section: ConfigSection | None) -> Quantization | None:
-        if section is None or section.content.get("quant_method") != "gptq":
-            return None
-        version = _version(section)
-        if version not in VERSIONS:
-            raise ConfigError(
-                f"{section.name} has the checkpoint_format {version!r:.60}, which hal does not support",
-                f"use a checkpoint in {' or '.join(VERSIONS)}",
-            )
-        if version != self.version:
+        if section is None or section.content.get("quant_method") != self.name:
             return None
         if (rotation := section.value("rotation")) is not None:
             problem = f"{section.name} has the rotation {rotation!r:.60}, which hal does not support"
@@ -93,7 +82,12 @@ class Gptq(CheckpointFormat):
         return ExcludedLayers(self._stored_as(section), lists, [*self._rules(section)])
 
     def _stored_as(self, section: ConfigSection) -> StoredAs:
-        bits = section.value("bits")
+        bits, version = section.value("bits"), section.value("checkpoint_format", "format", default=VERSIONS[0])
+        if version not in VERSIONS:
+            raise ConfigError(
+                f"{section.name} has the checkpoint_format {version!r:.60}, which hal does not support",
+                f"use a checkpoint in {' or '.join(VERSIONS)}",
+            )
         if type(bits) is not int or bits not in NUMBERS:
             raise ConfigError(
                 f"{section.name} has weights of {bits!r:.60} bits, which hal does not support", "use 4 or 8 bits"
@@ -101,7 +95,7 @@ class Gptq(CheckpointFormat):
         # Without sym, the stored zero points say whether weights are symmetric.
         settings = {"group_size": section.value("group_size"), "symmetric": section.value("sym", default=False)}
         settings["actorder"] = "group" if section.value("desc_act") else None
-        return StoredAs(in_groups(NUMBERS[bits], settings), GptqTensors(self.version))
+        return StoredAs(in_groups(NUMBERS[bits], settings), GptqTensors(version))
 
     def _rules(self, section: ConfigSection) -> Iterator[LayerRule]:
         dynamic = section.value("dynamic", default={}) or {}
@@ -116,18 +110,4 @@ class Gptq(CheckpointFormat):
             if not isinstance(changes, dict):
                 raise CheckpointError(f"the rule {where} is {changes!r:.60}, not a table", AGAIN)
             own = ConfigSection(f"the rule {where}", {**section.content, **changes})
-            if (version := _version(attrs.evolve(own, content=changes), self.version)) != self.version:
-                problem = f"{own.name} has another checkpoint_format, {version!r:.60}"
-                raise ConfigError(problem, "use a checkpoint whose layers are stored alike")
             yield LayerRule(pattern, where, partial(self._stored_as, own))
-
-
-class GptqV2(Gptq):
-    """The format of GPTQ in its second version, with unchanged zero points."""
-
-    name = "gptq_v2"
-    version = VERSIONS[1]
-
-
-def _version(section: ConfigSection, default: str = VERSIONS[0]) -> Any:
-    return section.value("checkpoint_format", "format", default=default)

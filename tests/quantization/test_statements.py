@@ -199,6 +199,10 @@ LISTS: dict[str, tuple[Format, dict[str, Any]]] = {
     "gptq, excluded": (Format("gptq"), {"dynamic": {r"-:.*\.layers\.0\..*": {}}}),
     "gptq, nothing": (Format("gptq"), {"dynamic": {}}),
     "gptq, no rule": (Format("gptq"), {"dynamic": {r".*": {}, "+:lm_head": {"bits": 8}}}),
+    "gptq, another version": (
+        Format("gptq_v2"),
+        {"checkpoint_format": "gptq", "dynamic": {"+:.*": {"checkpoint_format": "gptq_v2"}}},
+    ),
     "gptq, the same": (Format("gptq"), {"dynamic": {r"+:.*": {"bits": 4, "group_size": 32, "mse": 2.4}}}),
     "fp8": (Format("fp8"), {"modules_to_not_convert": ["lm_head"]}),
     "fp8, older name": (Format("fp8"), {"ignored_layers": ["model.layers.0"]}),
@@ -300,9 +304,9 @@ def test_rules_of_gptq_for_single_layers(rules: dict[str, Any], tmp_path: Path) 
         ({"-:(": {}}, CheckpointError, "the regular expression .* is not valid"),
         ({"+:.*": {"bits": 3}}, ConfigError, r"the rule '\+:\.\*' in dynamic .* has weights of 3 bits"),
         (
-            {"+:.*": {"checkpoint_format": "gptq_v2"}},
+            {"+:.*": {"checkpoint_format": "gptq_v3"}},
             ConfigError,
-            "the rule .* has another checkpoint_format, 'gptq_v2'",
+            "the rule .* has the checkpoint_format 'gptq_v3', which hal does not support",
         ),
     ],
 )
