@@ -47,8 +47,10 @@ def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
 
 def _ends(query_start_loc: Tensor, query: Tensor) -> Tensor:
     """Return the ends of the sequences' queries, with that of the further sequence, and the given tensor."""
-    tokens = query.shape[0]
-    return torch.stack((functional.pad(query_start_loc[1:], (0, 1), value=tokens).clamp(max=tokens), query_start_loc))
+    # Counted on the device: a trace would keep the number of its example as a constant.
+    tokens = torch.ones_like(query[:, 0, 0], dtype=torch.int32).sum(0, keepdim=True, dtype=torch.int32)
+    ends = torch.cat((query_start_loc[1:], tokens))
+    return torch.stack((torch.minimum(ends, tokens), query_start_loc))
 
 
 def _with_row(block_table: Tensor) -> Tensor:

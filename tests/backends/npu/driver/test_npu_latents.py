@@ -185,3 +185,23 @@ class TestSelection:
 def test_the_page_has_the_launches_of_a_layer(name: str, tmp_path: Path) -> None:
     row = latent_launches.row(tmp_path, name)
     assert f"\n{row}" in (DOCS / "reference" / "npu-launches.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_model_that_selects_fewer_tokens_than_it_has(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The NPU's logits differ from float32 no more than twice as much as the CPU's in the same dtype, on the whole."""
+    length, name = latent_launches.INDEX["index_topk"] + 20, str(dtype).removeprefix("torch.")
+    draw = torch.Generator().manual_seed(7)
+    prompts = torch.randint(2, 96, (2, length), generator=draw).tolist()
+    found = []
+    for number, (backend, given) in enumerate((("cpu", "float32"), ("cpu", name), ("npu", name))):
+        compiler = "graph" if backend == "npu" else "eager"
+        running = latent_launches.runner(
+            tmp_path / str(number), "DeepSeek-V3.2", backend, compiler, given, 2, num_attention_heads=16
+        )
+        blocks = [[1, 2], [3, 4]]
+        rows = [running.step(running.batch(prompts, blocks)).logits]
+        rows += [running.step(running.batch([[5], [9]], blocks, cached=[length] * 2)).logits]
+        found.append(torch.cat(rows).float().cpu())
+    exact, cpu, npu = found
+    assert (npu - exact).norm() <= 2 * (cpu - exact).norm()
