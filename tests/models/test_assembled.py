@@ -350,17 +350,18 @@ def minimax_m2(draw: random.Random) -> Any:
 
 
 def minimax_m3(draw: random.Random) -> Any:
+    """Return a configuration that says twice what is rotated: transformers ignores ``rotary_dim`` alone."""
     given = {**sizes(draw), "head_dim": draw.choice((16, 32)), **experts(draw)}
     layers = given["num_hidden_layers"]
     types = [draw.choice(("full_attention", "minimax_m3_sparse")) for _ in range(layers)]
     types[draw.randrange(layers)] = "minimax_m3_sparse"
-    top = draw.choice((1, 2, 4, 30))
+    top, rotary = draw.choice((1, 2, 4, 30)), draw.choice((8, 16))
     return transformers.MiniMaxM3VLTextConfig(
         **given,
-        **rotated(draw),
+        **rotated(draw, part=rotary / given["head_dim"]),
         layer_types=types,
         mlp_layer_types=[draw.choice(("dense", "sparse")) for _ in range(layers)],
-        rotary_dim=draw.choice((8, 16)),
+        rotary_dim=rotary,
         dense_intermediate_size=draw.choice((40, 64)),
         shared_intermediate_size=draw.choice((16, 24)),
         routed_scaling_factor=draw.choice((1.0, 2.0)),
