@@ -213,7 +213,7 @@ class LatentAttention(nn.Module):
             angles: of the rotary embedding; None without one.
             batch: the step.
             state: the layer's states.
-            further: of :meth:`Decoder.further`.
+            further: of :meth:`hal.nn.Decoder.further`.
         """
         return None
 

@@ -37,7 +37,9 @@ class Mixer(Protocol):
         """Compute this rank's part from now on."""
 
     def __call__(self, hidden: Tensor, angles: Angles, batch: Any, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape. What :meth:`Decoder.further` returns for the layer follows.
+        """Map ``[tokens, hidden_size]`` to the same shape.
+
+        What :meth:`hal.nn.Decoder.further` returns for the layer follows.
 
         Args:
             hidden: the tokens.
