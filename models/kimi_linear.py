@@ -27,8 +27,8 @@ SPELLED = {
     "scoring_func": "moe_router_activation_func",
 }
 """The family's spelling of DeepSeek's keys."""
-UNREAD = ("head_dim", "rope_parameters", "rope_scaling")
-"""Keys without effect: the parts of a head have sizes of their own, and no part is rotated."""
+UNREAD = ("rope_parameters", "rope_scaling")
+"""Keys without effect, because no part of a head is rotated."""
 WIDTH = [ge(2), le(4)]
 
 
@@ -48,6 +48,7 @@ class KimiLinearConfig(DeepseekV3Config):
     """DeepSeek-V3's keys, and those of recurrent layers: version 5 of transformers has other ones than the table."""
 
     expert_names = ("w1", "w3", "w2")
+    unread = ("head_dim",)
     first_k_dense_replace: int = attrs.field(default=1, validator=ge(0))
     n_group: int = 1
     topk_group: int = 1

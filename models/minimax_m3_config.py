@@ -35,6 +35,7 @@ class MiniMaxM3Config(RotaryDimConfig):
     shared_intermediate_size: int = attrs.field(default=3072, validator=SIZE)
     swiglu_alpha: float = attrs.field(default=1.702, validator=gt(0.0))
     swiglu_limit: float = attrs.field(default=7.0, validator=gt(0.0))
+    hidden_act: Literal["silu"] = "silu"
     index_n_heads: int = attrs.field(default=4, validator=SIZE)
     index_head_dim: int = attrs.field(default=128, validator=SIZE)
     index_block_size: int = attrs.field(default=128, validator=SIZE)
@@ -57,8 +58,10 @@ class MiniMaxM3Config(RotaryDimConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], layer_type: str | None = None) -> Self:
-        """Read a checkpoint's config.json, whose activation has an alpha and a limit whatever ``hidden_act`` says."""
-        given = {key: value for key, value in config.items() if key != "hidden_act"}
+        """Read a checkpoint's config.json."""
+        given = dict(config)
+        if given.get("hidden_act") == "swigluoai":  # which has an alpha and a limit, as ``silu`` here
+            del given["hidden_act"]
         table: dict[str, Any] = dict(given.pop("sparse_attention_config", None) or {})
         if (kinds := table.pop("sparse_attention_freq", None)) is not None:
             table["layer_types"] = [SPARSE if each else FULL for each in kinds]

@@ -52,6 +52,8 @@ class LatentConfig(DecoderConfig):
     qk_head_dim: int = attrs.field()
 
     least_head_dim: ClassVar[int] = 0
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Sizes that a family's config.json may have without effect."""
 
     @head_dim.default
     def _rotated(self) -> int:
@@ -63,8 +65,9 @@ class LatentConfig(DecoderConfig):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        for key, size in ("head_dim", self._rotated()), ("qk_head_dim", self._both()):
-            if getattr(self, key) != size:
+        sizes = {"head_dim": self._rotated(), "qk_head_dim": self._both()}
+        for key, size in sizes.items():
+            if key not in self.unread and getattr(self, key) != size:
                 raise ValueError(f"{key} is {getattr(self, key)}; by the sizes of parts of a head, it must be {size}")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(

@@ -93,7 +93,7 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         ("DeepSeek-V3", {"qk_rope_head_dim": 7}, "head_dim is 7"),
         ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank"),
         ("DeepSeek-V3.2", {"index_topk": 0}, "'index_topk' must be >= 1"),
-        ("DeepSeek-V3.2", {"index_head_dim": 7}, "index_head_dim, 7, is less than qk_rope_head_dim, 8"),
+        ("DeepSeek-V3.2", {"index_head_dim": 7}, "qk_rope_head_dim is 8; .* up to index_head_dim, 7"),
         ("DeepSeek-V3.2", {"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types"),
         ("DeepSeek-V3.2", {"q_lora_rank": None}, "q_lora_rank"),
         ("GLM-5", {"indexer_types": ["full", "half", "shared"]}, "unknown value 'half'.*indexer_types"),
