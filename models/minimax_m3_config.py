@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 import attrs
-from attrs.validators import ge, gt
+from attrs.validators import ge, le
 
 from hal.nn import FULL, check_layer_types
 from hal.nn.rope_parameters import SIZE
@@ -23,6 +23,8 @@ TABLE = {
 }
 """The keys of the table ``sparse_attention_config``, by those beside it of version 5 of transformers."""
 
+FACTOR = [ge(2.0**-16), le(2.0**16)]
+
 
 @attrs.frozen(kw_only=True)
 class MiniMaxM3Config(RotaryDimConfig):
@@ -30,11 +32,11 @@ class MiniMaxM3Config(RotaryDimConfig):
 
     num_local_experts: int = attrs.field(default=128, validator=ge(1))
     num_experts_per_tok: int = 4
-    routed_scaling_factor: float = attrs.field(default=2.0, validator=gt(0.0))
+    routed_scaling_factor: float = attrs.field(default=2.0, validator=FACTOR)
     dense_intermediate_size: int = attrs.field(default=12288, validator=SIZE)
     shared_intermediate_size: int = attrs.field(default=3072, validator=SIZE)
-    swiglu_alpha: float = attrs.field(default=1.702, validator=gt(0.0))
-    swiglu_limit: float = attrs.field(default=7.0, validator=gt(0.0))
+    swiglu_alpha: float = attrs.field(default=1.702, validator=FACTOR)
+    swiglu_limit: float = attrs.field(default=7.0, validator=FACTOR)
     hidden_act: Literal["silu"] = "silu"
     index_n_heads: int = attrs.field(default=4, validator=SIZE)
     index_head_dim: int = attrs.field(default=128, validator=SIZE)

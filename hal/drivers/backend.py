@@ -24,6 +24,8 @@ from hal.drivers.backend_checks import (
     check_layers,
     check_rewrites,
     check_state_layout,
+    layout_refused,
+    reads_layout,
 )
 from hal.drivers.backend_operations import BackendOps, ReferenceFallbacks, closed_resolver, with_added
 from hal.drivers.backend_resources import BackendResources
@@ -248,6 +250,8 @@ class Backend(BackendResources):
     def resolve(self, operation: Operation) -> Kernel:
         """Return the kernel that runs ``operation`` on this backend, or the reference fallback."""
         kernel = self.kernels.get(operation.name)
+        if kernel is None and self.state_layout != "canonical" and reads_layout(operation):
+            return layout_refused(self.name, self.state_layout, operation)
         if isinstance(kernel, PartialKernel):
             return kernel.bound(self._fallback(operation, operation.body, kernel.supports))
         if isinstance(kernel, FormKernels):

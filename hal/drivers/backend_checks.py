@@ -14,6 +14,7 @@ from hal import ops
 from hal.device.device import Device, Limits
 from hal.drivers.compiler import pass_name
 from hal.errors import CompileError, ConfigError, DriverIncompatible
+from hal.ops.declaration.operation import Operation
 from hal.step.state import KEY_VALUE
 
 
@@ -134,18 +135,36 @@ def check_layers(driver: str, layers: Iterable[type[nn.Module]]) -> None:
         )
 
 
+LAYOUTS_MAY_LACK = frozenset({"attend_chosen"})
+"""Operations on keys and values that few models have: with another layout, a call without a kernel is refused."""
+
+
+def reads_layout(operation: Operation) -> bool:
+    """Return whether an operation, without a kernel, reads or writes keys or values in the canonical layout."""
+    return bool(operation.touches_state and KEY_VALUE.intersection(operation.state))
+
+
 def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> None:
     """Raise DriverIncompatible if the layout is not canonical and an operation on keys or values has no kernel."""
-    without = [
-        each.name
-        for each in ops.catalogue().values()
-        if each.touches_state and KEY_VALUE.intersection(each.state) and each.name not in kernels
-    ]
+    given = LAYOUTS_MAY_LACK.union(kernels)
+    without = [each.name for each in ops.catalogue().values() if reads_layout(each) and each.name not in given]
     if without and layout != "canonical":
         raise DriverIncompatible(
             f"the driver {driver} has state_layout = {layout!r} but no kernel for {', '.join(without)}",
             'add those kernels, or set state_layout = "canonical", which the reference implementations read',
         )
+
+
+def layout_refused(driver: str, layout: str, operation: Operation) -> Callable[..., Any]:
+    """Return a function in place of an operation that the driver has no kernel for, which raises DriverIncompatible."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise DriverIncompatible(
+            f"the driver {driver} has state_layout = {layout!r} but no kernel for {operation.name}, which was called",
+            "open the driver with its canonical layout of caches, or use another one",
+        )
+
+    return refuse
 
 
 def check_conditions(driver: str, conditions: Collection[str], kernels: Collection[str]) -> None:
