@@ -182,15 +182,19 @@ class CaptureWatch(TorchDispatchMode):
             if self._mode is None or self._host_values is None:
                 return kernel(*args, **kwargs)
             records = self._mode.graph_dispatch_records
-            arguments, before = operation.arguments(args, kwargs), len(records)
+            arguments, before, outer = operation.arguments(args, kwargs), len(records), len(self._calls)
             names = {name: self._host_values.record(name, arguments[name], operation.name) for name in operation.host}
             result = kernel(*args, **kwargs)
+            within = self._calls[outer:]
+            own = len(records) - before - sum(each.recorded for each in within)
+            if within and not own:  # A fused operation without a kernel calls others, which have the host values too.
+                return result
             ran = chosen(*arguments.values())
             if choose := getattr(ran, "chosen", None):
                 ran = choose(*arguments.values())
             updates = getattr(ran, "updates", True)
             fixes = getattr(ran, "fixes_queries", not updates)
-            self._calls.append(HostCall(operation.name, len(records) - before, updates, fixes, names))
+            self._calls.append(HostCall(operation.name, own, updates, fixes, names))
             return result
 
         return recording

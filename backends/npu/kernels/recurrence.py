@@ -36,6 +36,7 @@ def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
     constants = Constants(device)
     return {
         "causal_conv1d": CausalConv(),
+        "channel_delta_rule": ChannelDeltaRule(),
         "delta_rule_gates": delta_rule_gates,
         "gated_delta_rule": DeltaRule(constants, fuses=generation.delta_rule),
         "gated_rms_norm": gated_rms_norm,
@@ -99,6 +100,33 @@ def prepared(weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tens
 def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.delta_rule_gates`. The sum of two dtypes is in float32."""
     return functional.softplus(a + dt_bias) * factor, torch.sigmoid(b)
+
+
+class ChannelDeltaRule:
+    """``channel_delta_rule``, composed: CANN's operation has one decay for all channels of a key."""
+
+    updates = False  # as for DeltaRule
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        query_start_loc: Tensor,
+        query_start_loc_host: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See :func:`hal.ops.channel_delta_rule`."""
+        queries = composed_recurrence.queries_each(query.shape[0], query_start_loc_host.tolist())
+        if queries is None or queries > composed_recurrence.FEW:
+            _refuse_in_capture()
+        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, query_start_loc_host
+        return composed_recurrence.channel_delta_rule(*given, scale)
 
 
 class DeltaRule:

@@ -60,8 +60,10 @@ class TestOptions:
         assert backend.state_layout == "canonical"
 
     def test_every_operation_has_a_kernel(self, npu: Opened) -> None:
-        assert {each.name for each in ops.catalogue().values() if each.namespace == "hal" and not each.fused} <= set(
-            npu().kernels
+        # CANN has no operator that chooses blocks for each key head, so the references run.
+        composed = {"attend_chosen", "select_blocks"}
+        assert {each.name for each in ops.catalogue().values() if each.namespace == "hal" and not each.fused} == (
+            {each for each in npu().kernels if each in ops.catalogue() and not ops.operation(each).fused} | composed
         )
 
     @pytest.mark.parametrize(
