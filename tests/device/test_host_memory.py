@@ -42,7 +42,7 @@ def test_small_tensors_lie_side_by_side() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 def test_memory_is_given_back() -> None:
     chunks = SharedChunks()
-    kept, alone = [chunks.copy(torch.ones(CHUNK // 8)) for _ in range(6)], host_empty((CHUNK,), torch.int8)
+    kept, alone = [chunks.copy(torch.ones(CHUNK // 32)) for _ in range(24)], host_empty((CHUNK,), torch.int8)
     before = mapped()
     del alone, kept, chunks
     gc.collect()

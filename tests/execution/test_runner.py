@@ -410,3 +410,8 @@ class TestCacheLayout:
         del kernels["store_kv_cache"]
         with pytest.raises(DriverIncompatible, match="'heads first' but no kernel for store_kv_cache"):
             self.backend(cpu, kernels)
+
+    def test_an_operation_of_few_models_is_refused_when_it_is_called(self, cpu: hal.Backend) -> None:
+        refused = self.backend(cpu, self.kernels()).resolve(hal.ops.operation("attend_chosen"))
+        with pytest.raises(DriverIncompatible, match="'heads first' but no kernel for attend_chosen, which was called"):
+            refused()
