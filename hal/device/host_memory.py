@@ -48,14 +48,14 @@ class HostMemory:
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor in memory of its own."""
+    """Return a tensor alone in its memory."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     taken = HostMemory(nbytes).take(shape, dtype) if nbytes else None
     return torch.empty(shape, dtype=dtype) if taken is None else taken
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros in memory of its own, all of which is taken now."""
+    """Return a tensor of zeros alone in its memory, all of which is taken now."""
     return host_empty(shape, dtype).zero_()
 
 

@@ -1,4 +1,4 @@
-"""Kimi delta attention, a recurrent layer whose state decays in each channel at a rate of its own."""
+"""Kimi delta attention, a recurrent layer whose state decays at a different rate in each channel."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class KimiDeltaAttention(nn.Module):
 
     @property
     def weights(self) -> Mapping[str, Weight]:
-        """The declarations of its own tensors, in float32."""
+        """The declarations of the tensors that no part of the layer holds, in float32."""
         bias = Weight(("dt_bias",), "features", "features", dtype=torch.float32, share=Share(self.head_dim))
         factor = attrs.evolve(bias, sources=("A_log",), axes="one two heads three", shard="heads", share=Share())
         return {"dt_bias": bias, "decay_factor": attrs.evolve(factor, function=negative_exponential)}
