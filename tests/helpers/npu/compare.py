@@ -375,7 +375,10 @@ def compare(ours: Run, case: Case) -> Agreement:
 
 
 REROUTED = 0.005
-"""Share of tokens that a near tie of a router may send to other experts in one of two correct runs. Seen: 0.002."""
+"""Share of texts whose last token a near tie of a router may send to other experts in one of two correct runs.
+
+Sequences that begin alike share their ties, so that each text counts once. Seen: 0.005, of 1,146 texts.
+"""
 
 
 def compare_routed(ours: Run, case: Case) -> Agreement:
@@ -385,6 +388,11 @@ def compare_routed(ours: Run, case: Case) -> Agreement:
         AssertionError: more tokens are off than near ties explain, or the others differ by more than rounding.
     """
     known = case.known
+
+    def check_few(places: Sequence[tuple[int, int]]) -> None:
+        few, texts = ({tuple(case.rounded.texts[row][: at + 1]) for row, at in each} for each in (places, found))
+        assert len(few) <= REROUTED * len(texts), places
+
     found = {(row, at): each for row, logits in enumerate(ours.logits) for at, each in enumerate(logits)}
     distances = {place: float(rms(each.double() - known.exact[place[0]][place[1]])) for place, each in found.items()}
     errors = {(row, at): float(known.errors[row][at]) for row, at in found}
@@ -396,11 +404,11 @@ def compare_routed(ours: Run, case: Case) -> Agreement:
             ties += check_choice("", int(logits.argmax()), known, *place)
         except AssertionError:
             off.append(place)
-    assert len(off) <= REROUTED * len(found), off
+    check_few(off)
     # In the CPU's rounded run, too, tokens take other experts. Each outweighs hundreds of others in the mean.
     typical = math.hypot(*distances.values()) / math.sqrt(len(found))
     theirs = [place for place, error in errors.items() if error > MANY_TOKENS.token * (distances[place] + typical)]
-    assert len(theirs) <= REROUTED * len(found), theirs
+    check_few(theirs)
     others = found.keys() - set(off + theirs)
     mean = math.hypot(*(distances[each] for each in others)) / math.hypot(*(errors[each] for each in others))
     assert mean <= MANY_TOKENS.mean
