@@ -17,7 +17,7 @@ void multiply(const T* x, const T* weight, const T* bias, T* y, int64_t rows, in
         const int64_t taken = std::min(kOthers, rows - row);
         const T* others[kOthers];
         for (int64_t i = 0; i < taken; i++) others[i] = x + (row + i) * x_stride;
-const bool parallel = out * width > 1 << 16;
+        const bool parallel = out * width > 1 << 16;
         Claims claims((out + kBlock - 1) / kBlock, parallel ? omp_get_max_threads() : 1);
 #pragma omp parallel if (parallel)
         {
