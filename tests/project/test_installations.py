@@ -41,7 +41,8 @@ def test_commands_with_child_processes(clone: Clone, tmp_path: Path) -> None:
     folders = (clone.root, tmp_path)
     assert len({clone.check(folder, "hal", *generate, "--tensor-parallel", "2") for folder in folders}) == 1
     commands = (("hal",), ("python", "-m", "hal"))
-    assert len({clone.check(folder, *command, "backends") for command in commands for folder in folders}) == 1
+    shown = {clone.check(folder, *command, "backends") for command, folder in zip(commands, folders, strict=True)}
+    assert len(shown) == 1
 
 
 @thorough(EXHAUSTIVE, r"\[(editable|folder)")

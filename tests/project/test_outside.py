@@ -46,8 +46,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(folder, request.param)
 
 
-@thorough(EXHAUSTIVE, r"\[LatentForCausalLM-inductor")
-@thorough(EXHAUSTIVE, r"\[(Experts|Pictures)ForCausalLM-inductor")
+@thorough(EXHAUSTIVE, r"\[(Latent|Experts|Pictures)ForCausalLM-inductor")
+@thorough(EXHAUSTIVE, r"\[((Latent|Experts)ForCausalLM-piecewise_eager|(Experts|Pictures)ForCausalLM-graph)")
 @thorough(MODE, r"\[(?!Recurrent).*-(piecewise\w*|inductor)\]|\[(?!Recurrent).*-graph\]|\[Recurrent\w+-inductor")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_in_batches_that_change(made: tuple[str, Path], mode: str) -> None:

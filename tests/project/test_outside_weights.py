@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
 from helpers.quantized import error, kept_layers, wide
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -65,7 +65,8 @@ def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
         return runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.clone()
 
 
-@thorough(MODE, r"\[inductor|\[piecewise|\[graph-(dense|biased)|\[eager-experts")
+@thorough(MODE, r"\[(inductor-dense|piecewise-biased|eager-experts)")
+@thorough(EXHAUSTIVE, r"\[(graph-(dense|biased)|piecewise-(dense|experts)|inductor-(experts|biased))")
 @pytest.mark.parametrize("overrides", [{}, EXPERTS, {"attention_bias": True}], ids=["dense", "experts", "biased"])
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "inductor"])
 def test_it_computes_as_the_dequantized_weights_do(compiler: str, overrides: dict[str, Any], tmp_path: Path) -> None:

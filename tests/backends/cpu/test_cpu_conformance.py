@@ -17,11 +17,22 @@ pytestmark = [
     thorough(LONG, r"\[rewrites/expert_mlp/proof"),
     thorough(PROCESSES, r"\[ranks/"),
     thorough(FAMILY, r"\[models/(?!qwen3/)\w+/(graph|piecewise|inductor)/"),
+    # Each sample of more than five, each special value and each rewrite runs in float32 and in one type of 16 bits.
+    thorough(EXHAUSTIVE, r"\[operations/\w+/float16/sample-([579]|\d*[1-9][13579])\]"),
+    thorough(EXHAUSTIVE, r"\[operations/\w+/bfloat16/sample-([68]|\d*[1-9][02468])\]"),
+    thorough(EXHAUSTIVE, r"\[operations/\w+/float16/(.*, )?(nan|infinity)\]"),
+    thorough(EXHAUSTIVE, r"\[operations/\w+/bfloat16/(.*, )?(large|rows-\w+)\]"),
+    thorough(EXHAUSTIVE, r"\[rewrites/\w+/(bfloat16/another-reader|float16/alone)"),
+    thorough(EXHAUSTIVE, r"\[ranks/layers/\S+/float16"),
+    # tests/compile/test_rewrites.py proves these as well.
+    thorough(EXHAUSTIVE, r"\[rewrites/(multi_head_latent_attention|add_rms_norm)/proof"),
+    thorough(EXHAUSTIVE, r"\[models/llama/inductor"),
     thorough(EXHAUSTIVE, r"\[models/qwen3/(graph|piecewise\w*)/float16"),
-    thorough(EXHAUSTIVE, r"\[models/llama/((graph|piecewise_eager)/bfloat16|(eager|piecewise)/float16)"),
-    thorough(EXHAUSTIVE, r"\[models/qwen3_moe/((eager|graph)/float16|piecewise\w*/bfloat16)"),
-    thorough(EXHAUSTIVE, r"\[runners/inductor/(queries|padding|shared-queries-[24])"),
-    thorough(EXHAUSTIVE, r"\[runners/(piecewise/(queries-[48]|shared-queries-4)|piecewise_eager/\S*queries-[48])"),
+    thorough(EXHAUSTIVE, r"\[models/llama/((graph|piecewise\w*)/bfloat16|(eager|piecewise)/float16)"),
+    thorough(EXHAUSTIVE, r"\[models/qwen3_moe/(eager/float16|piecewise/bfloat16|(graph|piecewise_eager)/b?float16)"),
+    thorough(EXHAUSTIVE, r"\[runners/inductor/(queries|padding|shared-queries-[24]|block-edges|second-block|order)"),
+    thorough(EXHAUSTIVE, r"\[runners/piecewise/(queries-[48]|shared-queries-4|order|second-block)"),
+    thorough(EXHAUSTIVE, r"\[runners/piecewise_eager/(\S*queries-[48]|padding|block-edges)"),
 ]
 
 conformance = Conformance(backend="cpu")
