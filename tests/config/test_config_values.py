@@ -59,6 +59,13 @@ VALUES: dict[str, Any] = {
     "{}": {},
 }
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
+FURTHER = ("-Infinity", "-1e308", "-0.0", "2**63", "-2**63")
+"""Values left to the exhaustive run: Infinity, 1e308, 0, 10**400 and -1 end alike."""
+every_value = pytest.mark.parametrize(
+    "values",
+    [{name: VALUES[name] for name in VALUES if (name in FURTHER) == further} for further in (False, True)],
+    ids=["values", "further values"],
+)
 REGISTERED = [
     each.name for each in importlib.metadata.entry_points(group=GROUP) if each.value.startswith("hal.models.")
 ]
@@ -192,27 +199,39 @@ MODEL_KEYS += [(each, key) for each in ARCHITECTURES for key in sorted(declared(
 @thorough(
     EXHAUSTIVE, rf"\[Qwen3(_5Moe|Next)ForCausalLM-({'|'.join(OF_HYBRIDS)})|\[Qwen3_5Moe\w+-({'|'.join(OF_SPARSE)})"
 )
+@thorough(EXHAUSTIVE, "further values")
+@every_value
 @pytest.mark.parametrize(("checkpoint", "key"), MODEL_KEYS, indirect=["checkpoint"])
-def test_keys_of_models(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+def test_keys_of_models(values: dict[str, Any], key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
-    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]
+    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in values.items()]
     assert not any(found), "\n".join(filter(None, found))
 
 
 @thorough(FAMILY)
+@thorough(EXHAUSTIVE, "further values")
+@every_value
 @pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize("key", sorted({*INERT_MODEL_KEYS, *KEYS_BESIDE, *config_keys(), "a_key_of_nobody"}))
-def test_keys_that_no_model_reads(key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+def test_keys_that_no_model_reads(values: dict[str, Any], key: str, checkpoint: Path, cpu: hal.Backend) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
-    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in VALUES.items()]
-    found += [tried(checkpoint, {**config, key: [{"a": VALUES[name]}]}, key, name, cpu) for name in NOT_FINITE]
+    found = [tried(checkpoint, {**config, key: value}, key, name, cpu) for name, value in values.items()]
+    found += [
+        tried(checkpoint, {**config, key: [{"a": VALUES[name]}]}, key, name, cpu)
+        for name in NOT_FINITE
+        if name in values
+    ]
     assert not any(found), "\n".join(filter(None, found))
 
 
 @thorough(FAMILY, r"\[(?!yarn)")
+@thorough(EXHAUSTIVE, "further values")
+@every_value
 @pytest.mark.parametrize("checkpoint", [LLAMA], indirect=True)
 @pytest.mark.parametrize(("rope_type", "key"), ROPE_KEYS)
-def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend) -> None:
+def test_keys_of_positions(
+    values: dict[str, Any], rope_type: str, key: str, checkpoint: Path, cpu: hal.Backend
+) -> None:
     config = json.loads((checkpoint / "sound.json").read_text())
     known = {field.name for field in attrs.fields(ROPE_TYPES[rope_type])}
     rope = {"rope_type": rope_type, **{name: value for name, value in ROPE.items() if name in known}}
@@ -220,7 +239,7 @@ def test_keys_of_positions(rope_type: str, key: str, checkpoint: Path, cpu: hal.
     computes(checkpoint, cpu)
     found = [
         tried(checkpoint, {**config, "rope_parameters": {**rope, key: value}}, key, name, cpu)
-        for name, value in VALUES.items()
+        for name, value in values.items()
     ]
     assert not any(found), "\n".join(filter(None, found))
 
@@ -282,15 +301,17 @@ def runs(config: dict[str, Any], folder: Path) -> str:
 
 @thorough(AGAIN, r"\[cache\.(block_size|num_tokens)")
 @thorough(MODE, r"\[compilation\.(decode|prefill|encoder|queries|passes|splitting)|\[compilation\.(torch|debug|cache)")
-@thorough(MODE, r"\[(strict|check_model|cache\.(num|saved)\w+|parallel\.(data|timeout)|options\.instructions)\]")
+@thorough(MODE, r"\[(strict|check_model|cache\.(num|saved)\w+|parallel\.(data|timeout)|options\.instructions)-")
+@thorough(EXHAUSTIVE, "further values")
+@every_value
 @pytest.mark.parametrize("path", [*paths(Config), *CPU_OPTIONS], ids=".".join)
-def test_keys_of_the_configuration(path: tuple[str, ...], checkpoint_of_one: Path) -> None:
+def test_keys_of_the_configuration(values: dict[str, Any], path: tuple[str, ...], checkpoint_of_one: Path) -> None:
     bases: list[dict[str, Any]] = [{"backend": "cpu", "cache": {"num_tokens": 256}}]
     if path[0] in ("compilation", "cache"):
         bases.append({**bases[0], "compilation": {"compiler": "graph", "max_capture_size": 2}})
     found = []
     for base in bases:
-        for name, value in VALUES.items():
+        for name, value in values.items():
             for given in (value, [value], {"add_rms_norm": value}):
                 if problem := runs(with_key(base, path, given), checkpoint_of_one):
                     found.append(f"{name}, as {type(given).__name__}: {problem}")
