@@ -171,7 +171,7 @@ def test_parts_that_hang_are_ended(faulty: pytest.MonkeyPatch, trained: Path, tm
 def test_conformance_goes_on_after_a_hang(faulty: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
     faulty.setenv("HAL_FAULTY_FAULT", "hang")
     faulty.setattr(running, "parts", lambda request: [each for each in parts(request) if each.name == "conformance"])
-    faulty.setattr(running, "CASE_SECONDS", 12.0)
+    faulty.setattr(running, "CASE_SECONDS", 8.0)
     faulty.setattr(running, "RESTARTS", 1)
     request = Request(checkpoint=str(trained), backend="faulty", dtype="float32", seconds=120)
     (found,) = run_parts(request, {}, tmp_path, lambda said: None)

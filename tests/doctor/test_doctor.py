@@ -62,17 +62,6 @@ class Absent(Acme):
     def probe(self):
         return hal.vendor.Probe(False, "there is no Acme card", "buy one")
 
-class WrongEpsilon(Acme):
-    def backend(self, chosen, **given):
-        norm = lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps + 0.1)
-        return super().backend(chosen, kernels={"rms_norm": norm})
-
-class RaisingKernel(Acme):
-    def backend(self, chosen, **given):
-        def silu_and_mul(x):
-            raise RuntimeError("unit 3 is on fire")
-        return super().backend(chosen, kernels={"silu_and_mul": silu_and_mul})
-
 class StaleGraph(hal.vendor.Graph):
     '''Launches nothing at a replay, though host values are there.'''
     def _capture_context(self, stream):
@@ -90,11 +79,15 @@ class StaleGraph(hal.vendor.Graph):
     def _release(self): pass
     def dump(self, path): pass
 
-class Stale(Acme):
+class Faulty(Acme):
     def backend(self, chosen, **given):
         class Backend(hal.Backend):
             def graph(self): return StaleGraph()
-        return Backend(self.name, hal.vendor.HostDevice(), kernels={}, graphs=True)
+        def silu_and_mul(x):
+            raise RuntimeError("unit 3 is on fire")
+        wrong = lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps + 0.1)
+        kernels = {"rms_norm": wrong, "silu_and_mul": silu_and_mul}
+        return Backend(self.name, hal.vendor.HostDevice(), kernels=kernels, graphs=True)
 
 class RaisesInProbe(Acme):
     def probe(self):
@@ -135,7 +128,6 @@ class NextMinor(Acme):
 """
 BROKEN = {
     "raises": "raise RuntimeError('no libacme.so')",
-    "exits": "raise SystemExit(0)",
     "vanishes": "import os; os._exit(0)",
     "crashes": "import ctypes; ctypes.string_at(0)",
     "hangs": "import time\nwhile True: time.sleep(1)",
@@ -192,7 +184,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the findings for all installed drivers: valid ones, and some whose import kills the process."""
     doctor = Doctor(tmp_path_factory.mktemp("everything") / "site")
     broken = {name: text for name, text in BROKEN.items() if name != "hangs"}
-    drivers = {name: f"broken_{name}:Driver" for name in broken} | {"missing": "no_such_module:Driver"}
+    drivers = {name: f"broken_{name}:Driver" for name in broken}
     drivers |= {name: f"acme_driver:{name}" for name in re.findall(r"class (\w+)\(Acme\)", ACME)}
     drivers["acme"] = "acme_driver:Acme"
     doctor.install(drivers, **{f"broken_{name}": text for name, text in broken.items()})
@@ -213,7 +205,6 @@ def of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
             "importing the driver: the driver raises cannot be imported: RuntimeError: no libacme.so",
             "no libacme.so",
         ),
-        ("exits", "importing the driver: the driver exits cannot be imported: SystemExit: 0", "raise SystemExit(0)"),
         ("vanishes", "importing the driver: it exited with status 0", ""),
         ("crashes", "importing the driver: it was terminated by SIGSEGV", "Fatal Python error: Segmentation fault"),
     ],
@@ -251,7 +242,6 @@ def test_and_the_others_are_examined_all_the_same(everything: dict[str, Any]) ->
     cpu, acme, absent = (of(everything, name) for name in ("cpu", "acme", "Absent"))
     assert cpu["status"] == acme["status"] == "works"
     assert (absent["status"], absent["reason"], absent["hint"]) == ("unavailable", "there is no Acme card", "buy one")
-    assert "no_such_module" in of(everything, "missing")["reason"]
     assert "needs driver API 4.99" in of(everything, "NextMinor")["reason"]
     assert of(everything, "NextMinor")["status"] == "broken"
 
@@ -260,39 +250,27 @@ class TestTogether:
     """Drivers are examined concurrently, with one time limit for all."""
 
     @thorough(PROCESSES)
-    def test_those_that_hang_are_killed_together_and_show_where(self, doctor: Doctor) -> None:
-        hanging = [f"hangs{number}" for number in range(3)]
-        doctor.install(dict.fromkeys(hanging, "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
-        start = time.monotonic()
-        document = doctor.found("--timeout", "30", code=1)
-        took = time.monotonic() - start
-        for name in hanging:
-            found = of(document, name)
+    def test_each_and_all_have_a_limit(self, doctor: Doctor) -> None:
+        """Twice as many hang as can run at once. One that only waited to measure is not broken."""
+        most = driver_processes.MOST_PROCESSES
+        hanging = [f"a_hangs{number:03}" for number in range(2 * most)]
+        drivers = {"a_first": "acme_driver:Acme", **dict.fromkeys(hanging, "broken_hangs:Driver")}
+        doctor.install(drivers, broken_hangs=BROKEN["hangs"])
+        document = doctor.found("--timeout", "30", "--total-timeout", "50", code=1)
+        assert document["ok"] is False
+        late = [of(document, name) for name in hanging]
+        for found in late[: most - 1]:
             assert (found["status"], found["reason"]) == ("broken", "importing the driver: it was killed after 30 s")
             assert "--timeout" in found["hint"]
             assert any("broken_hangs.py" in line and "line 2" in line for line in found["log"]), found["log"]
-        assert took < 30 * len(hanging), "sequentially they would take longer"
-
-    @thorough(PROCESSES)
-    def test_the_limit_for_all(self, doctor: Doctor) -> None:
-        """There are more drivers than can run at once. One that only waited to measure is not broken."""
-        hanging = [f"a_hangs{number}" for number in range(driver_processes.MOST_PROCESSES)]
-        drivers = {"a_first": "acme_driver:Acme", **dict.fromkeys(hanging, "broken_hangs:Driver")}
-        doctor.install(drivers, broken_hangs=BROKEN["hangs"])
-        document = doctor.found("--timeout", "400", "--total-timeout", "40", code=1)
-        assert document["ok"] is False
-        for name in hanging:
-            found = of(document, name)
-            assert found["status"] == "broken"
-            assert "it was killed after " in found["reason"]
-            assert "--total-timeout" in found["hint"]
+        ended = [found for found in late if found["status"] == "broken" and "--total-timeout" in found["hint"]]
+        assert ended
+        assert all("it was killed after " in found["reason"] for found in ended)
         over = "the time for all drivers ran out"
         first, cpu = of(document, "a_first"), of(document, "cpu")
         assert (first["status"], first["reason"]) == ("works", f"not measured: {over}")
-        assert {each["name"]: each["outcome"] for each in first["devices"][0]["checks"]} == {
-            **PASSED,
-            "graph": "skipped",
-        }
+        outcomes = {each["name"]: each["outcome"] for each in first["devices"][0]["checks"]}
+        assert outcomes == {**PASSED, "graph": "skipped"}
         assert first["devices"][0]["measures"] is None
         assert (cpu["status"], cpu["reason"]) == ("unavailable", f"not examined: {over}")
         assert "--total-timeout" in cpu["hint"]
@@ -402,22 +380,19 @@ def test_a_slow_probe_is_shown_as_such(took: float | None, shown: str) -> None:
 
 
 @thorough(PROCESSES)
-@pytest.mark.parametrize(
-    ("name", "failed", "detail"),
-    [
-        ("WrongEpsilon", "rms_norm", "times the allowed difference"),
-        ("RaisingKernel", "silu_and_mul", "it raised RuntimeError: unit 3 is on fire"),
-        ("Stale", "graph", "a replay after the input was set to 5.0"),
-    ],
-)
-def test_a_check_that_fails(everything: dict[str, Any], name: str, failed: str, detail: str) -> None:
-    found = of(everything, name)
-    assert (found["status"], found["reason"]) == ("broken", f"failed: {failed}")
+def test_checks_that_fail(everything: dict[str, Any]) -> None:
+    expected = {
+        "rms_norm": "times the allowed difference",
+        "silu_and_mul": "it raised RuntimeError: unit 3 is on fire",
+        "graph": "a replay after the input was set to 5.0",
+    }
+    found = of(everything, "Faulty")
+    assert (found["status"], found["reason"]) == ("broken", f"failed: {', '.join(expected)}")
     for device in found["devices"]:
-        (check,) = [each for each in device["checks"] if each["outcome"] == "failed"]
-        assert check["name"] == failed
-        assert detail in check["detail"]
-        assert check["remedy"]
+        failed = {each["name"]: each for each in device["checks"] if each["outcome"] == "failed"}
+        assert list(failed) == list(expected)
+        assert all(detail in failed[name]["detail"] for name, detail in expected.items()), failed
+        assert all(check["remedy"] for check in failed.values())
         assert device["measures"] is not None, "a failed check must not end the examination"
 
 
