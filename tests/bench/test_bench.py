@@ -255,7 +255,7 @@ class TestCheckpoints:
 class TestRecurrentLayers:
     """A step changes their states, which each contender restores before the next one."""
 
-    @thorough(MODE, "compiled")
+    @thorough(EXHAUSTIVE, "compiled")
     @pytest.mark.parametrize("mode", ["eager", "compiled"])
     def test_steps_of_transformers_agree(self, mode: str) -> None:
         pytest.importorskip("transformers", reason="transformers is the other contender")
@@ -268,14 +268,6 @@ class TestRecurrentLayers:
             found = timing.check(contenders, setting.dtype)
             assert [each.contender for each in found] == ["hal graph", f"transformers {mode}"]
             assert all(each.difference < 1e-4 for each in found)
-
-    @thorough(FAMILY)
-    def test_prompts_of_transformers_agree(self) -> None:
-        pytest.importorskip("transformers", reason="transformers is the other contender")
-        (found,) = measurement.run(
-            tiny(workload="prefill", shapes="tiny-hybrid", length=70, against=("transformers",))
-        ).agreements[1]
-        assert found.difference < 1e-4
 
     def test_the_states_of_a_prefill(self, tmp_path: Path) -> None:
         """A step after a checkpoint's prefill gives the logits of the whole sequence."""
@@ -309,21 +301,17 @@ class TestPrefill:
         assert "- 3 repeats are too few to quote a figure: use at least 15 (--repeats)" in result.stdout
 
     @thorough(FAMILY)
-    def test_of_another_family_against_transformers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("shapes", "length"), [("llama", 200), ("tiny-hybrid", 70), ("tiny-experts", 40)])
+    def test_other_families_against_transformers(
+        self, shapes: str, length: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """transformers stacks the experts of a layer, the checkpoint does not; all contenders have the same weights."""
         pytest.importorskip("transformers", reason="transformers is the other contender")
         sizes = "hidden_size intermediate_size head_dim num_hidden_layers num_attention_heads num_key_value_heads"
         small = {key: TINY[key] for key in ("dtype", "vocab_size", *sizes.split())}
         llama = {**SHAPES["llama-3.2-1b"], **small, "tie_word_embeddings": False}
-        monkeypatch.setattr(plan, "SHAPES", {"llama": llama})
-        result = measurement.run(tiny(workload="prefill", shapes="llama", length=200, against=("transformers",)))
-        (found,) = result.agreements[1]
-        assert found.difference < 1e-4
-
-    @thorough(FAMILY)
-    def test_experts_against_transformers(self) -> None:
-        """transformers stacks the experts of a layer, the checkpoint does not; all contenders have the same weights."""
-        pytest.importorskip("transformers", reason="transformers is the other contender")
-        chosen = tiny(workload="prefill", shapes="tiny-experts", length=40, against=("transformers",))
+        monkeypatch.setattr(plan, "SHAPES", {**SHAPES, "llama": llama})
+        chosen = tiny(workload="prefill", shapes=shapes, length=length, against=("transformers",))
         (found,) = measurement.run(chosen).agreements[1]
         assert found.difference < 1e-4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -528,14 +527,6 @@ class TestProcess:
 
     @thorough(PROCESSES)
     @pytest.mark.shows("streams", "the command")
-    def test_an_interrupt_ends_a_process_that_streams(self, endless: list[str]) -> None:
-        process = self.started(endless)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert stderr.decode().splitlines()[-1] == "interrupted"
-
-    @thorough(PROCESSES)
     def test_a_reader_that_leaves_ends_it_quietly(self, endless: list[str]) -> None:
         process = self.started(endless)
         assert process.stdout is not None

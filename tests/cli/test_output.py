@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
 import subprocess
@@ -128,14 +127,6 @@ class TestNoise:
         assert "noise" not in result.stdout
         assert [each for each in EVERYWHERE if each not in result.stderr] == []
 
-    @thorough(PROCESSES)
-    def test_of_json(self, run: Any, checkpoint: Path) -> None:
-        options = "--backend cpu --backend noisy --json --max-new-tokens 2 --prompt the"
-        result = run("compare", checkpoint, *options.split())
-        assert result.returncode == 0, result.stderr
-        assert json.loads(result.stdout)[0]["second"] == "noisy"
-        assert "noise of C in a kernel" in result.stderr
-
     def test_into_one_terminal_or_pipe_nothing_is_lost(self, run: Any) -> None:
         result = run("backends", stderr=subprocess.STDOUT)
         assert "it is loud" in result.stdout
@@ -182,8 +173,8 @@ def _leaves(command: click.Command) -> Iterator[click.Command]:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a /dev/full")
 class TestFull:
-    @thorough(PROCESSES, r"\[arguments[01]")
-    @pytest.mark.parametrize("arguments", [["ops"], ["doctor", "--backend", "cuda", "--json"], ["--help"]])
+    @thorough(PROCESSES, r"\[arguments0")
+    @pytest.mark.parametrize("arguments", [["ops"], ["--help"]])
     def test_stdout(self, run: Any, arguments: Sequence[str]) -> None:
         with open("/dev/full", "w") as full:
             result = run(*arguments, stdout=full)
