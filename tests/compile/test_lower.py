@@ -201,6 +201,18 @@ class TestCleanUp:
         # 1 and 1.0 give different results.
         assert self.count(common_subexpressions, lambda x: (x.int() + 1, x.int() + 1.0), *inputs((5, 8))) == 1
 
+    def test_fills_are_told_apart_by_their_shapes_alone(self) -> None:
+        def equal(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            return (torch.ones_like(x).sum() + torch.ones_like(y).sum(),)
+
+        def others(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            filled = (torch.ones_like(x, dtype=torch.float16), torch.full_like(y, 2), torch.full_like(y, 3))
+            return (torch.ones_like(x.t()).cumsum(0), torch.ones_like(x).cumsum(0), *(each.sum() for each in filled))
+
+        assert self.count(common_subexpressions, equal, *inputs((5, 8), (5, 8))) == 2
+        assert self.count(common_subexpressions, equal, *inputs((5, 8), (8, 5))) == 0
+        assert self.count(common_subexpressions, others, *inputs((5, 8), (5, 8))) == 0
+
     def test_outputs_stay_apart(self) -> None:
         def viewed(x: Tensor) -> tuple[Tensor, ...]:
             return x.cos().view(-1), x.cos()[1:], torch.zeros(4), torch.zeros(4)

@@ -22,6 +22,8 @@ from hal.compile.fx.symbolic_sizes import value
 aten = torch.ops.aten
 
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
+FILLS = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
+"""Operators that read no element of their operand, only its shape."""
 LARGEST_CONSTANT = 1 << 20
 """The most bytes of a constant that is stored with a graph."""
 
@@ -157,7 +159,11 @@ def _pure(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node) -> Any:
-    return node.target, _frozen(node.args), _frozen(node.kwargs)
+    args = node.args
+    if node.target in FILLS:
+        fake = value(node)
+        args = (str(fake.shape), str(fake.stride()), fake.dtype, fake.device, *args[1:])
+    return node.target, _frozen(args), _frozen(node.kwargs)
 
 
 def _frozen(value: Any) -> Any:
