@@ -27,6 +27,10 @@ pytestmark = [
     ),
     thorough(EXHAUSTIVE, r"\[runners/piecewise_eager/\S*queries-[48]"),
     thorough(EXHAUSTIVE, r"\[ranks/skipped-collective"),
+    # Of a mode, the cases that need its own code stay; lengths, blocks and dtypes are the same in all modes.
+    thorough(EXHAUSTIVE, r"\[runners/(npugraph_ex|piecewise_eager)/(block-edges|second-block|order|shared-)"),
+    thorough(EXHAUSTIVE, r"\[models/(llama/(npugraph_ex|piecewise)/|qwen3/(eager|npugraph_ex)/float16)"),
+    thorough(EXHAUSTIVE, r"\[limits/head_dims/(96|112|144|160|176|208|224|240|272|[34]\d\d)/"),
 ]
 
 conformance = Conformance(backend="npu", ranks={"options": {"emulator": "on"}})

@@ -17,7 +17,7 @@ from hal.backends.npu import emulator
 from helpers import TESTS
 from helpers.attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
 from helpers.npu.attending import BLOCK, Attend
-from helpers.thorough import AGAIN, DRAW, thorough
+from helpers.thorough import AGAIN, EXHAUSTIVE, thorough
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,7 +47,7 @@ class TestHostValues:
         graph = attend.backend.graph()
         self.check(attend, graph, graph.capture(attend.twice))
 
-    @thorough(DRAW, r"\[([4-9]|1\d)\]")
+    @thorough(EXHAUSTIVE, r"\[([4-9]|1\d)\]")
     @pytest.mark.parametrize("seed", range(20))
     def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
         attend = Attend(npu())
@@ -55,7 +55,7 @@ class TestHostValues:
         with emulator.schedule(seed):
             self.check(attend, graph, graph.capture(attend.twice))
 
-    @thorough(DRAW, r"\[([4-9]|1\d)\]")
+    @thorough(EXHAUSTIVE, r"\[([4-9]|1\d)\]")
     @pytest.mark.parametrize("seed", range(20))
     def test_without_a_wait_between_replays(self, npu: Opened, seed: int) -> None:
         """A replay whose lengths are set while the previous one runs must not change the previous one's lengths."""

@@ -56,8 +56,8 @@ def opened(npu: Opened, mode: str, dtype: str) -> hal.Backend:
     return npu(compilation=compilation, cache=cache, dtype=dtype)
 
 
-@thorough(MODE, r"\[(float32-(graph|piecewise|npugraph)|bfloat16-(eager|graph))")
-@thorough(EXHAUSTIVE, r"\[bfloat16-(piecewise|npugraph)")
+@thorough(MODE, r"\[(float32-(piecewise|npugraph)|bfloat16-graph)")
+@thorough(EXHAUSTIVE, r"\[(bfloat16-(eager|piecewise|npugraph)|float32-graph)")
 @pytest.mark.parametrize("mode", ["eager", "graph", "piecewise", "npugraph_ex"])
 def test_batches_that_change(saved: tuple[str, Path], npu: Opened, mode: str) -> None:
     state, folder = saved

@@ -11,7 +11,7 @@ from helpers import TESTS
 from helpers.kernel_checks import check_kernel
 from helpers.npu import latent_launches
 from helpers.npu.drawn import attention_arguments
-from helpers.thorough import FAMILY, thorough
+from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 
 import hal
 from hal import ops
@@ -187,6 +187,7 @@ def test_the_page_has_the_launches_of_a_layer(name: str, tmp_path: Path) -> None
     assert f"\n{row}" in (DOCS / "reference" / "npu-launches.md").read_text(encoding="utf-8")
 
 
+@thorough(EXHAUSTIVE, r"\[torch\.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_model_that_selects_fewer_tokens_than_it_has(dtype: torch.dtype, tmp_path: Path) -> None:
     """The NPU's logits differ from float32 no more than twice as much as the CPU's in the same dtype, on the whole."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.replacing import generated, logits, tensors, two_checkpoints
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
 
@@ -34,6 +34,7 @@ OTHERS = (
 
 
 @thorough(MODE, r"\[compressed-tensors/w8a8-npugraph_ex-True")
+@thorough(EXHAUSTIVE, r"\[(tied-eager|modelslim/w8a16)")
 @pytest.mark.parametrize(
     ("kind", "compiler", "nz"),
     [

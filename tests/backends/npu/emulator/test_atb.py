@@ -15,7 +15,7 @@ from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
 from helpers.emulator.fused_references import attention, in_fractals, written
 from helpers.emulator.ones import bf16, f32, half, i32, i64
 from helpers.emulator.refusals import Row
-from helpers.thorough import DRAW, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("internal_formats")
@@ -74,7 +74,7 @@ class Paged:
             torch.testing.assert_close(one, expected[:, 0], rtol=bound, atol=bound)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", range(6), ids=lambda seed: f"seed{seed}")
 @pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])
 @pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
@@ -96,7 +96,7 @@ def test_the_widths_of_keys_and_values(dims: tuple[int, int], block: int) -> Non
     paged.check()
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 def test_with_a_workspace(seed: int) -> None:
     paged = Paged("workspace", torch.float16, seed)
@@ -119,7 +119,7 @@ def test_reshape_and_cache_of_int8_keys_in_fractals() -> None:
         assert torch.equal(plain, in_fractals(written(cache, row, slots)))
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("skipped", [False, True], ids=["all", "skipped"])
 @pytest.mark.parametrize("fractal", [False, True], ids=["nd", "nz"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.emulator.aten_cases import CASES, FLOATING, OPERATIONS, SCALES
 from helpers.emulator.aten_draw import ALL, FLOATS, Case, Draw
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, thorough
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, SampleInput, UnaryUfuncInfo
@@ -140,7 +140,7 @@ def test_samples_of_torch(name: str, dtype: torch.dtype) -> None:
     assert ran
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize(("case", "dtype", "seed"), drawn())
 @pytest.mark.usefixtures("no_fallback")
 def test_operation(case: Case, dtype: torch.dtype, seed: int) -> None:

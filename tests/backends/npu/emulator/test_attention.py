@@ -18,7 +18,7 @@ import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import HALVES, ROUNDING, Draw, soil_memory
 from helpers.emulator.fused_references import attention
-from helpers.thorough import DRAW, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -222,7 +222,7 @@ PART = len(COMBINED) // 4
 """How many combinations are in a part. Each pair of values occurs in the first."""
 
 
-@thorough(DRAW, r"\[[1-9]-")
+@thorough(EXHAUSTIVE, r"\[[1-9]-")
 @pytest.mark.parametrize("combined", COMBINED, ids=[f"{n // PART}-{each}" for n, each in enumerate(COMBINED)])
 def test_fused_inference(combined: tuple[str, str, str | None, tuple[int, int], bool]) -> None:
     number = COMBINED.index(combined)
@@ -278,7 +278,7 @@ def test_without_the_flag_a_log_sum_exp_that_is_given_is_left_as_it_is(captured:
     assert output.isfinite().all()
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "BNSD", "TND"])
 def test_bias_or_sink(layout: str, seed: int) -> None:
@@ -308,7 +308,7 @@ def test_bias_or_sink(layout: str, seed: int) -> None:
     )
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "BNSD"])
 def test_incremental_and_prompt(layout: str, seed: int) -> None:
@@ -342,7 +342,7 @@ def test_incremental_and_prompt(layout: str, seed: int) -> None:
     compare(many, layout, output, None, list(many.hidden(3, 0, 0, None)), 0.125)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("version", OF_VERSION)
 def test_out_with_a_workspace(version: int, seed: int) -> None:
@@ -361,7 +361,7 @@ def test_out_with_a_workspace(version: int, seed: int) -> None:
     compare(batch, "BSH", output, lse, list(batch.hidden(0, 0, 0, None)), 0.125)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["float16", "bfloat16", "float32"]
@@ -400,7 +400,7 @@ def test_scaled_dot_product(mask: str, dtype: torch.dtype, seed: int) -> None:
     torch.testing.assert_close(result.cpu().double(), expected, rtol=bound, atol=bound)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize("seed", SEEDS, ids=["seed0", "seed1"])
 @pytest.mark.parametrize("layout", ["BSH", "SBH", "BSND", "BNSD", "TND"])
 @pytest.mark.parametrize("sparse", [0, 2, 3, 4])

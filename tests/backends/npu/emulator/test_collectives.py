@@ -17,7 +17,7 @@ import torch
 from hal.backends.npu.emulator import control, tracing
 from helpers import ROOT
 from helpers.emulator.torchrun import environment, torchrun
-from helpers.thorough import DRAW, EXHAUSTIVE, LONG, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, LONG, PROCESSES, thorough
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = ROOT / "docs" / "reference" / "emulated-cann.md"
@@ -206,7 +206,7 @@ def test_found_by_name_and_device(pair: list[hccl.Communicator]) -> None:
     assert [each.value for each in handles] == [each.handle.value for each in pair]
 
 
-@thorough(DRAW, r"\[[2-7]")
+@thorough(EXHAUSTIVE, r"\[[2-7]")
 @pytest.mark.parametrize("seed", range(8))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     inputs = [values(rank, 100, "float32", seed) for rank in range(2)]
@@ -273,9 +273,8 @@ def test_pages_of_large_messages_are_given_back() -> None:
         each.destroy()
 
 
-@thorough(DRAW, r"\[[2-4]-|\[[2-7]")
-@thorough(EXHAUSTIVE, r"\[[34]-|\[4|\[[345]-")
-@pytest.mark.parametrize(("seed", "count"), [(1, 300), *((seed, 10_000) for seed in range(2, 5))])
+@thorough(EXHAUSTIVE, r"\[[2-4]-")
+@pytest.mark.parametrize(("seed", "count"), [(1, 1000), *((seed, 10_000) for seed in range(2, 5))])
 def test_random_calls_on_overlapping_groups(tmp_path: Path, seed: int, count: int) -> None:
     results = hccl.run_ranks("hccl_stress.py", "stress", 4, str(tmp_path), seed, count, seconds=400)
     for each in results:

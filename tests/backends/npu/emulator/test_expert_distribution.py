@@ -16,7 +16,7 @@ from hal.backends.npu.emulator import control, tracing
 from helpers.emulator.children import on_soc
 from helpers.emulator.device_ranks import two_ranks
 from helpers.emulator.refusals import check_refused
-from helpers.thorough import DRAW, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -136,7 +136,7 @@ def check_both(pair: list[hccl.Communicator], asked: Asked, mask: str | None = N
         torch.testing.assert_close(found.cpu()[takes_part], combined(tokens)[takes_part], rtol=0, atol=0)
 
 
-@thorough(DRAW, r"\[dtype\d-[1-4]")
+@thorough(EXHAUSTIVE, r"\[dtype\d-[1-4]")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_there_and_back(pair: list[hccl.Communicator], dtype: torch.dtype, seed: int) -> None:
@@ -230,7 +230,7 @@ def test_in_graphs_with_other_values(pair: list[hccl.Communicator]) -> None:
             torch.testing.assert_close(result.cpu(), combined(tokens), rtol=0, atol=0)
 
 
-@thorough(DRAW, r"\[[1-3]")
+@thorough(EXHAUSTIVE, r"\[[1-3]")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     with control.schedule(seed):

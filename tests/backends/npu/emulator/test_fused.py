@@ -26,7 +26,7 @@ from helpers.emulator.fused_draw import (
     parameters,
 )
 from helpers.emulator.fused_references import EPSILON, rms_norm, rope
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, thorough
 from torch import Tensor
 
 
@@ -414,7 +414,7 @@ def top_k_top_p(draw: Draw, limits: str) -> Pairs:
     yield result, Same(expected.to(draw.dtype))
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @thorough(DTYPE, r"-bfloat16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_operation(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Same, case, check, parameters
 from helpers.emulator.fused_references import EPSILON, in_fractals, rms_norm, rope, written
-from helpers.thorough import DRAW, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 
 BLOCKS, BLOCK = 6, 16
@@ -163,7 +163,7 @@ def latent_norm_rope(draw: Draw, mode: str, skipped: bool) -> Pairs:
         yield actual, Near(shaped(written(cache.double(), rows.flatten(0, 2), slots).to(draw.dtype)), 3)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_cache(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -11,7 +11,7 @@ import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import HALVES, Draw, Near, Pairs, Rounded, Same, case, check, optional, parameters
 from helpers.emulator.grouped import in_layout, int8s, nineteen_bits, packed_int4
-from helpers.thorough import DRAW, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("internal_formats")
@@ -169,7 +169,7 @@ def of_transposed_batches(draw: Draw, order1: list[int], split: int) -> Pairs:
     yield y, Near(exact if split == 1 else exact.reshape(m, split, -1).transpose(0, 1), 3)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_product(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -11,7 +11,7 @@ import torch_npu
 from hal.backends.npu import emulator
 from helpers.emulator.fused_draw import FLOATS, HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
 from helpers.emulator.grouped import Grouped, in_layout, int8s, nineteen_bits, packed_int4, rows_of
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, thorough
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("internal_formats")
@@ -270,7 +270,7 @@ def clipped(draw: Draw, interleaved: bool, counts: list[int] | None, dim: int) -
     yield y.reshape(len(flat), -1)[:rows], Near(exact[:rows], 3)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @thorough(DTYPE, r"-float16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_product(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from helpers.emulator.fused_draw import Draw, Near, Pairs, Rounded, case, check, parameters
 from helpers.emulator.grouped import Grouped, in_layout, int8s, packed_int4, rows_of
-from helpers.thorough import DRAW, thorough
+from helpers.thorough import EXHAUSTIVE, thorough
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("internal_formats")
@@ -130,7 +130,7 @@ def of_int4(draw: Draw, layout: str, smooth: int | None, packed: bool) -> Pairs:
     yield from quantized(y, y_scale, exact)
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_product(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     check(run, arguments, dtype, seed)

@@ -25,7 +25,7 @@ from helpers.emulator.fused_draw import (
     parameters,
 )
 from helpers.emulator.routing_references import KINDS, choices, combined, route, whole_order
-from helpers.thorough import DRAW, DTYPE, thorough
+from helpers.thorough import DTYPE, EXHAUSTIVE, thorough
 from torch import Tensor
 
 EXPERTS = 8
@@ -342,7 +342,7 @@ def re_routing(draw: Draw, scaled: bool, kind: torch.dtype) -> Pairs:
         yield permuted, Same(scales[order])
 
 
-@thorough(DRAW, r"seed[1-9]")
+@thorough(EXHAUSTIVE, r"seed[1-9]")
 @thorough(DTYPE, r"-float32-|-float16-")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), list(parameters(__name__)))
 def test_operation(run: Callable[..., Pairs], arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:

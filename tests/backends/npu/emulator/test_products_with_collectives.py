@@ -14,7 +14,7 @@ from hal.backends.npu.emulator import control, faults, tracing
 from helpers.emulator.children import on_soc
 from helpers.emulator.device_ranks import two_ranks
 from helpers.emulator.refusals import check_refused
-from helpers.thorough import DRAW, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -332,7 +332,7 @@ def test_in_graphs_with_other_values(pair: list[hccl.Communicator], name: str) -
             same(out.cpu(), due)
 
 
-@thorough(DRAW, r"\[[1-5]")
+@thorough(EXHAUSTIVE, r"\[[1-5]")
 @pytest.mark.parametrize("seed", range(6))
 def test_any_schedule(pair: list[hccl.Communicator], seed: int) -> None:
     xs, ws = [draw(rank, 4, 256, seed=seed) for rank in range(2)], [draw(rank, 256, 8, seed=1) for rank in range(2)]
