@@ -44,6 +44,18 @@ RECURRENT = frozenset({"causal_conv1d", "delta_rule_gates", "gated_delta_rule", 
 further = pytest.mark.thorough(DRAW)
 """Marks what is left to `make test-all`: the interpreter is slow."""
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def by_turns(names: str | tuple[str, ...], values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize by values and by ``dtype``. `make test-all` runs each value in one dtype, which they have in turn."""
+    cases = [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), dtype, marks=[further] * (at != number % 3))
+        for number, value in enumerate(values)
+        for at, dtype in enumerate(DTYPES)
+    ]
+    return pytest.mark.parametrize((*((names,) if isinstance(names, str) else names), "dtype"), cases, ids=str)
+
+
 SIDES = ("before", "after")
 """The side of a tensor on which the protected memory is."""
 

@@ -59,7 +59,7 @@ def test_in_the_interpreter(file: str) -> None:
 
 @thorough(EXHAUSTIVE)
 @thorough(DRAW)
-@pytest.mark.parametrize("file", FILES[2:])
+@pytest.mark.parametrize("file", FILES)
 def test_further_cases_in_the_interpreter(file: str) -> None:
     passes(file, interpret=True, marked="thorough")
 
