@@ -72,7 +72,7 @@ def start_ranks(
     from hal.checkpoint.loading import check_shared
     from hal.device.host_capacity import check_ranks
     from hal.parallel.launch import run_ranks
-    from hal.parallel.launcher_variables import is_rank
+    from hal.parallel.mesh import is_rank
 
     if (ranks := parallel.size) == 1 or is_rank():
         return False

@@ -191,40 +191,32 @@ CACHE_DTYPES = ("int8", "fp8")
 """The values of ``cache.dtype`` that quantize a cache."""
 
 
-def _dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a tuple of one or more of :data:`DTYPES`."""
-    if not (isinstance(value, tuple) and value and all(each in DTYPES for each in value)):
-        raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of supported dtypes",
-            f"use a tuple of one or more of {', '.join(map(str, DTYPES))}",
-        )
+def _tuple_of(what: str, remedy: str, right: Callable[[Any], bool], least: int = 0) -> Callable[..., None]:
+    """Return an attrs validator of a tuple of at least so many values, each of which is right."""
+
+    def check(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not (isinstance(value, tuple) and len(value) >= least and all(map(right, value))):
+            raise DriverError(f"the limits of a backend have {attribute.name}={value!r}, not a tuple of {what}", remedy)
+
+    return check
 
 
-def _cache_dtypes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a tuple of names of :data:`CACHE_DTYPES`."""
-    if not (isinstance(value, tuple) and all(each in CACHE_DTYPES for each in value)):
-        raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of dtypes of quantized caches",
-            f"use a tuple of some of {', '.join(map(repr, CACHE_DTYPES))}",
-        )
-
-
-def _schemes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a tuple of names."""
-    if not (isinstance(value, tuple) and all(isinstance(each, str) for each in value)):
-        raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of names of quantization schemes",
-            'use a tuple of names, such as ("fp8",)',
-        )
-
-
-def _sizes(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a tuple of positive integers."""
-    if not (isinstance(value, tuple) and all(type(each) is int and each > 0 for each in value)):
-        raise DriverError(
-            f"the limits of a backend have {attribute.name}={value!r}, not a tuple of positive integers",
-            "use a tuple of positive integers, such as (64, 128)",
-        )
+_dtypes = _tuple_of(
+    "supported dtypes", f"use a tuple of one or more of {', '.join(map(str, DTYPES))}", lambda each: each in DTYPES, 1
+)
+_cache_dtypes = _tuple_of(
+    "dtypes of quantized caches",
+    f"use a tuple of some of {', '.join(map(repr, CACHE_DTYPES))}",
+    lambda each: each in CACHE_DTYPES,
+)
+_schemes = _tuple_of(
+    "names of quantization schemes", 'use a tuple of names, such as ("fp8",)', lambda each: isinstance(each, str)
+)
+_sizes = _tuple_of(
+    "positive integers",
+    "use a tuple of positive integers, such as (64, 128)",
+    lambda each: type(each) is int and each > 0,
+)
 
 
 def _count(limits: Limits, attribute: attrs.Attribute[Any], value: Any) -> None:

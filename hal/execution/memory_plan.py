@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -13,12 +14,18 @@ from hal.config.bounds import SEQUENCES, check_count
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import EAGER
 from hal.errors import ConfigError
-from hal.execution.capture.capture_sizes import MARGIN, capture_sizes, prompt_tokens_to_capture, queries_to_capture
+from hal.execution.capture.capture_sizes import (
+    MARGIN,
+    capture_sizes,
+    growth_in,
+    prompt_tokens_to_capture,
+    queries_to_capture,
+)
 from hal.execution.encoding import most_tokens
 from hal.execution.state_spec import check_fits, check_placed, longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
-from hal.step import LAST, StateSpec
+from hal.step import LAST, Batch, StateMemory, StateSpec
 from hal.step.fields import DUMMY_BLOCK
 from hal.step.padding import padding_batch
 from hal.step.rows import taken
@@ -196,13 +203,15 @@ def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], long
         batch = padding_batch(model.batch_type, lengths, block_size=size, device=device.torch, cached=starts)
         device.synchronize()
         device.empty_cache()
-        measured, before = device.reset_peak(), device.memory_stats().allocated
-        (hidden, *_) = flat_outputs(model, model(batch, states.layers))
-        if model.has_logits:
-            model.logits(taken(hidden, LAST, batch, batch.shape))
-        device.synchronize()
-        found.append(max(0, device.memory_stats().peak - before) if measured else None)
+        _, growth = growth_in(partial(_step, model, batch, states), device)
+        found.append(growth)
     return found
+
+
+def _step(model: CausalLM, batch: Batch, states: StateMemory) -> None:
+    (hidden, *_) = flat_outputs(model, model(batch, states.layers))
+    if model.has_logits:
+        model.logits(taken(hidden, LAST, batch, batch.shape))
 
 
 def _encoder_bytes(model: CausalLM, backend: Backend) -> tuple[int | None, int]:
@@ -214,10 +223,7 @@ def _encoder_bytes(model: CausalLM, backend: Backend) -> tuple[int | None, int]:
     encoder(encoder.batch([encoder.example(1)]).to(device.torch))  # It may load kernels, so it is not counted.
     device.synchronize()
     device.empty_cache()
-    measured, before = device.reset_peak(), device.memory_stats().allocated
-    found = encoder(batch)
-    device.synchronize()
-    growth = max(0, device.memory_stats().peak - before) if measured else None
+    found, growth = growth_in(partial(encoder, batch), device)
     return growth, backend.config.cache.num_embeddings * found.shape[1] * found.element_size()
 
 

@@ -35,8 +35,7 @@ from hal.execution.state_spec import (
     windows_of,
 )
 from hal.execution.step_output import StepOutput
-from hal.execution.steps import Steps
-from hal.execution.uncaptured import Uncaptured
+from hal.execution.steps import Steps, Uncaptured
 from hal.nn import CausalLM, EncoderItem
 from hal.step import LAST, Batch, Bounds, StateMemory, Wanted
 from hal.step.block_allocator import BlockAllocator, PrefixCache, SlotAllocator

@@ -28,17 +28,22 @@ from hal.nn.decoder_config import (
     text_config,
     vision_config,
 )
-from hal.nn.delta_net_config import RECURRENT, DeltaNetConfig, HybridLayerType
 from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
-from hal.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm, ShortConvolution
+from hal.nn.gated_delta_net import (
+    RECURRENT,
+    DeltaNetConfig,
+    GatedDeltaNet,
+    GatedRMSNorm,
+    HybridLayerType,
+    ShortConvolution,
+)
 from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
-from hal.nn.mixer import Angles, Mixer
 from hal.nn.mlp import MLP, ActivationName, GatedMLP
-from hal.nn.model import CausalLM, LayerState
+from hal.nn.model import Angles, CausalLM, LayerState, Mixer
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding

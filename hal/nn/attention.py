@@ -13,8 +13,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import Linear, MergedLinear
-from hal.nn.mixer import Angles
-from hal.nn.model import LayerState
+from hal.nn.model import Angles, LayerState
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.weight import Share, Weight
 from hal.ops import AttentionOptions

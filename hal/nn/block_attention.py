@@ -12,8 +12,7 @@ from hal.errors import ConfigError
 from hal.nn.attention import Attention, Norm, SelfAttention
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import OUT, Linear
-from hal.nn.mixer import Angles
-from hal.nn.model import LayerState
+from hal.nn.model import Angles, LayerState
 from hal.nn.rotary import RotaryEmbedding
 from hal.nn.weights.weight import Share
 from hal.step.batch import Batch

@@ -20,8 +20,7 @@ from hal.nn.attention import Norm
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear
-from hal.nn.mixer import Angles, Mixer
-from hal.nn.model import CausalLM, LayerState
+from hal.nn.model import Angles, CausalLM, LayerState, Mixer
 from hal.nn.norm import RMSNorm
 from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch

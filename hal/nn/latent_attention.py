@@ -14,8 +14,7 @@ from hal import ops
 from hal.device.group import Group
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import OUT, Linear, MergedLinear
-from hal.nn.mixer import Angles
-from hal.nn.model import LayerState
+from hal.nn.model import Angles, LayerState
 from hal.nn.norm import RMSNorm
 from hal.nn.rope_parameters import SIZE
 from hal.nn.rotary import RotaryEmbedding

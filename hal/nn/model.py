@@ -1,22 +1,59 @@
-"""The interface of causal language models."""
+"""The interfaces of causal language models, and of the mixers of their layers."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from hal.device.group import Group
 from hal.errors import ConfigError, ModelError
 from hal.nn.encoder import Encoder, EncoderItem, Placement
+from hal.nn.rotary import RotaryEmbedding
 from hal.step.batch import Batch
 from hal.step.state import LayerStates
 
 LayerState = Mapping[str, Tensor]
 """The state tensors of a layer, by name."""
+Angles = tuple[Tensor, Tensor] | None
+"""The cos and sin of a layer's positions; None for a layer without a rotary embedding."""
+
+
+class Mixer(Protocol):
+    """Lets a token read other tokens, such as :class:`SelfAttention` and :class:`GatedDeltaNet`; a module.
+
+    Attributes:
+        rotaries: the rotary embedding, in a tuple; empty for none. Layers share it.
+        states: the states of the layer on this rank, by name.
+        causal: whether a token reads only tokens up to itself.
+    """
+
+    @property
+    def rotaries(self) -> tuple[RotaryEmbedding, ...]: ...
+
+    @property
+    def states(self) -> LayerStates: ...
+
+    @property
+    def causal(self) -> bool: ...
+
+    def split(self, tensor: Group) -> None:
+        """Compute this rank's part from now on."""
+
+    def __call__(self, hidden: Tensor, angles: Angles, batch: Any, state: LayerState) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape.
+
+        What :meth:`hal.nn.Decoder.further` returns for the layer follows.
+
+        Args:
+            hidden: the tokens.
+            angles: of the rotary embedding; None without one.
+            batch: the step, of the model's ``batch_type``.
+            state: the layer's states.
+        """
 
 
 class CausalLM(nn.Module):

@@ -29,8 +29,7 @@ from hal.config.child_process import ChildProcess, signal_name
 from hal.config.process_keeper import ProcessKeeper
 from hal.device.host_capacity import check_ranks, host_memory, usable_cores
 from hal.errors import CommunicationError
-from hal.parallel.launcher_variables import is_rank, launched
-from hal.parallel.mesh import Mesh, explained
+from hal.parallel.mesh import Mesh, explained, is_rank, launched
 
 T = TypeVar("T")
 

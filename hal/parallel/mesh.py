@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,6 @@ from torch import distributed
 from hal.config.settings import ParallelConfig
 from hal.device.group import SOLO, Group, forget_group, register_group
 from hal.errors import CommunicationError, ConfigError
-from hal.parallel.launcher_variables import is_rank, launched
 
 MISSING = "check that all ranks were started, and that they reach each other at MASTER_ADDR and MASTER_PORT"
 """The remedy of an error at the start of ranks."""
@@ -137,6 +137,27 @@ def _registered(name: str, process_group: Any, timeout: float) -> Group:
     made = Group(name, distributed.get_rank(process_group), size, process_group, timeout)
     register_group(made)
     return made
+
+
+def is_rank() -> bool:
+    """Return whether this process was started as a rank, by :func:`run_ranks` or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks.
+
+    Raises:
+        ConfigError: the variables of a rank do not hold its numbers.
+    """
+    texts = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank, ranks = (int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1 for text in texts)
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"the variables RANK and WORLD_SIZE are {texts[0]!r:.40} and {texts[1]!r:.40}, not a rank and their number",
+            "start the process with torchrun, which sets both for each rank, or unset them",
+        )
+    return rank, ranks
 
 
 def joined(config: ParallelConfig, mesh: Mesh, name: str, distributed: str | None) -> Mesh:

@@ -96,7 +96,10 @@ def raises(kind: type[HalError], use: Callable[[], Any], what: str) -> None:
     try:
         use()
     except kind as error:
-        require(bool(error.problem and error.remedy), f"{what}: the {kind.__name__} lacks a problem or a remedy")
+        require(
+            bool(error.problem.strip() and error.remedy.strip()),
+            f"{what}: the {kind.__name__} lacks a problem or a remedy",
+        )
         return
     raise AssertionError(f"{what} raised no {kind.__name__}")
 

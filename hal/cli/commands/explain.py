@@ -232,8 +232,7 @@ def _print_encoder_launches(context: FormContext) -> None:
     import torch
 
     from hal.drivers.compiler import EAGER, OPTIMIZED
-    from hal.execution.steps import Steps
-    from hal.execution.uncaptured import Uncaptured
+    from hal.execution.steps import Steps, Uncaptured
 
     on, encoder, chosen = context.backend, context.encoder, context.config.compiler
     assert encoder is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,36 +146,24 @@ _SPLIT = ops.operation("split_qkv_rmsnorm_rope")
 _Split = tuple[Tensor, Tensor, Tensor]
 
 
-def _batched_split(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    num_heads: int,
-    num_kv_heads: int,
-    batch: int,
-) -> _Split:
-    query, key, value = of_operation(_SPLIT).pattern(qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads)
-    return query, key, value.unflatten(0, (batch, -1))
+def _of_batches(split: Callable[..., Any]) -> Callable[..., _Split]:
+    """Return a split whose values keep a batch and a length."""
 
+    def batched(
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        batch: int,
+    ) -> _Split:
+        query, key, value = split(qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads)
+        return query, key, value.unflatten(0, (batch, -1))
 
-def _batched_split_operation(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    num_heads: int,
-    num_kv_heads: int,
-    batch: int,
-) -> _Split:
-    query, key, value = hal.split_qkv_rmsnorm_rope.default(
-        qkv, q_weight, k_weight, cos, sin, eps, num_heads, num_kv_heads
-    )
-    return query, key, value.unflatten(0, (batch, -1))
+    return batched
 
 
 def _batched_split_samples(draw: Draw) -> Iterator[Sample]:
@@ -185,8 +174,8 @@ def _batched_split_samples(draw: Draw) -> Iterator[Sample]:
 
 batched_split = Rewrite(
     "split_qkv_rmsnorm_rope_of_batches",
-    _batched_split,
-    _batched_split_operation,
+    _of_batches(lambda *given: of_operation(_SPLIT).pattern(*given)),
+    _of_batches(hal.split_qkv_rmsnorm_rope.default),
     _batched_split_samples,
     axes={name: axes for name, axes in _SPLIT.axes.items() if name != "return"},
     dtypes={name: dtypes for name, dtypes in _SPLIT.dtypes.items() if name != "return"},

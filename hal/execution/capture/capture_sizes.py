@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from hal.config import CompilationConfig
 from hal.config.bounds import SEQUENCES as LARGEST
+from hal.device.device import Device
 from hal.drivers.backend import Backend
 from hal.errors import CaptureError, ConfigError
 from hal.execution.context import FormContext
 from hal.step import StepShape
+
+T = TypeVar("T")
 
 SMALLEST_TOKENS, LARGEST_TOKENS = 16, 1024
 """The range of the default token counts for prefill. Each count is twice the one before."""
@@ -140,6 +143,15 @@ def bucket_for(size: int, sizes: Sequence[int]) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
+def growth_in(run: Callable[[], T], device: Device) -> tuple[T, int | None]:
+    """Return the result of a step, and the growth of memory in it in bytes; None if the device cannot measure it."""
+    device.synchronize()
+    measured, before = device.reset_peak(), device.memory_stats().allocated
+    result = run()
+    device.synchronize()
+    return result, max(0, device.memory_stats().peak - before) if measured else None
+
+
 MARGIN = 1.15
 """Graphs that share a pool, captured largest first, take little more than the largest step: at most this factor."""
 
@@ -185,18 +197,14 @@ class CaptureBudget:
             graphs: the number of graphs per shape.
         """
         device, limits = backend.device, backend.limits
-        device.synchronize()
-        measured, before = device.reset_peak(), device.memory_stats()
-        largest_step()
-        device.synchronize()
-        peak = device.memory_stats().peak
+        _, growth = growth_in(largest_step, device)
         device.empty_cache()  # Graphs have a separate pool, which cannot use memory cached for others.
         return cls(
             phase=phase,
             shapes=tuple(shapes),
             streams=len(shapes) * graphs * limits.streams_per_graph,
             streams_left=None if limits.max_streams is None else limits.max_streams - backend.streams_in_graphs,
-            bytes=round((peak - before.allocated) * MARGIN) if measured else None,
+            bytes=None if growth is None else round(growth * MARGIN),
             bytes_left=device.memory_stats().free,
         )
 
