@@ -135,10 +135,6 @@ def check_layers(driver: str, layers: Iterable[type[nn.Module]]) -> None:
         )
 
 
-LAYOUTS_MAY_LACK = frozenset({"attend_chosen"})
-"""Operations on keys and values that few models have: with another layout, a call without a kernel is refused."""
-
-
 def reads_layout(operation: Operation) -> bool:
     """Return whether an operation, without a kernel, reads or writes keys or values in the canonical layout."""
     return bool(operation.touches_state and KEY_VALUE.intersection(operation.state))
@@ -146,8 +142,8 @@ def reads_layout(operation: Operation) -> bool:
 
 def check_state_layout(driver: str, layout: str, kernels: Collection[str]) -> None:
     """Raise DriverIncompatible if the layout is not canonical and an operation on keys or values has no kernel."""
-    given = LAYOUTS_MAY_LACK.union(kernels)
-    without = [each.name for each in ops.catalogue().values() if reads_layout(each) and each.name not in given]
+    read = [each for each in ops.catalogue().values() if reads_layout(each) and not each.rare]
+    without = [each.name for each in read if each.name not in kernels]
     if without and layout != "canonical":
         raise DriverIncompatible(
             f"the driver {driver} has state_layout = {layout!r} but no kernel for {', '.join(without)}",

@@ -152,11 +152,6 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
         "query": "tokens num_heads head_dim",
         "key_cache": "num_blocks block_size num_kv_heads head_dim",
         "value_cache": "num_blocks block_size num_kv_heads head_dim",
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
-        "query_start_loc_host": "sequences+1",
-        "kv_lens_host": "sequences",
         "sinks": "num_heads",
         "return": "tokens num_heads head_dim",
     },
@@ -164,11 +159,6 @@ def _paged_attention_samples(draw: Draw) -> Iterator[Sample]:
         "query": FLOATING,
         "key_cache": "query",
         "value_cache": "query",
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
-        "query_start_loc_host": torch.int32,
-        "kv_lens_host": torch.int32,
         "sinks": "query",
         "return": "query",
     },
@@ -218,6 +208,29 @@ def paged_attention(
     return attend_to(query, key_cache[blocks], value_cache[blocks], query_start_loc, kv_lens, sinks, options)
 
 
+def owners(tokens: int, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the tokens of a step, and the sequence of each; past the last one, their number."""
+    token = torch.arange(tokens, device=query_start_loc.device)
+    return token, torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+
+
+def weights_of(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of visible scores, and 0 for others and in rows of no visible ones.
+
+    Args:
+        scores: ``[..., num_kv_heads, heads of a key head, queries, keys]``, float32.
+        visible: bool, to which the scores' shape can be broadcast.
+        sinks: as of :func:`paged_attention`.
+    """
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(scores.shape[-4], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return weights.masked_fill(~visible, 0.0)
+
+
 def attend_to(
     query: Tensor,
     keys: Tensor,
@@ -233,18 +246,13 @@ def attend_to(
         query: ``[tokens, num_heads, head_dim]``, as the arguments that are not described here.
         keys: ``[sequences, blocks, block_size, num_kv_heads, head_dim]``, of any floating dtype.
         values: as ``keys``.
-        query_start_loc: see there.
-        kv_lens: see there.
-        sinks: see there.
-        options: see there.
     """
     tokens, num_heads, head_dim = query.shape
     sequences, max_blocks, block_size, kv_heads = keys.shape[:4]
     capacity = max_blocks * block_size
 
     # Compute the scores of all tokens and gathered keys, and mask those of other sequences.
-    token = torch.arange(tokens, device=query.device)
-    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    token, owner = owners(tokens, query_start_loc)
     owned = torch.clamp(owner, max=sequences - 1)
     length = kv_lens.long()[owned]
     position = length - query_start_loc.long()[owned + 1] + token
@@ -271,12 +279,5 @@ def attend_to(
     if options.alibi is not None:
         slopes = options.alibi * alibi_slopes(num_heads, query.device).view(kv_heads, -1, 1, 1)
         scores = scores + slopes * (slot - position[:, None]).repeat(1, sequences)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sink = sinks.float().view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    weights = weights.masked_fill(~mask, 0.0)
-    result = weights @ values.permute(1, 0, 2).unsqueeze(1)
+    result = weights_of(scores, mask, sinks) @ values.permute(1, 0, 2).unsqueeze(1)
     return result.permute(2, 0, 1, 3).reshape(tokens, num_heads, head_dim).to(query.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import OperationError
+from hal.ops.attention import owners
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
@@ -41,17 +42,11 @@ def _select_samples(draw: Draw) -> Iterator[Sample]:
     axes={
         "query": "tokens index_heads index_dim",
         "index_cache": "num_blocks block_size index_dim",
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
         "return": "tokens index_heads top*group",
     },
     dtypes={
         "query": FLOATING,
         "index_cache": "query",
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
         "return": torch.int32,
     },
     rowwise="tokens",
@@ -78,8 +73,7 @@ def select_blocks(
         query: ``[tokens, index_heads, index_dim]``, floating.
         index_cache: ``[num_blocks, block_size, index_dim]``, of query's dtype; includes the new keys.
         block_table: as of :func:`select_keys`, like the arguments that follow.
-        query_start_loc: see there.
-        kv_lens: see there.
+        query_start_loc, kv_lens: see there.
         top: the number of selected blocks, 1 or more.
         group: the number of positions of a block, 1 or more.
         local: the number of last blocks that are selected in any case, from 0 to ``top``.
@@ -136,8 +130,6 @@ def _attend_samples(draw: Draw) -> Iterator[Sample]:
         "key_cache": "num_blocks block_size num_kv_heads head_dim",
         "value_cache": "num_blocks block_size num_kv_heads head_dim",
         "positions": "tokens choices selected",
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
         "return": "tokens num_heads head_dim",
     },
     dtypes={
@@ -145,12 +137,11 @@ def _attend_samples(draw: Draw) -> Iterator[Sample]:
         "key_cache": "query",
         "value_cache": "query",
         "positions": torch.int32,
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
         "return": "query",
     },
     rowwise="tokens",
     state=("key_cache", "value_cache"),
+    rare=True,
 )
 def attend_chosen(
     query: Tensor,
@@ -190,8 +181,7 @@ def attend_chosen(
             f"attend_chosen has {choices} choices for {kv_heads} key heads and {query.shape[1]} heads",
             "use numbers of which each divides the next",
         )
-    token = torch.arange(query.shape[0], device=query.device)
-    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    _, owner = owners(query.shape[0], query_start_loc)
     table = block_table.long()[owner.clamp(max=block_table.shape[0] - 1)]
     chosen = positions.long().repeat_interleave(kv_heads // choices, 1)  # [tokens, num_kv_heads, selected]
     hidden, at = chosen < 0, chosen.clamp(min=0)

@@ -40,9 +40,8 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
         "value": "tokens num_kv_heads head_dim",
         "key_cache": "num_blocks block_size num_kv_heads head_dim",
         "value_cache": "num_blocks block_size num_kv_heads head_dim",
-        "slot_mapping": "tokens",
     },
-    dtypes={"key": FLOATING, "value": "key", "key_cache": "key", "value_cache": "key", "slot_mapping": torch.int32},
+    dtypes={"key": FLOATING, "value": "key", "key_cache": "key", "value_cache": "key"},
     rowwise="tokens",
     state=("key_cache", "value_cache"),
     mutates=("key_cache", "value_cache"),
@@ -140,7 +139,6 @@ def _store_quantized_samples(draw: Draw) -> Iterator[Sample]:
         "values": _CACHE,
         "key_scales": _SCALES,
         "value_scales": _SCALES,
-        "slot_mapping": "tokens",
     },
     dtypes={
         "key": FLOATING,
@@ -151,7 +149,6 @@ def _store_quantized_samples(draw: Draw) -> Iterator[Sample]:
         "values": "keys",
         "key_scales": torch.float32,
         "value_scales": torch.float32,
-        "slot_mapping": torch.int32,
     },
     rowwise="tokens",
     state=("keys", "values", "key_scales", "value_scales"),
@@ -224,11 +221,6 @@ def _attention_samples(draw: Draw) -> Iterator[Sample]:
         "values": _CACHE,
         "key_scales": _SCALES,
         "value_scales": _SCALES,
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
-        "query_start_loc_host": "sequences+1",
-        "kv_lens_host": "sequences",
         "sinks": "num_heads",
         "return": "tokens num_heads head_dim",
     },
@@ -238,11 +230,6 @@ def _attention_samples(draw: Draw) -> Iterator[Sample]:
         "values": "keys",
         "key_scales": torch.float32,
         "value_scales": torch.float32,
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
-        "query_start_loc_host": torch.int32,
-        "kv_lens_host": torch.int32,
         "sinks": "query",
         "return": "query",
     },
@@ -275,12 +262,7 @@ def quantized_paged_attention(
         key_scales: ``[num_blocks, block_size, num_kv_heads]``, float32.
         value_scales: as ``key_scales``.
         block_table: as of :func:`paged_attention`, like the arguments that follow.
-        query_start_loc: see there.
-        kv_lens: see there.
-        query_start_loc_host: see there.
-        kv_lens_host: see there.
-        sinks: see there.
-        options: see there.
+        query_start_loc, kv_lens, query_start_loc_host, kv_lens_host, sinks, options: see there.
 
     Returns:
         ``[tokens, num_heads, head_dim]``, of query's dtype.

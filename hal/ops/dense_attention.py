@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hal.ops.attention import owners, weights_of
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
@@ -99,14 +100,7 @@ def scaled_dot_product_attention(
         visible = visible.tril(keys - queries)
     if mask is not None:
         visible = visible & mask.unsqueeze(2)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sink = sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    weights = weights.masked_fill(~visible, 0.0)
-    attended: Tensor = (weights @ value.float().unsqueeze(2)).flatten(1, 2)
+    attended: Tensor = (weights_of(scores, visible, sinks) @ value.float().unsqueeze(2)).flatten(1, 2)
     return attended.to(query.dtype)
 
 
@@ -149,8 +143,6 @@ def _packed_samples(draw: Draw) -> Iterator[Sample]:
         "query": FLOATING,
         "key": "query",
         "value": "query",
-        "query_start_loc": torch.int32,
-        "query_start_loc_host": torch.int32,
         "return": "query",
     },
     rowwise=None,  # A row depends on all rows of its sequence.
@@ -186,8 +178,7 @@ def packed_attention(
     Source: Vaswani et al., *Attention Is All You Need*, 2017; Dao, *FlashAttention-2*, 2023, for the packed form.
     """
     tokens, kv_heads = query.shape[0], key.shape[1]
-    token = torch.arange(tokens, device=query.device)
-    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    token, owner = owners(tokens, query_start_loc)
     outside = token >= query_start_loc[-1]
     visible = (owner[:, None] == owner) & ~outside
     if causal:

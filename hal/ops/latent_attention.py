@@ -26,13 +26,12 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
 
 @op(
     samples=_store_samples,
-    axes={"latent": "tokens rank", "rope": "tokens rope_dim", **_CACHES, "slot_mapping": "tokens"},
+    axes={"latent": "tokens rank", "rope": "tokens rope_dim", **_CACHES},
     dtypes={
         "latent": FLOATING,
         "rope": "latent",
         "latent_cache": "latent",
         "rope_cache": "latent",
-        "slot_mapping": torch.int32,
     },
     rowwise="tokens",
     state=("latent_cache", "rope_cache"),
@@ -105,19 +104,11 @@ def _samples(draw: Draw) -> Iterator[Sample]:
     yield sample([9, 1], [30, 40], window=7, softcap=2.0)
 
 
-_PLACES = {
-    "block_table": "sequences blocks",
-    "query_start_loc": "sequences+1",
-    "kv_lens": "sequences",
-    "query_start_loc_host": "sequences+1",
-    "kv_lens_host": "sequences",
-}
 _DTYPES = {
     "query": FLOATING,
     "query_rope": "query",
     "latent_cache": "query",
     "rope_cache": "query",
-    **dict.fromkeys(_PLACES, torch.int32),
     "return": "query",
 }
 
@@ -128,7 +119,6 @@ _DTYPES = {
         "query": "tokens num_heads rank",
         "query_rope": "tokens num_heads rope_dim",
         **_CACHES,
-        **_PLACES,
         "return": "tokens num_heads rank",
     },
     dtypes=_DTYPES,
@@ -159,11 +149,7 @@ def latent_attention(
         latent_cache: ``[num_blocks, block_size, rank]``, of query's dtype; includes the new tokens.
         rope_cache: ``[num_blocks, block_size, rope_dim]``, as ``latent_cache``.
         block_table: as of :func:`paged_attention`, like the arguments that follow.
-        query_start_loc: see there.
-        kv_lens: see there.
-        query_start_loc_host: see there.
-        kv_lens_host: see there.
-        options: see there.
+        query_start_loc, kv_lens, query_start_loc_host, kv_lens_host, options: see there.
 
     Returns:
         ``[tokens, num_heads, rank]``, of query's dtype.
@@ -194,7 +180,6 @@ def _multi_head_samples(draw: Draw) -> Iterator[Sample]:
         **_CACHES,
         "key_weight": "num_heads nope_dim rank",
         "value_weight": "num_heads value_dim rank",
-        **_PLACES,
         "return": "tokens num_heads value_dim",
     },
     dtypes={**_DTYPES, "key_weight": "query", "value_weight": "query"},
@@ -230,11 +215,7 @@ def multi_head_latent_attention(
         key_weight: ``[num_heads, nope_dim, rank]``, of query's dtype.
         value_weight: ``[num_heads, value_dim, rank]``, of query's dtype.
         block_table: as of :func:`paged_attention`, like the arguments that follow.
-        query_start_loc: see there.
-        kv_lens: see there.
-        query_start_loc_host: see there.
-        kv_lens_host: see there.
-        options: see there.
+        query_start_loc, kv_lens, query_start_loc_host, kv_lens_host, options: see there.
 
     Returns:
         ``[tokens, num_heads, value_dim]``, of query's dtype.

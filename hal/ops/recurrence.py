@@ -13,23 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hal.ops.attention import owners
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
 
-_STEP_AXES = {
-    "read_slots": "sequences",
-    "write_slots": "sequences saves",
-    "query_start_loc": "sequences+1",
-    "query_start_loc_host": "sequences+1",
-}
-_STEP_DTYPES: dict[str, Any] = dict.fromkeys(_STEP_AXES, torch.int32)
 _RULE_DTYPES: dict[str, Any] = {
     "query": FLOATING,
     **dict.fromkeys(("key", "value", "beta", "return"), "query"),
     "decay": torch.float32,
     "state": (torch.float32, "query"),
-    **_STEP_DTYPES,
 }
 SLOTS = 12
 """Slots of the samples, enough for different ones of all reads and writes."""
@@ -60,12 +53,6 @@ def _last_tokens(query_start_loc: Tensor, saves: int) -> tuple[Tensor, Tensor]:
     starts = query_start_loc.long()
     token = starts[1:, None] + torch.arange(-saves, 0, device=starts.device)
     return token, token >= starts[:-1, None]
-
-
-def _owners(tokens: int, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's sequence, ``[tokens]``; that of tokens past the last one is the number of sequences."""
-    token = torch.arange(tokens, device=query_start_loc.device)
-    return token, torch.searchsorted(query_start_loc[1:].long(), token, right=True)
 
 
 def _columns(read_slots: Tensor, write_slots: Tensor | None) -> Tensor:
@@ -107,7 +94,6 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         "weight": "width channels",
         "bias": "channels",
         "window": "num_slots width-1 channels",
-        **_STEP_AXES,
         "return": "tokens channels",
     },
     dtypes={
@@ -115,7 +101,6 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         "weight": "x",
         "bias": "x",
         "window": "x",
-        **_STEP_DTYPES,
         "return": "x",
     },
     rowwise=None,
@@ -160,7 +145,7 @@ def causal_conv1d(
         ``[tokens, channels]``, of x's dtype.
     """
     width, sequences = weight.shape[0], read_slots.shape[0]
-    token, owner = _owners(x.shape[0], query_start_loc)
+    token, owner = owners(x.shape[0], query_start_loc)
     owner = owner.clamp(max=sequences - 1)
     before = window[read_slots.long()]  # [sequences, width - 1, channels]
 
@@ -270,7 +255,6 @@ def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
         "decay": "tokens value_heads",
         "beta": "tokens value_heads",
         "state": "num_slots value_heads value_dim key_dim",
-        **_STEP_AXES,
         "return": "tokens value_heads value_dim",
     },
     dtypes=_RULE_DTYPES,
@@ -325,8 +309,8 @@ def gated_delta_rule(
 
     Source: Yang et al., *Gated Delta Networks: Improving Mamba2 with Delta Rule*, 2024.
     """
-    given = decay.unsqueeze(-1), beta, state, read_slots, write_slots, query_start_loc
-    return _delta_rule(query, key, value, *given, scale)
+    given = beta, state, read_slots, write_slots, query_start_loc
+    return _delta_rule(query, key, value, decay.unsqueeze(-1), *given, scale)
 
 
 def _channel_samples(draw: Draw) -> Iterator[Sample]:
@@ -346,7 +330,6 @@ def _channel_samples(draw: Draw) -> Iterator[Sample]:
         "decay": "tokens heads key_dim",
         "beta": "tokens heads",
         "state": "num_slots heads value_dim key_dim",
-        **_STEP_AXES,
         "return": "tokens heads value_dim",
     },
     dtypes=_RULE_DTYPES,
@@ -379,10 +362,7 @@ def channel_delta_rule(
         beta: ``[tokens, heads]``, of query's dtype: the rate at which the state takes the value, from 0 to 1.
         state: ``[num_slots, heads, value_dim, key_dim]``, as of :func:`gated_delta_rule`.
         read_slots: see there, like the arguments that follow.
-        write_slots: see there.
-        query_start_loc: see there.
-        query_start_loc_host: see there.
-        scale: see there.
+        write_slots, query_start_loc, query_start_loc_host, scale: see there.
 
     Returns:
         ``[tokens, heads, value_dim]``, of query's dtype.
@@ -407,7 +387,7 @@ def _delta_rule(
     """Compute :func:`gated_delta_rule` with the decays ``[tokens, heads, channels]``, of which one may serve all."""
     tokens, heads, _ = value.shape
     sequences = read_slots.shape[0]
-    token, owner = _owners(tokens, query_start_loc)
+    token, owner = owners(tokens, query_start_loc)
     own = owner == torch.arange(sequences, device=query.device)[:, None]  # [sequences, tokens]
     first = query_start_loc.long()[owner.clamp(max=sequences - 1)]
     groups = heads // key.shape[1]

@@ -39,9 +39,6 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "query_rope": "tokens num_heads rope_dim",
         "latent_cache": "num_blocks block_size rank",
         "rope_cache": "num_blocks block_size rope_dim",
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
         "return": "tokens num_heads rank",
     },
     dtypes={
@@ -52,9 +49,6 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "query_rope": "index_query",
         "latent_cache": "index_query",
         "rope_cache": "index_query",
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
         "return": "index_query",
     },
     rowwise="tokens",
@@ -78,12 +72,9 @@ def select_and_attend(
 
     Args:
         index_query: the query of :func:`select_keys`, ``[tokens, index_heads, index_dim]``, floating.
-        weights: see there, like the index cache.
-        index_cache: see there.
+        weights, index_cache: see there.
         query: ``[tokens, num_heads, rank]``, of index_query's dtype; see :func:`attend_selected`.
-        query_rope: see there, like the caches and ``scale``.
-        latent_cache: see there.
-        rope_cache: see there.
+        query_rope, latent_cache, rope_cache: see there, like ``scale``.
         block_table: ``[sequences, blocks]``, int32, of all three caches.
         query_start_loc: ``[sequences + 1]``, int32.
         kv_lens: ``[sequences]``, int32.

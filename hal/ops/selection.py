@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hal.errors import OperationError
+from hal.ops.attention import owners
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
@@ -26,8 +27,8 @@ def _store_samples(draw: Draw) -> Iterator[Sample]:
 
 @op(
     samples=_store_samples,
-    axes={"key": "tokens index_dim", "index_cache": _INDEX_CACHE, "slot_mapping": "tokens"},
-    dtypes={"key": FLOATING, "index_cache": "key", "slot_mapping": torch.int32},
+    axes={"key": "tokens index_dim", "index_cache": _INDEX_CACHE},
+    dtypes={"key": FLOATING, "index_cache": "key"},
     rowwise="tokens",
     state=("index_cache",),
     mutates=("index_cache",),
@@ -82,18 +83,12 @@ def _select_samples(draw: Draw) -> Iterator[Sample]:
         "query": "tokens index_heads index_dim",
         "weights": "tokens index_heads",
         "index_cache": _INDEX_CACHE,
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
-        "kv_lens": "sequences",
         "return": "tokens budget+group-1",
     },
     dtypes={
         "query": FLOATING,
         "weights": ("query", torch.float32),
         "index_cache": "query",
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
-        "kv_lens": torch.int32,
         "return": torch.int32,
     },
     rowwise="tokens",
@@ -176,9 +171,8 @@ def check_budget(budget: int, group: int) -> None:
 
 def places_of(tokens: int, query_start_loc: Tensor, kv_lens: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's sequence and its position there, -1 or less if it is no token of a sequence."""
-    token = torch.arange(tokens, device=query_start_loc.device)
+    token, owner = owners(tokens, query_start_loc)
     starts = query_start_loc.long()
-    owner = torch.searchsorted(starts[1:], token, right=True)
     sequence = owner.clamp(max=kv_lens.shape[0] - 1)
     lengths = kv_lens.long()[sequence]
     position = torch.where((owner == sequence) & (lengths > 0), lengths - starts[sequence + 1] + token, -1)
@@ -213,8 +207,6 @@ def _attend_samples(draw: Draw) -> Iterator[Sample]:
         "latent_cache": "num_blocks block_size rank",
         "rope_cache": "num_blocks block_size rope_dim",
         "positions": "tokens selected",
-        "block_table": "sequences blocks",
-        "query_start_loc": "sequences+1",
         "return": "tokens num_heads rank",
     },
     dtypes={
@@ -223,8 +215,6 @@ def _attend_samples(draw: Draw) -> Iterator[Sample]:
         "latent_cache": "query",
         "rope_cache": "query",
         "positions": torch.int32,
-        "block_table": torch.int32,
-        "query_start_loc": torch.int32,
         "return": "query",
     },
     rowwise="tokens",
@@ -262,8 +252,7 @@ def attend_selected(
 
     Source: DeepSeek-AI, *DeepSeek-V3.2*, 2025.
     """
-    block_size, token = latent_cache.shape[1], torch.arange(query.shape[0], device=query.device)
-    owner = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    block_size, (_, owner) = latent_cache.shape[1], owners(query.shape[0], query_start_loc)
     table = block_table.long()[owner.clamp(max=block_table.shape[0] - 1)]
     hidden, at = positions < 0, positions.long().clamp(min=0)
     slots = table.gather(1, at // block_size), at % block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -66,7 +67,8 @@ def test_host_arguments_repeat_their_device_twins(operation: Operation) -> None:
 def test_documentation_says_what_goes_in_and_out(operation: Operation) -> None:
     text = operation.function.__doc__ or ""
     for parameter in operation.signature.parameters:
-        assert f"{parameter}:" in text, f"{operation.name} does not document {parameter}"
+        described = re.search(rf"^ +(\w+, )*{parameter}(, \w+)*: ", text, re.MULTILINE)
+        assert described, f"{operation.name} does not document {parameter}"
     assert operation.signature.return_annotation in (None, "None") or "Returns:" in text
 
 

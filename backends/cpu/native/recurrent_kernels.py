@@ -92,58 +92,18 @@ class RecurrentKernels(Bindings):
     ) -> Tensor:
         """See :func:`hal.ops.gated_delta_rule`. A task has one value head of a sequence, with all its tokens.
 
+        Decays with a third dimension are those of :func:`hal.ops.channel_delta_rule`.
+
         Raises:
             OperationError: a slot is outside the state, or shapes or dtypes differ.
         """
-        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc
-        return self._rule("gated_delta_rule", *given, scale, (), out)
-
-    def channel_delta_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        read_slots: Tensor,
-        write_slots: Tensor | None,
-        query_start_loc: Tensor,
-        query_start_loc_host: Tensor,
-        scale: float,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :func:`hal.ops.channel_delta_rule`, which is computed as :meth:`gated_delta_rule`."""
-        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc
-        return self._rule("channel_delta_rule", *given, scale, key.shape[2:], out)
-
-    def _rule(
-        self,
-        name: str,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        read_slots: Tensor,
-        write_slots: Tensor | None,
-        query_start_loc: Tensor,
-        scale: float,
-        channels: tuple[int, ...],
-        out: Tensor | None,
-    ) -> Tensor:
-        """Apply a rule, whose decays have this shape for each head."""
+        channels = decay.shape[2:]
+        name = "channel_delta_rule" if channels else "gated_delta_rule"
         written, saves = _written(read_slots, write_slots)
         (tokens, key_heads, key_dim), (_, heads, value_dim) = query.shape, value.shape
         fits = key.shape == query.shape and value.shape[0] == tokens and heads % key_heads == 0
-        fits = (
-            fits
-            and beta.shape == (tokens, heads)
-            and decay.shape == (tokens, heads, *channels)
-            and decay.dtype is torch.float32
-        )
+        fits = fits and beta.shape == decay.shape[:2] == (tokens, heads) and decay.dtype is torch.float32
+        fits = fits and channels in ((), key.shape[2:])
         fits = fits and state.shape[1:] == (heads, value_dim, key_dim) and state.is_contiguous()
         fits = fits and key.dtype is value.dtype is beta.dtype is query.dtype
         fits = fits and state.dtype in (torch.float32, query.dtype)
@@ -169,6 +129,8 @@ class RecurrentKernels(Bindings):
         )
         _check(name, wrong, read_slots, written, starts, state.shape[0])
         return y
+
+    channel_delta_rule = gated_delta_rule
 
     def delta_rule_gates(
         self, a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None

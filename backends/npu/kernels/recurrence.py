@@ -34,11 +34,12 @@ FUSED_HEADS, FUSED_DIM = 256, 256
 def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
     """Return the kernels by operation."""
     constants = Constants(device)
+    rule = DeltaRule(constants, fuses=generation.delta_rule)
     return {
         "causal_conv1d": CausalConv(),
-        "channel_delta_rule": ChannelDeltaRule(),
+        "channel_delta_rule": rule,
         "delta_rule_gates": delta_rule_gates,
-        "gated_delta_rule": DeltaRule(constants, fuses=generation.delta_rule),
+        "gated_delta_rule": rule,
         "gated_rms_norm": gated_rms_norm,
         "l2_norm": L2Norm(constants),
     }
@@ -102,38 +103,12 @@ def delta_rule_gates(a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor) -> t
     return functional.softplus(a + dt_bias) * factor, torch.sigmoid(b)
 
 
-class ChannelDeltaRule:
-    """``channel_delta_rule``, composed: CANN's operation has one decay for all channels of a key."""
-
-    updates = False  # as for DeltaRule
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        read_slots: Tensor,
-        write_slots: Tensor | None,
-        query_start_loc: Tensor,
-        query_start_loc_host: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """See :func:`hal.ops.channel_delta_rule`."""
-        queries = composed_recurrence.queries_each(query.shape[0], query_start_loc_host.tolist())
-        if queries is None or queries > composed_recurrence.FEW:
-            _refuse_in_capture()
-        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, query_start_loc_host
-        return composed_recurrence.channel_delta_rule(*given, scale)
-
-
 class DeltaRule:
     """``gated_delta_rule``: one launch for few tokens of each sequence with a state in bfloat16, else composed.
 
-    CANN's npu_chunk_gated_delta_rule is not used: its documentation allows decays down to -1 only, and trained models
-    have larger ones.
+    ``channel_delta_rule`` is composed: CANN's operations have one decay for all channels of a key. CANN's
+    npu_chunk_gated_delta_rule is not used: its documentation allows decays down to -1 only, and trained models have
+    larger ones.
 
     Args:
         constants: of the device.
@@ -159,12 +134,14 @@ class DeltaRule:
         query_start_loc_host: Tensor,
         scale: float,
     ) -> Tensor:
-        """See :func:`hal.ops.gated_delta_rule`."""
+        """See :func:`hal.ops.gated_delta_rule`, and, of decays with a third dimension, ``channel_delta_rule``."""
+        by_channel = decay.dim() == 3
         starts: list[int] = query_start_loc_host.tolist()
         queries = composed_recurrence.queries_each(query.shape[0], starts)
         sizes = max(value.shape[1], key.shape[1]) <= FUSED_HEADS and max(*key.shape[2:], *value.shape[2:]) <= FUSED_DIM
         few = queries is not None and queries <= FUSED_QUERIES and query.shape[0] <= state.shape[0]
-        if self._fuses and write_slots is None and state.dtype is torch.bfloat16 and sizes and few:
+        fuses = self._fuses and not by_channel
+        if fuses and write_slots is None and state.dtype is torch.bfloat16 and sizes and few:
             assert queries is not None
             sequences = read_slots.shape[0]
             lengths = self._constants.full(sequences, queries, torch.int32)
@@ -180,23 +157,12 @@ class DeltaRule:
                 num_accepted_tokens=self._constants.full(sequences, 1, torch.int32),
                 g=decay,
             )
-        if queries == 1 and write_slots is None and state.dtype is torch.float32:
+        if queries == 1 and write_slots is None and state.dtype is torch.float32 and not by_channel:
             return _decoded(query, key, value, decay, beta, state, read_slots, scale)
         if queries is None or queries > composed_recurrence.FEW:
             _refuse_in_capture()
-        return composed_recurrence.gated_delta_rule(
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            state,
-            read_slots,
-            write_slots,
-            query_start_loc,
-            query_start_loc_host,
-            scale,
-        )
+        given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, query_start_loc_host
+        return composed_recurrence.delta_rule(*given, scale)
 
 
 def _decoded(

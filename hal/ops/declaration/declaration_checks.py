@@ -94,6 +94,33 @@ def _check_written(name: str, mutates: Iterable[str], state: Iterable[str], buff
         )
 
 
+STEP_ARGUMENTS: Mapping[str, tuple[str, torch.dtype]] = {
+    "slot_mapping": ("tokens", torch.int32),
+    "block_table": ("sequences blocks", torch.int32),
+    "query_start_loc": ("sequences+1", torch.int32),
+    "kv_lens": ("sequences", torch.int32),
+    "read_slots": ("sequences", torch.int32),
+    "write_slots": ("sequences saves", torch.int32),
+}
+"""The axes and the dtype of the arguments that a step's batch gives, which declarations may leave out."""
+TWIN = "_host"
+"""What follows the name of an argument in the name of its copy on the host."""
+
+
+def with_step_arguments(
+    arguments: Iterable[str], given: Mapping[str, Any] | None, index: int
+) -> Mapping[str, Any] | None:
+    """Return declared axes (``index`` 0) or dtypes (1), completed for step arguments and their copies on the host."""
+    if not isinstance(given, Mapping):
+        return given
+    found = dict(given)
+    for name in arguments:
+        of = name.removesuffix(TWIN)
+        if of in STEP_ARGUMENTS:
+            found.setdefault(name, found.get(of, STEP_ARGUMENTS[of][index]))
+    return found
+
+
 def read_constraints(
     body: Callable[..., Any], axes: Mapping[str, Any] | None, dtypes: Mapping[str, Any] | None
 ) -> Constraints:

@@ -20,7 +20,13 @@ import torch
 from hal.errors import OperationError, UnknownOperation, nearest
 from hal.ops.declaration import torch_library
 from hal.ops.declaration.constraints import Draw, Sample
-from hal.ops.declaration.declaration_checks import NOT_DECLARED, check_declaration, check_rowwise, read_constraints
+from hal.ops.declaration.declaration_checks import (
+    NOT_DECLARED,
+    check_declaration,
+    check_rowwise,
+    read_constraints,
+    with_step_arguments,
+)
 from hal.ops.declaration.node_form import NodeForm
 from hal.ops.declaration.rebind import generate_function, rebind
 from hal.ops.forms import Form
@@ -65,6 +71,7 @@ class Operation:
         host: arguments whose values a kernel may read on the host.
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weights`.
         prepared_as: the operation that they are prepared for: this one, or one that reads the same tensors.
+        rare: whether a driver with another layout of its caches may lack a kernel for it; see :func:`op`.
         tolerance: the relative and absolute tolerance of kernels against the reference, by dtype.
         off_by_one: the largest share of quantized results (int8, uint8) that may be off by one, by dtype.
         samples: yields argument tuples that cover the operation.
@@ -91,6 +98,7 @@ class Operation:
         host: Sequence[str],
         weights: Sequence[str],
         prepared_as: str | None,
+        rare: bool,
         tolerance: Tolerance,
         off_by_one: Mapping[torch.dtype, float],
         samples: Callable[[Draw], Iterable[Sample]],
@@ -107,6 +115,10 @@ class Operation:
             off_by_one=off_by_one,
             collective=over_shards is not None,
         )
+        self.signature = inspect.signature(body)
+        axes, dtypes = (
+            with_step_arguments(self.signature.parameters, each, index) for index, each in enumerate((axes, dtypes))
+        )
         self.constraints = read_constraints(body, axes, dtypes)
         check_rowwise(body.__name__, self.constraints, rowwise)
         self.name = body.__name__
@@ -121,12 +133,11 @@ class Operation:
         self.buffers = tuple(buffers)
         self.host = tuple(host)
         self.weights = tuple(weights)
-        self.prepared_as = prepared_as or self.name
+        self.prepared_as, self.rare = prepared_as or self.name, rare
         self.tolerance = MappingProxyType({**DEFAULT_TOLERANCE, **tolerance})
         self.off_by_one = MappingProxyType(dict(off_by_one))
         self.samples = samples
         self.over_shards, self.collective = over_shards, over_shards is not None
-        self.signature = inspect.signature(body)
         self.node_form = NodeForm(body)
         self.number = kernel_table.next_number()
         self.function = generate_function(body, self.signature, {"_get": kernel_table.kernels}, self.number)
@@ -223,6 +234,7 @@ def op(
     host: Sequence[str] = (),
     weights: Sequence[str] = (),
     prepared_as: str | None = None,
+    rare: bool = False,
     tolerance: Tolerance = MappingProxyType({}),
     off_by_one: Mapping[torch.dtype, float] = MappingProxyType({}),
     namespace: str = "hal",
@@ -240,7 +252,8 @@ def op(
         samples: yields argument tuples that cover the operation.
         axes: the axes by tensor argument, and of the results under ``return`` (a tuple if there are several):
             ``{"x": "... width", "weight": "width", "return": "... width"}``. See :mod:`~hal.ops.declaration.axes`.
-            Required.
+            Required, except for the arguments that every step has, such as ``block_table``; see
+            :data:`~hal.ops.declaration.declaration_checks.STEP_ARGUMENTS`.
         dtypes: the dtypes, by the same keys: a ``torch.dtype``, :data:`hal.ops.FLOATING` (the step's), the name of an
             argument with the same dtype, or, for an argument, a tuple of these. Required.
         rowwise: the axis along which each row of the results and of mutated arguments depends only on the same row of
@@ -253,6 +266,8 @@ def op(
         weights: arguments that a driver may prepare at load, with :meth:`hal.Backend.prepare_weights`.
         prepared_as: another operation with these weights, if they are prepared for that one, because both read the same
             tensors. A kernel takes the form of that operation.
+        rare: whether few models call it. A driver with another layout of its caches than the canonical one may then
+            lack a kernel for it, and refuses the calls.
         tolerance: overrides :data:`DEFAULT_TOLERANCE` by dtype.
         off_by_one: the largest share of int8 results that may be off by one, by dtype, for values near the midpoint of
             two integers. By default none may.
@@ -292,6 +307,7 @@ def op(
             host=host,
             weights=weights,
             prepared_as=prepared_as,
+            rare=rare,
             tolerance=tolerance,
             off_by_one=off_by_one,
             samples=samples,

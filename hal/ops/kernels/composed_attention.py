@@ -68,13 +68,8 @@ def one_by_one(
 
     Args:
         query: as of :func:`hal.ops.paged_attention`, like the arguments that are not described here.
-        key_cache: see there.
-        value_cache: see there.
-        block_table: see there.
         starts: ``query_start_loc_host`` as a list.
         lengths: ``kv_lens_host`` as a list.
-        sinks: see there.
-        options: see there.
     """
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     kv_heads = key_cache.shape[2]

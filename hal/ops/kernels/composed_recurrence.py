@@ -73,7 +73,7 @@ def causal_conv1d(
     return (functional.silu(total) if silu else total).to(x.dtype).reshape(x.shape)
 
 
-def gated_delta_rule(
+def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,40 +86,9 @@ def gated_delta_rule(
     query_start_loc_host: Tensor,
     scale: float,
 ) -> Tensor:
-    """See :func:`hal.ops.gated_delta_rule`."""
-    given = query, key, value, decay.unsqueeze(-1), beta
-    return _delta_rule(given, state, read_slots, write_slots, query_start_loc_host, scale, CHUNK)
-
-
-def channel_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor | None,
-    query_start_loc: Tensor,
-    query_start_loc_host: Tensor,
-    scale: float,
-) -> Tensor:
-    """See :func:`hal.ops.channel_delta_rule`."""
-    given = query, key, value, decay, beta
-    return _delta_rule(given, state, read_slots, write_slots, query_start_loc_host, scale, SHORT_CHUNK)
-
-
-def _delta_rule(
-    tensors: tuple[Tensor, ...],
-    state: Tensor,
-    read_slots: Tensor,
-    write_slots: Tensor | None,
-    query_start_loc_host: Tensor,
-    scale: float,
-    size: int,
-) -> Tensor:
-    """Advance all sequences, by token or by chunks of so many tokens. The decays have one channel, or ``key_dim``."""
-    query, _, value, *_ = tensors
+    """See :func:`hal.ops.gated_delta_rule` and :func:`hal.ops.channel_delta_rule`. By token, or by chunks of tokens."""
+    by_channel = decay.dim() == 3
+    tensors = query, key, value, decay if by_channel else decay.unsqueeze(-1), beta
     read = read_slots.long()
     written = read.unsqueeze(-1) if write_slots is None else write_slots.long()
     sequences, saves = written.shape
@@ -149,7 +118,7 @@ def _delta_rule(
     # The states after the last tokens, but for the first of these, are not at the end of a chunk.
     at, tail = _index(rows, query), saves - 1
     spans = [(starts[row], starts[row + 1] - tail) for row in rows]
-    found, index, last = _by_chunk(tensors, state[read[at]].float(), spans, size)
+    found, index, last = _by_chunk(tensors, state[read[at]].float(), spans, SHORT_CHUNK if by_channel else CHUNK)
     # A padding token has the index of the row after the last, which is cut off.
     whole = functional.pad(output, (0, 0, 0, 0, 0, 1))
     whole[index] = (found * scale).to(query.dtype)
@@ -320,9 +289,9 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d": causal_conv1d,
-    "channel_delta_rule": channel_delta_rule,
+    "channel_delta_rule": delta_rule,
     "delta_rule_gates": delta_rule_gates,
-    "gated_delta_rule": gated_delta_rule,
+    "gated_delta_rule": delta_rule,
     "gated_rms_norm": gated_rms_norm,
     "l2_norm": l2_norm,
 }
