@@ -59,6 +59,8 @@ def _described(value: Any) -> str:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]  # as in each replay of most calls
     return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
 
 

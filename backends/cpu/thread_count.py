@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from operator import itemgetter
 
 import torch
 
@@ -24,6 +25,8 @@ LONGEST_PATIENCE = 6.4
 """The bound to which patience doubles while another process comes back soon after each increase."""
 SETTLED = 4.0
 """Seconds after an increase from which a decrease has another cause, so that patience is short again."""
+RUNNING = itemgetter(1)
+"""Returns the running threads of a count. A step that counts calls no Python function for each."""
 
 
 class ThreadCount:
@@ -105,7 +108,7 @@ class ThreadCount:
             running: the running threads of the machine, this process's included.
         """
         self._counts.append((now, running))
-        last = [running for _, running in list(self._counts)[-2:]]
+        last = [*map(RUNNING, list(self._counts)[-2:])]
         if len(last) == 2 and min(last) > self._cores and self._number > 1:
             soon = now - self._increased < SETTLED
             self._patience = min(2 * self._patience, LONGEST_PATIENCE) if soon else PATIENCE
@@ -113,7 +116,7 @@ class ThreadCount:
             return
         while len(self._counts) > 1 and self._counts[1][0] <= now - self._patience:
             self._counts.popleft()
-        free = self._cores - max(running for _, running in self._counts)
+        free = self._cores - max(map(RUNNING, self._counts))
         if free > 0 and self._number < self.most and self._counts[0][0] <= now - self._patience:
             self._increased = now
             self._change(min(self.most, self._number + (free + 1) // 2))
