@@ -59,8 +59,8 @@ VALUES: dict[str, Any] = {
     "{}": {},
 }
 NOT_FINITE = ("Infinity", "-Infinity", "NaN")
-FURTHER = ("-Infinity", "-1e308", "-0.0", "2**63", "-2**63")
-"""Values left to the exhaustive run: Infinity, 1e308, 0, 10**400 and -1 end alike."""
+FURTHER = ("-Infinity", "-1e308", "-0.0", "-2**63")
+"""Values left to the exhaustive run: Infinity and NaN, 1e308, 0 and -1 end alike."""
 every_value = pytest.mark.parametrize(
     "values",
     [{name: VALUES[name] for name in VALUES if (name in FURTHER) == further} for further in (False, True)],
