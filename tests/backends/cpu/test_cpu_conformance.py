@@ -26,7 +26,8 @@ pytestmark = [
     thorough(EXHAUSTIVE, r"\[ranks/layers/\S+/float16"),
     # tests/compile/test_rewrites.py proves these as well.
     thorough(EXHAUSTIVE, r"\[rewrites/(multi_head_latent_attention|add_rms_norm)/proof"),
-    thorough(EXHAUSTIVE, r"\[models/llama/inductor"),
+    # tests/models compiles these families as well, in test_llama.py and test_experts.py.
+    thorough(EXHAUSTIVE, r"\[models/(llama|qwen3_moe)/inductor"),
     thorough(EXHAUSTIVE, r"\[models/qwen3/(graph|piecewise\w*)/float16"),
     thorough(EXHAUSTIVE, r"\[models/llama/((graph|piecewise\w*)/bfloat16|(eager|piecewise)/float16)"),
     thorough(EXHAUSTIVE, r"\[models/qwen3_moe/(eager/float16|piecewise/bfloat16|(graph|piecewise_eager)/b?float16)"),
