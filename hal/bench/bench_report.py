@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from hal.bench.hal_side import PEERS
-from hal.bench.llama_side import QUANTIZED
 from hal.bench.measurement import Floor, Measurement, Result
 from hal.bench.plan import FEWEST_REPEATS
 from hal.bench.timing import Agreement, noisy
@@ -123,7 +122,7 @@ def notes(result: Result) -> Iterator[str]:
             f"{_ms(abs(one.summary.median - other.summary.median))} ms, less than their spread "
             f"({_ms(max(one.summary.spread, other.summary.spread))} ms): no difference can be claimed ({NOISE})"
         )
-    fewer = [each.contender for each in result.measurements if each.contender.endswith(QUANTIZED)]
+    fewer = [each.contender for each in result.measurements if each.fewer_bits]
     if fewer:
         yield f"{' and '.join(dict.fromkeys(fewer))}: fewer bits than the others' weights, which the floor counts"
     below = [

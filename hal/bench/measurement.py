@@ -18,21 +18,18 @@ import torch
 import hal
 from hal.bench import floor, peak_memory
 from hal.bench.hal_side import HalSide, Launches, count_launches, routings
-from hal.bench.llama_side import LlamaSide
-from hal.bench.plan import RIVALS, Plan, Setting, distribution_of, prepare
+from hal.bench.plan import RIVALS, Plan, Setting, prepare
 from hal.bench.timing import Agreement, Summary, check, interleave
 from hal.bench.transformers_side import TransformersSide
 from hal.bench.workload import Contender, Inputs, Side
 from hal.config import environment_options
+from hal.config.optional_libraries import distribution_of
 from hal.device.host_capacity import other_running_threads, usable_cores
 from hal.drivers.backend import Backend
 from hal.progress import Rounds, Say, going_on, silent, since_start
 
-SIDES: Mapping[str, Callable[[Setting], Side]] = {
-    "hal": HalSide,
-    "transformers": TransformersSide,
-    "llama.cpp": LlamaSide,
-}
+SIDES: dict[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
+"""The implementations by name. A program may add one, here and to :data:`hal.bench.plan.RIVALS`."""
 
 
 @attrs.frozen
@@ -44,6 +41,7 @@ class Measurement:
         setup_seconds: duration of preparation, with capture, compilation and the first step, without loading weights.
         peak_bytes: peak growth of its process's memory, with weights; None if not requested or not reported by the
             device.
+        fewer_bits: as in :class:`Contender`.
     """
 
     contender: str
@@ -51,6 +49,7 @@ class Measurement:
     seconds: list[float]
     setup_seconds: float
     peak_bytes: int | None
+    fewer_bits: bool = False
 
     @property
     def summary(self) -> Summary:
@@ -209,7 +208,7 @@ def _compare(
     result.floors.append(attrs.evolve(found, products=products[0] if products else None))
     for each in contenders:
         result.measurements.append(
-            Measurement(each.name, size, seconds[each.name], each.setup_seconds, peaks.get(each.name))
+            Measurement(each.name, size, seconds[each.name], each.setup_seconds, peaks.get(each.name), each.fewer_bits)
         )
 
 
@@ -233,7 +232,7 @@ def _threads(number: int | None) -> Iterator[None]:
 
 def environment(setting: Setting) -> dict[str, Any]:
     """Return the machine, the threads, the versions of libraries, and the environment variables that configure hal."""
-    libraries = ("torch-hal", "torch", *(distribution_of(RIVALS[name]) for name in setting.plan.against))
+    libraries = ("torch-hal", "torch", *(distribution_of(RIVALS[name][0]) for name in setting.plan.against))
     return {
         "device": setting.backend.device.name,
         "backend": setting.backend.name,

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from hal.bench.measurement import SIDES
-from hal.bench.plan import Plan, need, prepare
+from hal.bench.plan import Plan, prepare
 from hal.bench.transformers_side import model_of, only_imported_extensions
 from hal.bench.workload import Inputs
 from hal.config import read
+from hal.config.optional_libraries import need
 from hal.errors import HalError
 
 STEPS = 3
@@ -35,7 +36,7 @@ def measure(order: dict[str, Any]) -> int | None:
     if order["side"] == "transformers":
         # Importing its model is no part of what running it takes.
         with only_imported_extensions(), torch.device("meta"):
-            model_of(need("transformers", "--against transformers"), setting.checkpoint.config)
+            model_of(need("transformers", "bench", "--against transformers"), setting.checkpoint.config)
     device = setting.backend.device
     before = device.memory_stats().allocated
     side = SIDES[order["side"]](setting)

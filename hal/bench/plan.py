@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from importlib.resources import files
+from operator import or_
 from typing import Any, Literal
 
 import attrs
 import torch
 
 import hal
-from hal.bench.shapes import SHAPES
 from hal.checkpoint.loading import build_for
 from hal.checkpoint.random_weights import RandomCheckpoint
 from hal.config import bounds, read
-from hal.config.optional_libraries import check_version
+from hal.config.optional_libraries import need
 from hal.device.host_capacity import check_threads
 from hal.drivers.compiler import EAGER
 from hal.drivers.registry import read_config
@@ -23,44 +25,28 @@ from hal.nn import CausalLM
 from hal.parallel import Mesh
 from hal.step import StateSpec
 
-DISTRIBUTIONS = {"llama_cpp": "llama-cpp-python"}
-"""Distributions whose names are not those of their modules. pip builds them from source, so no extra names them."""
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    read = tomllib.loads((files(__package__) / "shapes.toml").read_text(encoding="utf-8"))
+    return {
+        name: reduce(or_, (read["families"][each] for each in shapes.pop("of")), {}) | shapes
+        for name, shapes in read["shapes"].items()
+    }
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = _shapes()
+"""config.json of models that are often measured, by name. :class:`RandomCheckpoint` generates their weights."""
 
 
 class BenchmarkError(HalError):
     """The benchmark cannot run here, or its results would be meaningless."""
 
 
-def distribution_of(module: str) -> str:
-    """Return the name under which pip installs a module."""
-    package = module.partition(".")[0]
-    return DISTRIBUTIONS.get(package, package)
-
-
-def need(module: str, option: str) -> Any:
-    """Import a library of the extra ``bench``, which ``option`` needs.
-
-    Raises:
-        BenchmarkError: the library is not installed or cannot be imported.
-        ConfigError: its version is none that hal works with.
-    """
-    library = distribution_of(module)
-    check_version(library, option)
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        extra = "" if library in DISTRIBUTIONS.values() else " (or 'torch-hal[bench]')"
-        raise BenchmarkError(
-            f"{option} needs {library}, which cannot be imported: {error}",
-            f"pip install {library}{extra}, or omit {option}",
-        ) from error
-
-
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
 """Smallest number of repeats for a figure that can be quoted; the report warns below it."""
-RIVALS = {"transformers": "transformers", "llama.cpp": "llama_cpp"}
-"""The modules that other implementations need, by their names."""
+RIVALS: dict[str, tuple[str, str | None]] = {"transformers": ("transformers", "bench")}
+"""The modules that other implementations need, by their names, with the extra that requires each, if one does."""
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +56,7 @@ class Plan:
     Attributes:
         workload: ``decode`` for one decode step, or ``prefill`` for whole prompts.
         checkpoint: folder of a checkpoint; exclusive with ``shapes``.
-        shapes: key of :data:`hal.bench.shapes.SHAPES`; the weights are random.
+        shapes: key of :data:`SHAPES`; the weights are random.
         backend: name of a driver, or ``auto``; None uses the environment's.
         dtype: as in :class:`hal.Config`; None uses the environment's. So is ``model_source``.
         batch_sizes: batch sizes, measured separately.
@@ -128,8 +114,8 @@ class Plan:
                 f"the compilation config sets {', '.join(measured)}, which the benchmark sets itself",
                 "remove it; use --compiler and --batch-size",
             )
-        if self.memory and "llama.cpp" in self.against:
-            raise ConfigError("--memory cannot be used with --against llama.cpp", "omit one of them")
+        if self.memory and (others := set(self.against) - {"transformers"}):
+            raise ConfigError(f"--memory cannot be used with --against {min(others)}", "omit one of them")
         if self.repeats < 3:
             raise ConfigError(
                 f"{self.repeats} repeats are too few to measure a spread",
@@ -177,7 +163,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
 
     Raises:
         HalError: the backend, the checkpoint or the configuration is invalid.
-        BenchmarkError: a library to measure against is not installed, or memory does not suffice.
+        BenchmarkError: memory does not suffice.
     """
     settings = read_config()
     options = {"backend": plan.backend, "dtype": plan.dtype, "model_source": plan.model_source}
@@ -200,7 +186,7 @@ def prepare(plan: Plan, mesh: Mesh | None = None) -> Setting:
         option = "--against" if plan.against else "--memory"
         raise ConfigError(f"{option} cannot be used with several ranks, which only hal's model uses", f"omit {option}")
     for rival in plan.against:
-        need(RIVALS[rival], f"--against {rival}")
+        need(*RIVALS[rival], f"--against {rival}")
     checkpoint = checkpoint_of(plan)
     meta = build_for(backend, checkpoint, backend.mesh.tensor)
     longest = plan.length + (plan.workload == "decode")

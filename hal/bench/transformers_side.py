@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.bench.plan import BenchmarkError, Setting, need
+from hal.bench.plan import BenchmarkError, Setting
 from hal.bench.workload import Contender, Inputs
 from hal.checkpoint.tensor_names import named_by_model, renamed
 from hal.checkpoint.weight_bindings import bindings_of, sources_of
+from hal.config.optional_libraries import need
 
 GROUP = "torch.backends"
 """Entry-point group in which ``import torch`` looks up device extensions."""
@@ -30,7 +31,8 @@ class TransformersSide:
     """transformers' model for the same config, with the same weights.
 
     Raises:
-        BenchmarkError: transformers is not installed, or does not support the model.
+        ConfigError: transformers is not installed.
+        BenchmarkError: it does not support the model.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -38,8 +40,11 @@ class TransformersSide:
         # generate() compiles only decode steps.
         self.modes = ("eager", "compiled") if setting.plan.workload == "decode" else ("eager",)
         with only_imported_extensions():
-            self._library = need("transformers", "--against transformers")
-            with torch.device(self._device.torch), need("transformers.initialization", "--against").no_init_weights():
+            self._library = need("transformers", "bench", "--against transformers")
+            with (
+                torch.device(self._device.torch),
+                need("transformers.initialization", "bench", "--against transformers").no_init_weights(),
+            ):
                 self._model = model_of(self._library, setting.checkpoint.config, setting.dtype).eval()
         self._model.tie_weights()  # no_init_weights() skips it
         self._fill_parameters(setting)

@@ -39,6 +39,7 @@ class Contender:
         close: frees all resources except the weights; the contender cannot run afterwards.
         logits: returns the logits of what a step returned.
         comparable: whether it has the same weights and cache as the others, so that its logits are equal.
+        fewer_bits: whether its weights take fewer bits than those that the floor counts.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Contender:
     close: Callable[[], None] = lambda: None
     logits: Callable[[Any], Tensor] = lambda returned: returned
     comparable: bool = True
+    fewer_bits: bool = False
 
 
 class Side(Protocol):

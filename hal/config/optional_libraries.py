@@ -16,7 +16,7 @@ DISTRIBUTION = "torch-hal"
 DEVELOPERS = frozenset({"test", "docs", "dev"})
 """The extras of people who work on hal itself; the others are those of people who run it."""
 
-DISTRIBUTIONS = {"PIL": "pillow"}
+DISTRIBUTIONS = {"PIL": "pillow", "llama_cpp": "llama-cpp-python"}
 """Packages whose distributions have other names."""
 
 
@@ -38,23 +38,28 @@ def optional_requirements() -> tuple[tuple[str, Requirement], ...]:
     )
 
 
-def need(module: str, extra: str, option: str) -> Any:
+def distribution_of(module: str) -> str:
+    """Return the name under which pip installs a module: the package's with hyphens, except ``DISTRIBUTIONS``."""
+    package = module.partition(".")[0]
+    return DISTRIBUTIONS.get(package, package.replace("_", "-"))
+
+
+def need(module: str, extra: str | None, option: str) -> Any:
     """Return a module of an optional library.
 
     Args:
-        module: the module. Its library has the same name with hyphens, except those in ``DISTRIBUTIONS``.
-        extra: the extra of hal's distribution that requires the library.
+        extra: the extra of hal's distribution that requires the library; None for a library that none requires.
         option: what needs it, for the error, such as ``hal serve``.
 
     Raises:
         ConfigError: the library is not installed, cannot be imported, or has a version that no extra names.
     """
-    library = DISTRIBUTIONS.get(package := module.partition(".")[0], package.replace("_", "-"))
+    library = distribution_of(module)
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        install = f"pip install {library} (or '{DISTRIBUTION}[{extra}]')"
-        if importlib.util.find_spec(package) is not None:
+        install = f"pip install {library}" + (f" (or '{DISTRIBUTION}[{extra}]')" if extra else "")
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
             install = f"mend or remove the package that fails, which {library} imports (`hal doctor`)"
         raise ConfigError(f"{option} needs {library}, which cannot be imported: {error}", install) from error
     check_version(library, option, extra)

@@ -30,6 +30,7 @@ from helpers import ROOT, toys
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
 from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, PROCESSES, thorough
+from llama.llama_side import LlamaSide, write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from hal.bench import (
     bench_report,
     floor,
     hal_side,
-    llama_side,
     measurement,
     peak_memory,
     plan,
@@ -49,8 +49,7 @@ from hal.bench import (
     transformers_side,
 )
 from hal.bench.hal_side import HalSide
-from hal.bench.plan import BenchmarkError
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES, BenchmarkError
 from hal.bench.transformers_side import only_imported_extensions
 from hal.bench.workload import Contender, Inputs, prompts
 from hal.checkpoint import random_weights
@@ -405,7 +404,7 @@ class TestFloor:
         pytest.importorskip("gguf", reason="gguf writes the file")
         shapes = random_weights.RandomCheckpoint.of("tiny", {**TINY, "tie_word_embeddings": True})
         file = tmp_path / "model.gguf"
-        llama_side.write_gguf(shapes, file, "Q8_0")
+        write_gguf(shapes, file, "Q8_0")
         kept, wide = (build_model(hal.Checkpoint.open(file), quantized_weights=each) for each in ("kept", "auto"))
         assert floor.prefill_operations(kept, 4, 1, 5) == floor.prefill_operations(wide, 4, 1, 5)
         bytes_of = [floor.decode_bytes(each, torch.bfloat16, 1, 5).parts["weights"] for each in (kept, wide)]
@@ -686,18 +685,21 @@ class TestRefusals:
 
     @thorough(PROCESSES)
     @pytest.mark.parametrize(
-        ("library", "module", "extra"),
-        [("transformers", "transformers", " (or 'torch-hal[bench]')"), ("llama-cpp-python", "llama_cpp", "")],
+        ("program", "name", "library"),
+        [
+            ("from hal.cli import main; main(['bench', *sys.argv[1:]])", "transformers", "transformers"),
+            ("import runpy; runpy.run_module('tools.llama', run_name='__main__')", "llama.cpp", "llama-cpp-python"),
+        ],
     )
-    def test_a_library_that_is_missing(self, library: str, module: str, extra: str) -> None:
-        options = ["--against", "llama.cpp" if module == "llama_cpp" else module]
-        program = f"import sys; sys.modules[{module!r}] = None; from hal.cli import main; main()"
-        command = [sys.executable, "-c", program, "bench", "decode", "--shapes", "tiny", *options]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"error: {' '.join(options[:1])}")
-        assert f" needs {library}, which cannot be imported" in result.stderr
-        assert f"remedy: pip install {library}{extra}, or omit " in result.stderr
+    def test_a_library_that_is_missing(self, program: str, name: str, library: str) -> None:
+        options = ["decode", "--shapes", "tiny", "--against", name]
+        hidden = "import sys; sys.modules['transformers'] = sys.modules['llama_cpp'] = None; "
+        command = [sys.executable, "-c", hidden + program, *options]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        extra = " (or 'torch-hal[bench]')" if name == library else ""
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.startswith(f"error: --against {name} needs {library}, which cannot be imported")
+        assert f"remedy: pip install {library}{extra}\n" in result.stderr
         assert result.stdout == ""
 
     def test_a_rival_that_does_not_know_the_model(self) -> None:
@@ -846,7 +848,7 @@ class TestLlama:
     def test_the_weights_are_written(self, shapes: str, kind: str, error: float, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="gguf writes the file")
         written = random_weights.RandomCheckpoint.of(shapes, SHAPES[shapes])
-        llama_side.write_gguf(written, tmp_path / "model.gguf", kind)
+        write_gguf(written, tmp_path / "model.gguf", kind)
         read = hal.Checkpoint.open(tmp_path / "model.gguf")
         assert read.tensors.keys() == written.tensors.keys()
         found = dict(read.read(read.tensors))
@@ -856,7 +858,7 @@ class TestLlama:
     def test_scaled_positions_are_written(self, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="gguf writes the file")
         config = SHAPES["llama-3.2-1b"] | {key: value for key, value in TINY.items() if isinstance(value, int)}
-        llama_side.write_gguf(random_weights.RandomCheckpoint.of("tiny", config), tmp_path / "model.gguf", "F32")
+        write_gguf(random_weights.RandomCheckpoint.of("tiny", config), tmp_path / "model.gguf", "F32")
         read = hal.Checkpoint.open(tmp_path / "model.gguf").config["rope_scaling"]
         assert read["rope_type"] == "llama3"
         assert read["factor"] == config["rope_parameters"]["factor"]
@@ -866,11 +868,13 @@ class TestLlama:
         tiny = random_weights.RandomCheckpoint.of("tiny", TINY)
         checkpoint = attrs.evolve(tiny, config=TINY | {"architectures": ["OlmoForCausalLM"]})
         with pytest.raises(BenchmarkError, match="hal writes no GGUF file of OlmoForCausalLM"):
-            llama_side.write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
+            write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
 
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
-    def test_both_compute_the_same(self, workload: plan.Workload) -> None:
+    def test_both_compute_the_same(self, workload: plan.Workload, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("llama_cpp", reason="llama-cpp-python, which pip builds from source, is not installed")
+        monkeypatch.setitem(plan.RIVALS, "llama.cpp", ("llama_cpp", None))
+        monkeypatch.setitem(measurement.SIDES, "llama.cpp", LlamaSide)
         result = measurement.run(tiny(workload=workload, compilers=("eager",), against=("llama.cpp",)))
         names = ["hal eager", "llama.cpp F32", "llama.cpp Q8_0", "llama.cpp Q4_0"]
         assert [each.contender for each in result.measurements] == names

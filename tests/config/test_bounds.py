@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hal
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES
 from hal.checkpoint.loading import check_shared
 from hal.cli import main
 from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig, bounds, read

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import click
 
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES
 from hal.cli.console import print_table
 from hal.cli.stdout import echo
 from hal.config import parse_json

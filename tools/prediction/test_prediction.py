@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES
 from hal.config import ParallelConfig
 from hal.config.settings import ExpertsMode
 from hal.errors import ConfigError

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hal.errors import CheckpointError, ConfigError
+from hal.config.optional_libraries import need
+from hal.errors import CheckpointError
 
 Part = Literal["numbers", "scales", "zero_points"]
 SIZES: Final = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
@@ -133,26 +134,14 @@ class TensorType:
         return self.name if self.name in ("F32", "F16") else "BF16"
 
 
-def require() -> Any:
-    """Return the package ``gguf``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError(
-            f"a GGUF file is read with the package gguf, which cannot be imported: {error}",
-            "pip install 'torch-hal[gguf]'",
-        ) from None
-    return gguf
+def _library() -> Any:
+    return need("gguf", "gguf", "a GGUF file")
 
 
 @functools.cache
 def _known() -> dict[int, TensorType]:
     """Return the types that the package can dequantize, by number."""
-    gguf, found = require(), {}
+    gguf, found = _library(), {}
     for each, (block, nbytes) in gguf.GGML_QUANT_SIZES.items():
         try:
             gguf.quants.dequantize(np.zeros((1, nbytes), np.uint8), each)
@@ -201,7 +190,7 @@ class Rows:
             start: the matrix's first byte in the file.
             columns: the number of elements of a row.
         """
-        gguf = require()
+        gguf = _library()
         raw = self._raw(kind, start, first, rows, columns)
         with np.errstate(all="ignore"):  # a damaged scale is not finite
             values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name])

@@ -14,7 +14,7 @@ from hal.backends.cuda.triton import KERNELS
 from helpers.triton_checking import EXPERTS, RECURRENT
 from helpers.triton_compiling import Compiling, check_fits, check_product, compiled, empty
 
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES
 from hal.ops import AttentionOptions
 
 pytest_plugins = ("helpers.triton_compiling",)

@@ -14,7 +14,7 @@ from hal.backends.cuda.triton import KERNELS
 from helpers.triton_compiling import Compiled, Compiling, Launcher, check_fits, check_product, compiled, empty
 from torch import Tensor
 
-from hal.bench.shapes import SHAPES
+from hal.bench.plan import SHAPES
 from hal.ops import GatedActivation
 from hal.ops.form_samples import INT8
 from hal.ops.forms import Form

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.bench.llama_process import Prepare, serve
-from hal.bench.plan import BenchmarkError, Setting, need
+from hal.bench.plan import BenchmarkError, Setting
 from hal.bench.workload import Contender, Inputs, prompts
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.gguf.families import FAMILIES, OUTER, Family
 from hal.checkpoint.gguf.gguf_header import is_gguf
+from hal.config.optional_libraries import need
 from hal.nn.rope_parameters import Llama3Rope, RopeParameters
 
+from .llama_process import Prepare, serve
+
+NAME, MODULE = "llama.cpp", "llama_cpp"
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 QUANTIZED = ("Q8_0", "Q4_0")
 KEYS = {
@@ -44,11 +47,12 @@ class LlamaSide:
     """llama.cpp with the checkpoint's own GGUF file, or with files that are written for it.
 
     Raises:
-        BenchmarkError: llama-cpp-python is not installed, or the weights cannot be written as GGUF.
+        ConfigError: llama-cpp-python is not installed.
+        BenchmarkError: the weights cannot be written as GGUF.
     """
 
     def __init__(self, setting: Setting) -> None:
-        need("llama_cpp", "--against llama.cpp")
+        need(MODULE, None, f"--against {NAME}")
         self._setting, self._exact = setting, TYPES[setting.dtype]
         plan = setting.plan
         self._file = Path(plan.checkpoint) if plan.checkpoint and is_gguf(Path(plan.checkpoint)) else None
@@ -81,6 +85,7 @@ class LlamaSide:
             logits=logits,
             # Of random weights the cache is random, too, and 4 bits are no rounding.
             comparable=mode not in QUANTIZED and (bool(inputs.prefilled) or not decode),
+            fewer_bits=mode in QUANTIZED,
         )
 
 
@@ -99,7 +104,7 @@ class _Process:
         other.close()
 
     def ask(self, request: Any) -> Any:
-        """Return the answer to a request of :func:`hal.bench.llama_process.serve`."""
+        """Return the answer to a request of :func:`serve`."""
         try:
             self._connection.send(request)
             answer = self._connection.recv()
@@ -128,9 +133,10 @@ def write_gguf(checkpoint: Checkpoint, file: Path, kind: str) -> None:
         kind: a type of ``gguf.GGMLQuantizationType``, for matrices; vectors are float32.
 
     Raises:
-        BenchmarkError: the package ``gguf`` is not installed, or the family or its rotary scaling is none of those.
+        ConfigError: the package ``gguf`` is not installed.
+        BenchmarkError: the family or its rotary scaling is none of those.
     """
-    gguf = need("gguf", "--against llama.cpp")
+    gguf = need("gguf", "gguf", f"--against {NAME}")
     config = checkpoint.config
     name, family = _family(checkpoint)
     writer = gguf.GGUFWriter(file, name)
