@@ -2,9 +2,8 @@
 
 ``python -m hal.doctor.driver_program NAME OPTIONS FILE LIMIT`` appends findings to FILE while it runs, one JSON object
 with one key per line. The parent process can then tell how far it came if it does not return: ``at`` names the stage
-that begins, and ``done`` marks the end. Before it measures, it writes ``waiting`` and waits for the file ``turn`` next
-to FILE. With a number of ranks as the last argument, it runs with torchrun's variables, and the name of the file ends
-with the rank.
+that begins, and ``done`` marks the end. With a number of ranks as the last argument, it runs with torchrun's variables,
+and the name of the file ends with the rank.
 """
 
 from __future__ import annotations
@@ -29,48 +28,13 @@ from hal.errors import HalError
 
 Tell = Callable[[str, Any], None]
 REPORT = "report it to the driver's vendor"
-PAUSE = 0.02
-"""Seconds between checks for the turn."""
+EARLIEST = 0.02
+"""The least seconds after which Python writes its stack."""
 MARGIN = 0.8
 """Share of the time limit after which a rank gives up waiting, so that it can still tell of it."""
 
 
-@attrs.define
-class Turn:
-    """The turn to measure; no other driver is examined while a process has it.
-
-    Attributes:
-        file: file whose existence grants the turn.
-        limit: seconds that the process may take, excluding waiting.
-    """
-
-    file: Path
-    limit: float
-    _began: float = attrs.field(factory=lambda: time.monotonic() - _age(), init=False)
-    _granted: bool = attrs.field(default=False, init=False)
-
-    def watch(self) -> None:
-        """Make Python dump its stack to stderr before the process is killed for exceeding its limit."""
-        left = 0.9 * self.limit - (time.monotonic() - self._began)
-        faulthandler.dump_traceback_later(max(left, PAUSE))
-
-    def wait(self, tell: Tell) -> None:
-        """Wait until the turn is granted."""
-        if self._granted:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        waiting, parent = time.monotonic(), os.getppid()
-        tell("waiting", True)
-        while not self.file.exists():
-            if os.getppid() != parent:
-                raise SystemExit("the parent process has ended")
-            time.sleep(PAUSE)
-        self._granted = True
-        self._began += time.monotonic() - waiting
-        self.watch()
-
-
-def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> None:
+def examine(name: str, options: Mapping[str, Any], tell: Tell) -> None:
     """Load, probe and open the driver ``name``, and examine its devices.
 
     ``tell`` writes a key and its value to the file.
@@ -115,17 +79,16 @@ def examine(name: str, options: Mapping[str, Any], tell: Tell, turn: Turn) -> No
             tell("at", f"opening the driver with the options {dict(place)}")
             backend = hal.open({"backend": name, "options": place})
         tell("device", attrs.asdict(Device(str(backend.device.torch), backend.device.name)))
-        examine_device(backend, tell, turn)
+        examine_device(backend, tell)
 
 
-def examine_device(backend: Any, tell: Tell, turn: Turn) -> None:
+def examine_device(backend: Any, tell: Tell) -> None:
     """Check and measure the device of ``backend``, which must be active."""
     from hal.doctor.checks import checked, checks, measures
 
     for name, check in checks(backend):
         tell("at", f"checking {name} on {backend.device.torch}")
         tell("check", attrs.asdict(checked(backend, name, check)))
-    turn.wait(tell)
     tell("at", f"measuring {backend.device.torch}")
     with backend.translating_errors():
         tell("measures", attrs.asdict(measures(backend)))
@@ -171,9 +134,9 @@ def main(name: str, options: str, file: str, limit: str, ranks: str = "1") -> No
             if ranks != "1":
                 examine_ranks(name, json.loads(options), int(ranks), float(limit), tell)
             else:
-                turn = Turn(Path(file).with_name("turn"), float(limit))
-                turn.watch()
-                examine(name, json.loads(options), tell, turn)
+                # Python writes its stack to stderr before the process is killed for exceeding its limit.
+                faulthandler.dump_traceback_later(max(0.9 * float(limit) - _age(), EARLIEST))
+                examine(name, json.loads(options), tell)
         except HalError as error:
             if error.__cause__ is not None:  # the driver's exception
                 traceback.print_exc()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
 import platform
@@ -17,7 +16,7 @@ import cattrs
 from hal.config.child_process import Ending
 from hal.device.host_capacity import other_running_threads, usable_cores
 from hal.doctor import host_facts
-from hal.doctor.driver_processes import Told, examine_in_parallel, examine_ranks
+from hal.doctor.driver_processes import Told, examine_driver, examine_ranks
 from hal.doctor.findings import Check, Device, Driver, Findings, Measures
 from hal.errors import ConfigError, UnknownKey
 from hal.version import API_VERSION, __version__
@@ -84,17 +83,15 @@ def examine(
 def _examine(
     drivers: Sequence[Driver], options: Mapping[str, Any], seconds: float, deadline: float, say: Callable[[str], None]
 ) -> bool:
-    """Examine all drivers in parallel; return False if the time ran out."""
-    left = {each.name: each for each in drivers}
-    found = examine_in_parallel(
-        list(left), options, seconds, deadline, say=lambda name: say(f"examining the driver {name}")
-    )
-    with contextlib.closing(found):
-        for name, told in found:
-            _take(left.pop(name), told, options, seconds)
-    for driver in left.values():
-        driver.status, driver.reason, driver.hint = "unavailable", f"not examined: {OVER}", LONGER
-    return not left
+    """Examine the drivers, one after another; return False if the time ran out."""
+    for driver in drivers:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            driver.status, driver.reason, driver.hint = "unavailable", f"not examined: {OVER}", LONGER
+            continue
+        say(f"examining the driver {driver.name}")
+        _take(driver, examine_driver(driver.name, options, min(seconds, left)), options, seconds)
+    return time.monotonic() < deadline
 
 
 def _examine_ranks(
@@ -133,9 +130,6 @@ def _take(driver: Driver, told: Told, options: Mapping[str, Any], seconds: float
     kinds = {each.__name__: each for each in (ConfigError, UnknownKey)}
     if failed is not None and failed["kind"] in kinds and options:
         raise kinds[failed["kind"]](failed["problem"], failed["remedy"], key=failed["key"])
-    if told.waited and not _wrong(driver):
-        driver.reason, driver.hint = f"not measured: {OVER}", LONGER
-        return
     _conclude(driver, at, failed, told.ending, done)
     if told.ending.code is None and told.ending.seconds < seconds:
         driver.hint = LONGER

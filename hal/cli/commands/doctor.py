@@ -37,9 +37,9 @@ def command(
     """Examine this installation.
 
     Compares versions, probes every installed driver, and computes, captures, copies and launches on the devices of each
-    available driver. Each driver is examined in a separate process, in parallel, within --timeout and --total-timeout.
-    Exits with 1 if an available driver does not work, if the driver named by --backend is not available, or if the time
-    ran out.
+    available driver. Each driver is examined in a separate process, one after another, within --timeout and
+    --total-timeout. Exits with 1 if an available driver does not work, if the driver named by --backend is not
+    available, or if the time ran out.
 
     With --tensor-parallel, it also starts ranks of each driver that works. They join each other, and all reduce, gather
     and scatter tensors. A rank that does not come within --timeout is named.
