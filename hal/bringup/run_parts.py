@@ -9,11 +9,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import attrs
+from jinja2 import Environment
 
 from hal.bench.plot import launches, times
 from hal.bringup.parts import Outcome, Part, Request, compare_texts, parts, read_output
@@ -63,22 +64,29 @@ def _run(part: Part, request: Request, folder: Path) -> Outcome:
     figures = folder / f"{part.name}-figures.json"
     arguments = [*part.arguments, *(("--figures", str(figures)) if part.figures else ())]
     begin = time.monotonic()
-    code, key = _process([*PROGRAM, *arguments], output, log, request.seconds)
-    if key == "launches" and TRACE in arguments:  # `hal bench` refused it
+    code, error = _process([*PROGRAM, *arguments], output, log, request.seconds)
+    if error.get("key") == "launches" and TRACE in arguments:  # `hal bench` refused it
         arguments.remove(TRACE)
-        code, _ = _process([*PROGRAM, *arguments], output, log, request.seconds)
-    found = read_output(figures if part.figures else output)
-    return _outcome(part, shlex.join(["hal", *arguments]), code, time.monotonic() - begin, found, log)
+        code, error = _process([*PROGRAM, *arguments], output, log, request.seconds)
+    found, told = read_output(figures if part.figures else output), str(error.get("message", "")).splitlines()
+    return _outcome(part, shlex.join(["hal", *arguments]), code, time.monotonic() - begin, found, log, told)
 
 
-def _outcome(part: Part, command: str, code: int | None, seconds: float, found: list[Any], log: Path) -> Outcome:
+def _outcome(
+    part: Part,
+    command: str,
+    code: int | None,
+    seconds: float,
+    found: list[Any],
+    log: Path,
+    told: Sequence[str] = (),
+) -> Outcome:
     lines: list[str] = []
     good = False
     with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):  # The output is that of a failure, or none.
         good, lines = part.judge(found)
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
-    if code:  # 2 with hal's own errors
-        lines[:0] = [line for line in last if line.startswith(("error: ", "remedy: "))]
+    lines[:0] = told  # hal's own error
     if code is None:
         lines.insert(0, f"it did not end, and was ended after {seconds:.0f} s")
     elif code != 0:
@@ -95,14 +103,14 @@ def _outcome(part: Part, command: str, code: int | None, seconds: float, found: 
     )
 
 
-def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> tuple[int | None, str | None]:
-    """Run Python; return its exit status, or None if its time was over, and the key of its error."""
+def _process(arguments: list[str], output: Path, log: Path, seconds: float) -> tuple[int | None, Mapping[str, Any]]:
+    """Run Python; return its exit status, or None if its time was over, and its error; see :class:`ChildProcess`."""
     with output.open("wb") as out, ProcessKeeper() as keeper:
         process = ChildProcess(arguments, keeper, variables=UNBUFFERED, stdout=out, log=log)
         code = process.wait(seconds)
         if code == 0:
             keeper.ended()
-        return code, process.error().get("key")
+        return code, process.error()
 
 
 def _conformance(part: Part, request: Request, options: Mapping[str, Any], folder: Path, say: Say) -> Outcome:
@@ -184,40 +192,12 @@ def as_json(request: Request, outcomes: list[Outcome]) -> dict[str, Any]:
     return {"format": 1, "request": attrs.asdict(request), "parts": [attrs.asdict(each) for each in outcomes]}
 
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem; border-top: 1px solid #ddd; padding-top: 1rem }
-table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top }
-.passed { color: #17743a } .failed, .late { color: #b3261e; font-weight: 600 }
-pre { background: #f5f5f5; padding: .6rem; overflow-x: auto; font-size: 12px } svg { display: block; margin: 1rem 0 }
-"""
-
-
 def page(request: Request, outcomes: Sequence[Outcome]) -> str:
     """Return the page."""
-    rows = "".join(
-        f'<tr><td class="{each.status}">{each.status}</td><td><a href="#{each.name}">{escape(each.title)}</a></td>'
-        f"<td>{each.seconds:.0f} s</td></tr>"
-        for each in outcomes
-    )
+    template = (files(__package__) / "page.html.template").read_text(encoding="utf-8")
     title = f"Bring-up of {request.backend}{' (emulated)' if request.emulate else ''}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-        f"<h1>{escape(title)}</h1>"
-        f"<p>{escape(request.checkpoint)}, {escape(request.dtype)}, beside {escape(request.against)}</p>"
-        f"<table>{rows}</table>{''.join(map(_section, outcomes))}</html>\n"
-    )
-
-
-def _section(outcome: Outcome) -> str:
-    lines = "".join(f"<li>{escape(each)}</li>" for each in outcome.lines)
-    log = "\n".join(outcome.log)
-    shown = "" if outcome.status == "passed" else " open"
-    details = f"<details{shown}><summary>end of its log</summary><pre>{escape(log)}</pre></details>" if log else ""
-    return (
-        f'<h2 id="{outcome.name}">{escape(outcome.title)}: <span class="{outcome.status}">{outcome.status}</span></h2>'
-        f"<ul>{lines}</ul>{''.join(_plots(outcome))}<p><code>{escape(outcome.command)}</code></p>{details}"
-    )
+    values = {"title": title, "request": request, "outcomes": outcomes, "plots": _plots}
+    return Environment(autoescape=True, keep_trailing_newline=True).from_string(template).render(values)
 
 
 def _plots(outcome: Outcome) -> Iterator[str]:
