@@ -15,8 +15,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.driver_layers import put_layers
 from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.gguf.packed_layers import pack_layers
-from hal.checkpoint.model_registry import check_model_class, make_model
-from hal.checkpoint.model_sources import AUTO, find_model_class
+from hal.checkpoint.model_registry import AUTO, check_model_class, find_model_class, make_model
 from hal.checkpoint.quantized_layers import AUTO as AUTO_WEIGHTS
 from hal.checkpoint.quantized_layers import TARGETS, QuantizedLayer, quantize_layers
 from hal.checkpoint.safetensors_files import DTYPES, TensorSlice

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hal.checkpoint import hub
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.model_sources import AUTO, find_model_class
+from hal.checkpoint.model_registry import AUTO, find_model_class
 from hal.checkpoint.safetensors_files import TensorInfo, TensorSlice
 from hal.checkpoint.weight_bindings import bindings_of
 from hal.config.untrusted_files import read_json

@@ -17,7 +17,8 @@ log = logging.getLogger("hal.checkpoint")
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that have a name, which chat templates read as variables."""
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _OTHER_CLASS = frozenset({"mistral", "mixtral"})
 """Values of model_type whose LlamaTokenizer transformers 5 reads from tokenizer.json alone."""
@@ -52,7 +53,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_padding()
     config = _optional(folder / CONFIG)
     replaced = _rebuild_llama(tokenizer, config, _optional(folder / "config.json"))
-    named = {key: config.get(key) for key in _NAMED}
+    named = {key: config.get(key) for key in NAMED}
     try:
         _add_tokens(tokenizer, folder, config, named)
     except (TypeError, ValueError, AttributeError) as error:
@@ -122,13 +123,13 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, config: Mapping[str, Any], n
         elif _EXTRA in found:
             found[_EXTRA] = [*(values.get(_EXTRA) or []), *found[_EXTRA]]
         values |= found
-        named |= {key: found[key] for key in _NAMED if key in found}
+        named |= {key: found[key] for key in NAMED if key in found}
         special = {_text(each) for each in (*named.values(), *(values.get(_EXTRA) or [])) if each}
         for text, index in _optional(folder / _ADDED).items():
             declared[index] = AddedToken(text, normalized=text not in special, special=text in special)
         declared |= tokenizer.get_added_tokens_decoder()
     extra = values.get(_EXTRA, values.get(_OLDER_EXTRA)) or []
-    others = {key: each for key, each in values.items() if key.endswith("_token") and key not in _NAMED}
+    others = {key: each for key, each in values.items() if key.endswith("_token") and key not in NAMED}
     others = {key: each for key, each in others.items() if _is_token(each)}
     for table in tables:
         others |= table

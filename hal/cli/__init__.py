@@ -84,15 +84,5 @@ def main(context: click.Context, verbose: int) -> None:
     context.with_resource(logging_to_stderr(("WARNING", "INFO", "DEBUG")[min(verbose, 2)]))
 
 
-main.add_command(generate.command)
-main.add_command(chat.command)
-main.add_command(serve.command)
-main.add_command(bench.command)
-main.add_command(bringup.command)
-main.add_command(compare.command)
-main.add_command(quantize.command)
-main.add_command(backends.command)
-main.add_command(doctor.command)
-main.add_command(new_driver.command)
-main.add_command(explain.command)
-main.add_command(ops.command)
+for each in (generate, chat, serve, bench, bringup, compare, quantize, backends, doctor, new_driver, explain, ops):
+    main.add_command(each.command)

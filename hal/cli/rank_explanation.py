@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hal.cli.console import print_table
-from hal.cli.explanation import captures_python, spec_of_blocks
-from hal.cli.kernel_explanation import without_numbers
+from hal.cli.explanation import captures_python, spec_of_blocks, without_numbers
 from hal.cli.stdout import echo
 from hal.errors import CompileError
 

@@ -16,8 +16,6 @@ from hal.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor  # The command's options do without torch.
 
-PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-"""The names of the penalties, in the order in which they apply."""
 GRAMMARS = ("json_schema", "regex")
 """The names of the parameters that are grammars."""
 IN_TEXT = ("stop", "bad_words", *GRAMMARS)

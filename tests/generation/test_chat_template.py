@@ -18,8 +18,8 @@ import hal
 from hal.errors import BatchError, CheckpointError, ConfigError, HalError
 from hal.generation.llm import template_sandbox
 from hal.generation.llm.chat_template import ChatTemplate
-from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.messages import normalized
+from hal.generation.llm.processor import Conversations
 from hal.nn import CausalLM
 
 TEMPLATES = Path(__file__).parent / "templates"

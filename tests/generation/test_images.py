@@ -522,7 +522,7 @@ def test_requests_are_answered_while_videos_are_read(
     pytest.importorskip("starlette", reason="hal serve needs the extra serve")
     from helpers.api_server import ask, served
 
-    from hal.generation.llm import conversations, processor
+    from hal.generation.llm import processor
     from hal.serve.server_state import MEDIA_THREADS
 
     reading, go_on = threading.Semaphore(0), threading.Event()
@@ -538,7 +538,8 @@ def test_requests_are_answered_while_videos_are_read(
                 raise BatchError("the video was read", "")
             return self.real.items(media, options)
 
-    monkeypatch.setattr(conversations, "open_processor", lambda of: Slow(processor.open_processor(of)))
+    opened = processor.open_processor
+    monkeypatch.setattr(processor, "open_processor", lambda of: Slow(opened(of)))
     url = "data:image/jpeg;base64," + base64.b64encode(encoded(picture(), "JPEG")).decode()
     text = {"type": "text", "text": "what is this"}
     image = {"type": "image_url", "image_url": {"url": url}}

@@ -11,8 +11,14 @@ import click
 
 from hal.cli.config_options import Settings, configured, parallel
 from hal.cli.console import print_table
-from hal.cli.explanation import captures_python, context_of, explain_step, print_rewrites, print_stages
-from hal.cli.kernel_explanation import explain_kernels
+from hal.cli.explanation import (
+    captures_python,
+    context_of,
+    explain_kernels,
+    explain_step,
+    print_rewrites,
+    print_stages,
+)
 from hal.cli.rank_explanation import explain_ranks, without_ranks
 from hal.cli.stdout import ResultCommand, check_folder, echo, writing
 from hal.config import bounds

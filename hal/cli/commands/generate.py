@@ -121,8 +121,8 @@ def command(
     from hal.checkpoint.hub import check_path
     from hal.checkpoint.random_weights import meta_model
     from hal.config.bounds import SEQUENCES
-    from hal.generation.llm.conversations import Conversations
     from hal.generation.llm.engine import open_engine
+    from hal.generation.llm.processor import Conversations
     from hal.generation.llm.prompts import MultimodalPrompt
     from hal.parallel.launch import agreed, rank, yielding_to_the_cause
 

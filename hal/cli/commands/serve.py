@@ -21,7 +21,6 @@ BODY = "The most MiB of a request. Larger ones are answered with status 413."
 TOGETHER = "The most texts that are generated together."
 LENGTH = "The most tokens of a prompt and its text. By default, what the model takes and the cache holds."
 SHUTDOWN = "How long requests may go on after SIGTERM or Ctrl-C."
-COUNT, WAIT_COUNT, GRACE = click.IntRange(1, SEQUENCES), click.IntRange(0, SEQUENCES), click.IntRange(0, SECONDS)
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("hal.cli")

@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 from tokenizers import Tokenizer
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.checkpoint.tokenizer_files import ENDINGS
+from hal.checkpoint.tokenizer_files import ENDINGS, NAMED
 from hal.config.untrusted_files import is_there, regular_file
 from hal.errors import CheckpointError, ConfigError, UnknownKey, listed
 from hal.generation.llm.messages import Message, check_messages
@@ -31,8 +31,6 @@ _OTHER_FILES = ("chat_template.json", "special_tokens_map.json")
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 ARGUMENTS = frozenset({"self", "messages", "tools"})
 """Names that no switch has: they are arguments."""
-TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens, which templates read as variables."""
 TEXT, PARTS = "text", "parts"
 _TEXTS = "First text", "next text"
 _KEY, _NAME, _ARGUMENT, _ID = "probe_key", "probe_name", "probe_argument", "probe0000"
@@ -84,7 +82,7 @@ class ChatTemplate:
             raise CheckpointError(
                 f"chat_template in {folder / CONFIG} is {sources!r:.60}", "make it a text, or a list of named texts"
             )
-        tokens = {name: found for name in TOKENS if (found := _token(config.get(name) or special.get(name)))}
+        tokens = {name: found for name in NAMED if (found := _token(config.get(name) or special.get(name)))}
         return cls(folder, sources, tokens)
 
     def render(
@@ -116,7 +114,7 @@ class ChatTemplate:
             if unknown := sorted(switches.keys() - known):
                 raise UnknownKey(
                     f"the chat template of {self.folder} has no switch {unknown[0]!r}",
-                    f"leave it out; {listed(known - _OWN - set(TOKENS))}",
+                    f"leave it out; {listed(known - _OWN - set(NAMED))}",
                     key=unknown[0],
                 )
             variables = {**self.tokens, "documents": None, **switches}
@@ -273,7 +271,7 @@ def _with_text(call: Any) -> Any:
 
 def _written(source: str, messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of a conversation; nothing if the template fails."""
-    variables = {**dict.fromkeys(TOKENS, ""), "documents": None, "tools": None, "add_generation_prompt": True}
+    variables = {**dict.fromkeys(NAMED, ""), "documents": None, "tools": None, "add_generation_prompt": True}
     try:
         return in_time(lambda: compiled(source)[0].render(messages=messages, **variables))
     except (*FAILURES, Refused, RecursionError, MemoryError):

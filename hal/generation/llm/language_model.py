@@ -26,11 +26,11 @@ from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
-from hal.generation.llm.conversations import Conversations
 from hal.generation.llm.embedder import Embedder
 from hal.generation.llm.engine import open_engine
 from hal.generation.llm.messages import Message
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
+from hal.generation.llm.processor import Conversations
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
 from hal.generation.llm.prompts import MultimodalPrompt, Prompt, encoded_prompts, paired, read_prompts
 from hal.generation.llm.serving_loop import Occupancy, ServingLoop

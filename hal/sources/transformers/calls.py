@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -13,22 +13,6 @@ from hal.nn import Attention, LayerState
 from hal.sources.transformers.in_class import Returned
 from hal.sources.transformers.phase import PHASE
 from hal.step import Batch
-
-
-class Phase(Protocol):
-    """What a call of the model is for: a probe, a step, or the logits of a step."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        mask: Any,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Serve a layer; the arguments are those of an attention function, as is the result."""
 
 
 @attrs.frozen

@@ -21,18 +21,12 @@ from torch.func import functional_call
 from hal import ops
 from hal.nn import Consumer, Weight
 from hal.nn.weights.assembly import Region
-from hal.sources.transformers.conversions import Conversions, Regions
-from hal.sources.transformers.experts import Gate, routing_weights
+from hal.sources.transformers.conversions import Conversions
+from hal.sources.transformers.experts import Gate, gates, routing_weights
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 HIDDEN, WIDTH = 8, 6
 """The sizes of the copy that is compared."""
-GATES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("silu_and_mul", {}),
-    ("gelu_and_mul", {"approximate": "none"}),
-    ("gelu_and_mul", {"approximate": "tanh"}),
-)
-"""hal's gated activations, by the name of the operation and its options."""
 
 
 @attrs.frozen
@@ -84,10 +78,9 @@ class Stored:
             ]
             down = [_region((each, each + 1), (0, hidden), (0, width), (2, 1), shape, each * width) for each in turns]
             second = (self.down,) * count
-        return {
-            "gate_up_proj": _weight(first, "gate_up_proj", gate_up),
-            "down_proj": _weight(second, "down_proj", down),
-        }
+        parts = {"gate_up_proj": zip(first, gate_up, strict=True), "down_proj": zip(second, down, strict=True)}
+        stored = Conversions({}, {name: list(each) for name, each in parts.items()})
+        return {name: _weight(stored, name) for name in parts}
 
 
 class LoopedExperts(nn.Module):
@@ -158,9 +151,7 @@ def _find(experts: LoopedExperts, path: str, layer: nn.Module, conversions: Conv
         parts = conversions.assembled[full]
         kept = [each for each in parts if each[1].target["axis0"][1] <= shapes[name][0]]
         unread |= {source for source, _ in parts} - {source for source, _ in kept}
-        found = Conversions({}, {full: kept}).weight(full, consumer=Consumer("grouped_linear", "weight"))
-        assert found is not None
-        experts.weights[name] = found
+        experts.weights[name] = _weight(Conversions({}, {full: kept}), full)
     return unread
 
 
@@ -185,7 +176,7 @@ def _experts_of(module: Any) -> LoopedExperts | None:
             except Exception:  # A class of another form may raise anything.
                 continue
             gate_up, down = small.tensors(given)
-            for name, options in GATES:
+            for name, options in gates(module):
                 gate = partial(ops.operation(name).body, **options)
                 if torch.allclose(_computed(x, experts, weights, gate_up, down, gate), wanted, 1e-4, 1e-5):
                     return LoopedExperts(stored, partial(getattr(ops, name), **options))
@@ -246,14 +237,7 @@ def _region(
     return Region(target, tuple(f"axis{dim}" for dim in axes), shape, (start, *[0] * (len(shape) - 1)))
 
 
-def _weight(sources: tuple[str, ...], name: str, regions: Sequence[Region]) -> Weight:
-    parts = tuple(
-        attrs.evolve(
-            each,
-            target={f"{name}_{axis}": interval for axis, interval in each.target.items()},
-            axes=tuple(f"{name}_{axis}" for axis in each.axes),
-        )
-        for each in regions
-    )
-    axes = " ".join(parts[0].target)
-    return Weight(sources, axes, assemble=Regions(parts), consumer=Consumer("grouped_linear", "weight"))
+def _weight(conversions: Conversions, name: str) -> Weight:
+    found = conversions.weight(name, consumer=Consumer("grouped_linear", "weight"))
+    assert found is not None
+    return found

@@ -160,7 +160,7 @@ def gate_of(module: Any) -> Gate | None:
             found = module._apply_gate(x)
         except Exception:  # A gate of another form may raise anything.
             return None
-        for name, options in _gates(module):
+        for name, options in gates(module):
             if found.shape == (3, 16) and torch.allclose(found, ops.operation(name).body(x, **options), 1e-4, 1e-5):
                 return partial(getattr(ops, name), **options) if options else ops.silu_and_mul
     return None
@@ -175,7 +175,7 @@ def routing_weights(weights: Tensor, x: Tensor) -> Tensor:
     return weights if weights.dtype is torch.float32 else weights.to(x.dtype)
 
 
-def _gates(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def gates(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield hal's gated activations, by the names of their operations, and the options that may fit a module."""
     yield "silu_and_mul", {}
     for approximate in ("none", "tanh"):

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hal.checkpoint.model_sources import ModelSource
+from hal.checkpoint.model_registry import ModelSource
 from hal.config.optional_libraries import check_version
 from hal.errors import ConfigError
 from hal.nn import CausalLM
