@@ -358,7 +358,7 @@ def test_norms_without_a_weight_are_replaced() -> None:
 
 @pytest.mark.parametrize("wrong", ["nothing", "another epsilon", "no root", "a width that varies"])
 def test_other_layers_without_tensors_stay(wrong: str) -> None:
-    from hal.sources.transformers.layers import InputWidths, norm_of
+    from hal.sources.transformers.layers import Inputs, norm_of
 
     class Norm(nn.Module):
         eps = 1e-6
@@ -369,9 +369,9 @@ def test_other_layers_without_tensors_stay(wrong: str) -> None:
 
     model = nn.Sequential(Norm(), nn.Linear(32, 16 if wrong == "a width that varies" else 32, device="meta"))
     model.append(model[0])
-    widths = InputWidths(model)
+    inputs = Inputs(model)
     model(torch.empty(2, 32, device="meta"))
-    found = norm_of(model[0], widths.found().get("0"))
+    found = norm_of(model[0], inputs.widths().get("0"))
     assert type(found) is (hal.nn.RMSNorm if wrong == "nothing" else NoneType)
 
 

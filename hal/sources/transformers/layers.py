@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from hal import ops
 from hal.nn import Embedding, LayerNorm, Linear, RMSNorm, Transposed, Weight
@@ -56,25 +57,43 @@ def takes_one(layer: nn.Module) -> bool:
     return len(parameters) == 1 and all(each.kind is not each.VAR_KEYWORD for each in parameters)
 
 
-class InputWidths:
-    """Records how wide the inputs of layers without tensors are in a call of a model, as of norms without a weight."""
+class Inputs:
+    """Records the inputs of projections, and of layers without tensors, in a call of a model.
+
+    They are kept, so that ids are distinct.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen: dict[str, set[int]] = {}
-        self._hooks = [
-            layer.register_forward_pre_hook(self._hook(path))
-            for path, layer in model.named_modules()
-            if not any(True for _ in (*layer.children(), *layer.parameters())) and takes_one(layer)
-        ]
+        self._projections: dict[str, list[Tensor]] = {}
+        self._others: dict[str, list[Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
+        for path, layer in model.named_modules():
+            if type(layer) is nn.Linear:
+                self._hooks.append(layer.register_forward_pre_hook(_kept(self._projections, path)))
+            elif not any(True for _ in (*layer.children(), *layer.parameters())) and takes_one(layer):
+                self._hooks.append(layer.register_forward_pre_hook(_kept(self._others, path)))
 
-    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, args: self._seen.setdefault(path, set()).update(each.shape[-1] for each in args)
-
-    def found(self) -> dict[str, int]:
-        """Return the width of each layer that has a single one, by path, and stop recording."""
+    def close(self) -> None:
+        """Stop recording."""
         for hook in self._hooks:
             hook.remove()
-        return {path: min(widths) for path, widths in self._seen.items() if len(widths) == 1}
+
+    def groups(self) -> list[tuple[str, list[str]]]:
+        """Return the projections of one input beside each other: the path above them and their names, as called."""
+        found: dict[Any, list[str]] = {}
+        for path, inputs in self._projections.items():
+            parent, _, name = path.rpartition(".")
+            found.setdefault((parent, tuple(map(id, inputs))), []).append(name)
+        return [(parent, names) for (parent, _), names in found.items() if len(names) > 1]
+
+    def widths(self) -> dict[str, int]:
+        """Return the width of the inputs of each layer without tensors that has a single one, as of its norms."""
+        widths = {path: {each.shape[-1] for each in inputs} for path, inputs in self._others.items()}
+        return {path: min(found) for path, found in widths.items() if len(found) == 1}
+
+
+def _kept(seen: dict[str, list[Tensor]], path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    return lambda _, args: seen.setdefault(path, []).append(args[0]) if args else None
 
 
 def norm_of(layer: nn.Module, width: int | None = None) -> nn.Module | None:

@@ -32,13 +32,12 @@ from hal.sources.transformers.calls import Step, attend
 from hal.sources.transformers.check import check_logits
 from hal.sources.transformers.conversions import conversions_of
 from hal.sources.transformers.expert_loops import replace_loops
-from hal.sources.transformers.layers import InputWidths
+from hal.sources.transformers.layers import Inputs
 from hal.sources.transformers.masks import mask
 from hal.sources.transformers.phase import NAME, REMEDY, running
 from hal.sources.transformers.positions import answer_positions
 from hal.sources.transformers.probe import NoCache, Probe, check_lengths, skip_experts, tune_in_attention
 from hal.sources.transformers.replacement import (
-    Inputs,
     declare_weights,
     merge_projections,
     refusal_to_split,
@@ -109,8 +108,7 @@ class TransformersLM(CausalLM):
         answer_positions(self)
         tune_in_attention(self)
         check_lengths(self)
-        inputs, widths = Inputs(self), InputWidths(self)
-        bodies, probe = BodyProbe(self, given), Probe(self, given[POSITIONS])
+        inputs, bodies, probe = Inputs(self), BodyProbe(self, given), Probe(self, given[POSITIONS])
         try:
             with running(probe), probe.zeros, held(self):
                 self.of.forward(
@@ -122,7 +120,7 @@ class TransformersLM(CausalLM):
                     return_dict=True,
                 )
         finally:
-            groups, known_widths = inputs.groups(), widths.found()
+            inputs.close()
             bodies.close()
         if not probe.calls:
             raise ConfigError(
@@ -134,8 +132,8 @@ class TransformersLM(CausalLM):
         self.hal_attention = nn.ModuleList(probe.layers)
         self.causal = all(layer.options.causal for layer in probe.layers)
         declare_weights(self, conversions)
-        self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim, known_widths)
-        self.replaced["merged"] = merge_projections(self, groups)
+        self.replaced = replace_layers(self, conversions, probe.layers[0].head_dim, inputs.widths())
+        self.replaced["merged"] = merge_projections(self, inputs.groups())
         self.tied = dict(theirs.all_tied_weights_keys)
         self._shared = tie(self)
         answer_heads(self.get_submodule(self._body.path))

@@ -166,31 +166,6 @@ class Part(nn.Module):
         return part
 
 
-class Inputs:
-    """Records which input each projection gets in a call of a model. The inputs are kept, so that ids are distinct."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: dict[str, list[Tensor]] = {}
-        self._hooks = [
-            layer.register_forward_pre_hook(self._hook(path))
-            for path, layer in model.named_modules()
-            if type(layer) is nn.Linear
-        ]
-
-    def _hook(self, path: str) -> Any:
-        return lambda _, args: self._seen.setdefault(path, []).append(args[0]) if args else None
-
-    def groups(self) -> list[tuple[str, list[str]]]:
-        """Return the projections of one input beside each other: the path above them and their names, as called."""
-        for hook in self._hooks:
-            hook.remove()
-        found: dict[Any, list[str]] = {}
-        for path, inputs in self._seen.items():
-            parent, _, name = path.rpartition(".")
-            found.setdefault((parent, tuple(map(id, inputs))), []).append(name)
-        return [(parent, names) for (parent, _), names in found.items() if len(names) > 1]
-
-
 def merge_projections(model: nn.Module, groups: Sequence[tuple[str, list[str]]]) -> int:
     """Merge hal's projections in place, a gate first. Return the number of merged ones."""
     count, modules = 0, dict(model.named_modules())
