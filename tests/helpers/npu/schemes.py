@@ -1,13 +1,10 @@
-"""Compares the trained checkpoint in bfloat16, float16 and int8, in every mode on the NPU, with eager and the CPU.
+"""Counts the launches of the trained checkpoints in each scheme, which docs/reference/npu-launches.md has.
 
     python tests/helpers/npu/schemes.py
-    python tests/helpers/npu/schemes.py --sequences 8 --window 256
-    python tests/helpers/npu/schemes.py --launches
     python tests/helpers/npu/schemes.py --experts
 
-Prints the held-out perplexity by decoding and by prefill, and the number of greedy tokens that equal the CPU's after
-the same text. With --launches, prints the tables of docs/reference/npu-launches.md instead: the launches of a decode
-layer, and of one of a prefill. Needs the package installed with its extra ``test``, and no NPU.
+Prints the tables of the page: the launches of a decode layer, and of one of a prefill. Needs the package installed with
+its extra ``test``, and no NPU.
 """
 
 from __future__ import annotations
@@ -24,43 +21,22 @@ TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS))
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_npu is imported after its CANN is loaded.
 
-import attrs  # noqa: E402
 import click  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import hal  # noqa: E402
 from hal.errors import HalError  # noqa: E402
-from hal.step import ALL  # noqa: E402
 from helpers import held_out  # noqa: E402
 
 TRAINED = TESTS.parent / "checkpoints" / "tiny-python"
 EXPERTS = TESTS.parent / "checkpoints" / "tiny-python-moe"
 EXPERT_KERNELS = ("Moe", "GroupedMatmul", "SwiGlu", "DequantSwigluQuant")
 """Prefixes of the launches from the routing to the weighted sum."""
-SCHEMES = ("float16", "bfloat16", "w8a16", "w8a8", "w8a8_dynamic")
 WEIGHT_ONLY = ("w4a16", "w4a8_dynamic", "w8a16_group", "fp8")
-"""Schemes that only --launches measures."""
 WEIGHTS = ("w8a16", "w8a8", "w8a8_dynamic", *WEIGHT_ONLY)
 """Schemes whose launches are counted in every mode."""
 PREFILLS = (16, 64, 256)
-
-
-@attrs.frozen
-class Found:
-    """The result of one scheme and mode.
-
-    Attributes:
-        decoded: perplexity by decoding.
-        prefilled: perplexity by prefill.
-        choices: the greedy tokens of the prefill's logits.
-        margins: the differences between the largest and the second largest logits.
-    """
-
-    decoded: float
-    prefilled: float
-    choices: torch.Tensor
-    margins: torch.Tensor
 
 
 class Made(dict[str, tuple[Path, str]]):
@@ -79,7 +55,7 @@ class Made(dict[str, tuple[Path, str]]):
         if scheme == "w8a8":
             text = self.folder / "calibration.txt"
             text.write_text("\n".join(held_out.texts()[0][:4]), encoding="utf-8")
-            arguments += ["--calibration", str(text), "--calibration-tokens", "4096"]
+            arguments += ["--calibration", str(text), "--calibration-tokens", "512"]
         if scheme in ("w4a16", "w8a16_group"):
             arguments += ["--group-size", "64"]
         if scheme == "w4a8_dynamic":
@@ -113,19 +89,6 @@ def runner(
     }
     opened = hal.open(config)
     return hal.Runner(hal.load_model(path, opened), opened)
-
-
-def measure(on: hal.Runner, stream: list[int], sequences: int, window: int) -> Found:
-    """Measure both perplexities, and the choices of the first window."""
-    decoded = held_out.decoded_perplexity(on, stream, sequences, window)
-    prefilled = held_out.perplexity(on, stream[: sequences * window + 1], window)
-    blocks = on.blocks.take(on.spec.blocks_for(window))
-    assert blocks is not None
-    with torch.inference_mode():
-        logits = on.step(on.batch([stream[:window]], [blocks]), ALL).logits.float().cpu()
-    on.blocks.give_back(blocks)
-    best = logits.topk(2).values
-    return Found(decoded, prefilled, logits.argmax(-1), best[:, 0] - best[:, 1])
 
 
 def expert_table(made: Made) -> list[str]:
@@ -223,35 +186,15 @@ def prefill_table(path: Path) -> list[str]:
 
 
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
-@click.option("--sequences", default=4, show_default=True)
-@click.option("--window", default=64, show_default=True)
-@click.option("--experts", is_flag=True, help="measure the mixture of experts")
-@click.option("--launches", is_flag=True)
-def main(sequences: int, window: int, experts: bool, launches: bool) -> None:
+@click.option("--experts", is_flag=True, help="those of the mixture of experts")
+def main(experts: bool) -> None:
     from hal.backends.npu import emulator
 
     emulator.activate()
     torch.set_num_threads(1)
-    source = EXPERTS if experts else TRAINED
-    if launches:
-        with checkpoints(source) as made:
-            dense = launch_table, mode_table
-            rows = expert_table(made) if experts else [row for each in dense for row in each(made)]
-            click.echo("\n".join(rows if experts else [*rows, *prefill_table(TRAINED)]))
-        return
-    stream = held_out.tokens(hal.Checkpoint.open(source), sequences * window + 1)
-    with checkpoints(source) as made:
-        for scheme in SCHEMES:
-            path, dtype = made[scheme]
-            cpu = measure(runner(path, dtype, "cpu", "eager", sequences, window), stream, sequences, window)
-            click.echo(f"{scheme:14s} cpu eager        decode {cpu.decoded:.4f}  prefill {cpu.prefilled:.4f}")
-            for compiler in hal.open("npu").compilers:
-                found = measure(runner(path, dtype, "npu", compiler, sequences, window), stream, sequences, window)
-                same = int((found.choices == cpu.choices).sum())
-                click.echo(
-                    f"{scheme:14s} npu {compiler:12s} decode {found.decoded:.4f}  prefill {found.prefilled:.4f}  "
-                    f"{same} of {len(found.choices)} choices are the CPU's"
-                )
+    with checkpoints(EXPERTS if experts else TRAINED) as made:
+        tables = (expert_table,) if experts else (launch_table, mode_table, lambda of: prefill_table(of.source))
+        click.echo("\n".join(row for table in tables for row in table(made)))
 
 
 if __name__ == "__main__":

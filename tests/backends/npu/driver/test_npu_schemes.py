@@ -1,7 +1,4 @@
-"""Tests for quantized models and mixtures of experts on the emulated NPU: tokens in every mode, launches, captures.
-
-helpers/npu/schemes.py compares with eager steps on held-out text.
-"""
+"""Tests for quantized models and mixtures of experts on the emulated NPU: tokens in every mode, launches, captures."""
 
 from __future__ import annotations
 
@@ -24,35 +21,40 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = processes.ROOT / "docs" / "reference" / "npu-launches.md"
 SEQUENCES, WINDOW = 3, 40
+MODES = ("eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex")
 CASES = [("dense", scheme) for scheme in ("bfloat16", "w8a8", "w8a8_dynamic")]
 CASES += [("experts", scheme) for scheme in ("bfloat16", "float16", "w8a16", "w8a8", "w8a8_dynamic")]
+RUN = (
+    *("dense-w8a8_dynamic-graph", "dense-bfloat16-piecewise_eager", "dense-w8a8-graph", "dense-w8a8-npugraph_ex"),
+    *("dense-w8a8_dynamic-piecewise", "experts-bfloat16-eager", "experts-float16-graph", "experts-w8a16-piecewise"),
+    *("experts-w8a8-graph", "experts-w8a8_dynamic-npugraph_ex"),
+)
+"""Each scheme, each mode, and each way to round inputs, with the compilers that fuse it. `make test` runs the first."""
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[dict[str, schemes.Made]]:
-    with schemes.checkpoints() as dense, schemes.checkpoints(schemes.EXPERTS) as experts:
+def made(trained: Path, trained_experts: Path) -> Iterator[dict[str, schemes.Made]]:
+    with schemes.checkpoints(trained) as dense, schemes.checkpoints(trained_experts) as experts:
         yield {"dense": dense, "experts": experts}
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, made: Any) -> tuple[str, compare.Case]:
-    """Return texts to continue in mixed batches of 1 to 9, and the CPU's results."""
+    """Return texts to continue in mixed batches of 1 to 5, and the CPU's results."""
     model, scheme = request.param
-    return model, compare.trained_case(*made[model][scheme], (1, 2, 4, 8), 12)
+    return model, compare.trained_case(*made[model][scheme], (2, 4), 8)
 
 
-@thorough(MODE, r"\[(?!dense-w8a8_dynamic-graph|experts-bfloat16-eager)")
-@thorough(EXHAUSTIVE, r"\[dense-(bfloat16-(eager|piecewise|npugraph_ex)|w8a8-(eager|piecewise|piecewise_eager))\]")
-@thorough(EXHAUSTIVE, r"\[experts-(bfloat16-(graph|piecewise)|float16-(eager|npugraph_ex)|w8a16-(graph|npugraph_ex))\]")
-@thorough(EXHAUSTIVE, r"\[experts-(w8a8-(eager|piecewise)|w8a8_dynamic-(eager|npugraph_ex)|\w+-piecewise_eager)\]")
-@pytest.mark.parametrize("mode", ["eager", "graph", "piecewise", "piecewise_eager", "npugraph_ex"])
+@thorough(MODE, rf"\[(?!{RUN[0]}|experts-bfloat16-eager)")
+@thorough(EXHAUSTIVE, rf"\[(?!({'|'.join(RUN)})\])")
+@pytest.mark.parametrize("mode", MODES)
 def test_the_cpus_tokens(case: tuple[str, compare.Case], mode: str) -> None:
     """Logits are as close to float32 as the CPU's, and greedy tokens are the CPU's, except at ties."""
     name, of = case
     model, backend = compare.on_npu(of, mode)
     found = compare.run(compare.new_runner(model, backend), of.plan, of.rounded.texts)
     report = (compare.compare_routed if name == "experts" else compare.compare)(found, of)
-    assert report.tokens > 1000
+    assert report.tokens > 500
     assert report.ties < 0.03 * report.tokens  # also within prompts, where next tokens are less certain
 
 
@@ -74,7 +76,7 @@ def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, train
     assert found == schemes.held_out.decoded_perplexity(eager, stream, sequences, WINDOW)
 
 
-STEPS = 60
+STEPS = 40
 
 
 def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[list[torch.Tensor], list[emulator.Record]]:
@@ -106,10 +108,10 @@ def test_one_capture_serves_any_routing_without_the_host(made: Any, scheme: str,
     graph = {"compilation": {"compiler": "graph", "capture_sizes": [2]}}
     logits, records = random_steps(*made["experts"][scheme], STEPS, **graph, options={"nz_weights": nz})
     assert [each for each in records if each.phase == "capture"] == []
-    assert sum(each.name == "MoeGatingTopK" for each in records) == 3 * STEPS
+    assert sum(each.name == "MoeGatingTopK" for each in records) == STEPS  # The second of two layers has experts.
     assert sum(each.kind == "graph" for each in records) == STEPS
-    _, dense = random_steps(trained, "bfloat16", STEPS // 10, **graph)
-    assert copies_of(records) == {key: 10 * count for key, count in copies_of(dense).items()}
+    _, dense = random_steps(trained, "bfloat16", STEPS // 4, **graph)
+    assert copies_of(records) == {key: 4 * count for key, count in copies_of(dense).items()}
     eager, _ = random_steps(*made["experts"][scheme], STEPS // 4, options={"nz_weights": nz})
     for one, other in zip(eager, logits, strict=False):
         assert rms((other - one).flatten()) < 0.05 * rms(one.flatten())
@@ -125,7 +127,7 @@ def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for pattern, expected in (
         (r"\w[\w, ]+ \| \w+ \| \d+ \| \w+ \| \d+ \| \d+", schemes.launch_table(made["dense"])),
-        (r"[a-z]+ \| \d+ \| \d+", schemes.prefill_table(schemes.TRAINED)),
+        (r"[a-z]+ \| \d+ \| \d+", schemes.prefill_table(made["dense"].source)),
         (r"\w+ \| (?:nd|fractal_nz) \| \d+ \| \d+", schemes.expert_table(made["experts"])),
     ):
         assert re.findall(rf"^\| {pattern} \|$", text, re.MULTILINE) == expected

@@ -112,7 +112,7 @@ def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
 class TestTokens:
     @thorough(AGAIN)
     @pytest.mark.parametrize("dtype", compare.DTYPES)
-    def test_64_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
+    def test_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
         """Batches of sizes around every bucket, of sequences that join, leave and pause."""
         sizes = [2, 4]
         prompts = [each[:40] for each in reference.prompts(trained)[:6]]
