@@ -15,7 +15,7 @@ from hal.backends.npu.driver import NpuDriver
 from hal.backends.npu.emulator import activation
 from hal.backends.npu.options import NpuOptions
 from helpers.npu import processes
-from helpers.thorough import FAMILY, PROCESSES, thorough
+from helpers.thorough import PROCESSES, thorough
 
 import hal
 from hal import ops
@@ -180,28 +180,18 @@ class TestGenerations:
         assert "use one of Ascend910B* (A2), Ascend910_93* (A3), Ascend310P* (310P)" in caught.value.remedy
 
     @thorough(PROCESSES)
-    def test_a_950_has_no_atb_and_no_nz_cache(self) -> None:
+    def test_a_950(self) -> None:
+        """It has no ATB and no cache in FRACTAL_NZ, and widens int4 experts whose groups its kernel lacks."""
         program = """
 print(refused(options={"attention": "atb"}))
 print(refused(options={"nz_cache": True}))
-print(opened().compilers)
-"""
-        assert on_a_soc("Ascend950PR_9599", program).splitlines() == [
-            'ConfigError: the option attention is "atb", and Ascend950PR_9599 has no ATB | set attention to "fused"',
-            "ConfigError: the option nz_cache is set, and Ascend950PR_9599 has no kernel that writes a cache in "
-            "FRACTAL_NZ | remove nz_cache",
-            "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
-        ]
-
-    @thorough(PROCESSES)
-    def test_a_950_widens_int4_experts_whose_groups_its_kernel_lacks(self) -> None:
-        program = """
-import torch
+backend = opened()
+print(backend.compilers)
 from hal.ops import Draw, operation
 from hal.ops.form_samples import drawn_weight
 from hal.ops.forms import Form
 
-backend, draw = opened(), Draw(torch.bfloat16, "npu")
+draw = Draw(torch.bfloat16, "npu")
 for columns in (256, 512):
     form, counts = Form("int4", columns=columns), draw.tensor([2, 3], torch.int64)
     weight, scale, _ = drawn_weight(draw, form, 2, 64, 1024)
@@ -211,36 +201,35 @@ for columns in (256, 512):
     expected = operation("grouped_linear").reference(*given).float()
     print(bool((found - expected).norm() < 1e-2 * expected.norm()))
 """
-        assert on_a_soc("Ascend950PR_9599", program).split() == ["True", "True"]
+        assert on_a_soc("Ascend950PR_9599", program).splitlines() == [
+            'ConfigError: the option attention is "atb", and Ascend950PR_9599 has no ATB | set attention to "fused"',
+            "ConfigError: the option nz_cache is set, and Ascend950PR_9599 has no kernel that writes a cache in "
+            "FRACTAL_NZ | remove nz_cache",
+            "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
+            *["True"] * 2,
+        ]
 
     @thorough(PROCESSES)
-    def test_a_310p_has_no_graphs_and_computes_in_float16_alone(self) -> None:
+    def test_a_310p(self) -> None:
+        """It has no graphs, computes in float16 alone, and runs the references of experts on plain weights."""
         program = """
+from hal.nn import WeightUse
 print(refused(compilation={"compiler": "graph"}))
 print(refused(dtype="bfloat16"))
-backend = opened(dtype="float16")
-x = torch.ones(2, 16, dtype=torch.float16, device=backend.device.torch)
+backend = opened(dtype="float16", options={"nz_weights": True})
+x = torch.ones(3, 16, dtype=torch.float16, device=backend.device.torch)
 print(hal.ops.rms_norm(x, x[0], 1e-6).tolist() == x.tolist())
+weight = torch.randn(2, 32, 16).half().to(x.device)
+prepared = backend.prepare_weights({"weight": weight}, WeightUse("grouped_linear", torch.float16))["weight"]
+found = hal.ops.grouped_linear(x, prepared, torch.tensor([1, 2]).to(x.device))
+expected = torch.stack([x[0] @ weight[0].t(), *(x[1:] @ weight[1].t())])
+print(prepared is weight, torch.allclose(found.cpu(), expected.cpu(), 1e-2, 1e-2))
 """
-        graphs, bfloat16, computed = on_a_soc("Ascend310P3", program).splitlines()
+        graphs, bfloat16, computed, experts = on_a_soc("Ascend310P3", program).splitlines()
         assert graphs.startswith("ConfigError: the backend npu has no compiler 'graph': it cannot capture graphs | ")
         assert bfloat16.startswith("ConfigError: the backend npu does not compute in torch.bfloat16 | ")
         assert "set dtype to one of float16" in bfloat16
-        assert computed == "True"
-
-    @thorough(FAMILY)
-    def test_a_310p_runs_the_references_of_experts_on_plain_weights(self) -> None:
-        program = """
-from hal.nn import WeightUse
-backend = opened(dtype="float16", options={"nz_weights": True})
-weight = torch.randn(2, 32, 16).half().to(backend.device.torch)
-prepared = backend.prepare_weights({"weight": weight}, WeightUse("grouped_linear", torch.float16))["weight"]
-x, counts = torch.ones(3, 16).half(), torch.tensor([1, 2])
-found = hal.ops.grouped_linear(x.to(weight.device), prepared, counts.to(weight.device)).cpu()
-expected = torch.stack([x[0] @ weight[0].cpu().t(), *(x[1:] @ weight[1].cpu().t())])
-print(prepared is weight, torch.allclose(found, expected, 1e-2, 1e-2))
-"""
-        assert on_a_soc("Ascend310P3", program) == "True True\n"
+        assert (computed, experts) == ("True", "True True")
 
 
 class TestAskingForAnEmulatedOne:
