@@ -62,7 +62,7 @@ def check(family: str, dtype: str, compiler: str, path: Path, stories: list[Stor
 
 
 @thorough(MODE, r"\[Qwen")
-@thorough(EXHAUSTIVE, r"\[Qwen3_5(-bfloat16-eager|-float16|Moe)")
+@thorough(EXHAUSTIVE, r"\[Qwen3_5(-bfloat16-eager|-float16|Moe)|\[Qwen3VL-float16")
 @pytest.mark.parametrize(
     ("family", "dtype", "compiler"),
     [
