@@ -20,33 +20,6 @@ from hal.cli import explanation
 from hal.device.group import forget_group, register_group
 from hal.parallel import Group, Mesh
 
-NPU = {"backend": "npu", "options": {"emulator": "on"}}
-
-
-@thorough(PROCESSES)
-@thorough(EXHAUSTIVE, r"\[.'tensor': 2, 'experts': ('all_|'dispatch'.-.'eager')")
-@thorough(EXHAUSTIVE, r"\[.'data': 2, 'experts': '(all_to_all|disp)")
-@pytest.mark.parametrize(
-    ("parallel", "compilers"),
-    [
-        ({"tensor": 2, "experts": "all_gather"}, ["graph", "piecewise"]),
-        ({"tensor": 2, "experts": "all_to_all"}, ["eager", "npugraph_ex"]),
-        ({"tensor": 2, "experts": "dispatch"}, ["piecewise", "npugraph_ex"]),
-        ({"tensor": 2, "experts": "dispatch"}, ["eager", "graph"]),
-        ({"data": 2, "experts": "all_gather"}, ["eager", "npugraph_ex"]),
-        ({"data": 2, "experts": "all_to_all"}, ["graph", "piecewise"]),
-        ({"data": 2, "experts": "dispatch"}, ["graph"]),
-    ],
-    ids=str,
-)
-def test_whole_experts_on_each_rank(trained_experts: Path, parallel: dict[str, Any], compilers: list[str]) -> None:
-    arguments: dict[str, Any] = {"checkpoint": str(trained_experts), "dtype": "float16"}
-    alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={}, on={"backend": "npu"})["eager"]
-    found = on_npus("tokens", 2, **arguments, compilers=compilers, parallel=parallel, on=NPU)
-    for compiler in compilers:
-        assert [rank[compiler] for rank in found] == [alone] * 2, compiler
-
-
 FUSED = ("all_gather_linear", "linear_all_reduce", "linear_reduce_scatter")
 
 

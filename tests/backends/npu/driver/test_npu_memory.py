@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hal.backends.npu import emulator
-from helpers.thorough import MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal.errors import ClosedError, ConfigError, DeviceError
@@ -96,7 +96,8 @@ TOKENS = 1 << 16
 """The trained checkpoint has 2 layers of 2 heads of 128, so its caches take 128 MiB in all, 32 MiB each."""
 
 
-@thorough(MODE, r"\[(canonical-(graph|piecewise)|fractal_nz-(piecewise|npugraph_ex))")
+@thorough(MODE, r"\[fractal_nz-piecewise")
+@thorough(EXHAUSTIVE, r"\[(canonical-(graph|piecewise)|fractal_nz-npugraph_ex)")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "npugraph_ex"])
 @pytest.mark.parametrize("nz_cache", [False, True], ids=["canonical", "fractal_nz"])
 def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -> None:

@@ -124,6 +124,7 @@ JOBS: dict[str, tuple[int, list[Job]]] = {
             job("experts", "float16", "eager", tensor=4, experts="all_gather"),
             job("experts", "float16", "piecewise", tensor=4, experts="all_to_all"),
             job("experts", "float16", tensor=4, experts="dispatch"),
+            job("experts", "float16", data=4, experts="all_gather"),
         ],
     ),
     "experts on 4, more compilers": (

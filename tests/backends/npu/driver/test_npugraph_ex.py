@@ -20,9 +20,7 @@ import torch
 from click.testing import CliRunner
 from hal.backends.npu import emulator
 from hal.backends.npu.npugraph_ex.compiled_code import CodeCache
-from helpers import reference
 from helpers.checkpoints import random_checkpoint
-from helpers.npu import compare
 from helpers.pieces import eagerly
 from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from torch import Tensor, fx
@@ -110,20 +108,6 @@ def loaded(trained: Path, backend: hal.Backend) -> hal.Runner:
 
 
 class TestTokens:
-    @thorough(AGAIN)
-    @pytest.mark.parametrize("dtype", compare.DTYPES)
-    def test_tokens_of_mixed_batches(self, npu: Opened, trained: Path, dtype: str) -> None:
-        """Batches of sizes around every bucket, of sequences that join, leave and pause."""
-        sizes = [2, 4]
-        prompts = [each[:40] for each in reference.prompts(trained)[:6]]
-        plan = compare.draw_plan(random.Random(5), prompts, compare.around(sizes), None)
-        runs = {}
-        for compiler in ("eager", "graph", "npugraph_ex"):
-            backend = compare.open_backend("npu", dtype, compiler, plan, sizes)
-            runs[compiler] = compare.run(compare.new_runner(hal.load_model(trained, backend), backend), plan)
-        assert runs["npugraph_ex"].texts == runs["eager"].texts
-        compare.same_bits(runs["npugraph_ex"], runs["graph"])  # `graph` pads the same way
-
     @thorough(MODE, r"\[float16-\{'(npugraph_ex|nz_w)")
     @pytest.mark.parametrize(
         ("dtype", "options"),
