@@ -142,10 +142,6 @@ class Plan:
     num_blocks: int
     max_prefill_tokens: int
 
-    def batch_sizes(self) -> set[int]:
-        """Return the batch sizes of the decode steps."""
-        return {len(call.rows) for call in self.calls if call.phase == "decode"}
-
     def first(self, calls: int) -> Plan:
         """Return the plan with only its first calls."""
         return attrs.evolve(self, calls=self.calls[:calls])
