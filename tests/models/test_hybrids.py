@@ -28,7 +28,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
 MODES = ("eager", "graph", "piecewise", "piecewise_eager", "inductor")
-SEEDS = range(30)
+SEEDS = range(12)
 SLACK = 3 * TOLERANCE
 """Maximum difference of logits. In chunks and token by token, those of transformers differ by half of TOLERANCE."""
 
@@ -65,8 +65,8 @@ def case_of(saved: Any, tmp_path_factory: Any, family: str, seed: int) -> tuple[
     return found
 
 
-@thorough(DRAW, r"\[[12]-")
-@thorough(EXHAUSTIVE, r"\[([3-9]|\d\d)-")
+@thorough(DRAW, r"\[1-")
+@thorough(EXHAUSTIVE, r"\[([2-9]|\d\d)-")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prefill_whole_and_in_chunks(saved: Any, tmp_path_factory: Any, family: str, seed: int) -> None:
@@ -91,9 +91,8 @@ def test_prefill_whole_and_in_chunks(saved: Any, tmp_path_factory: Any, family: 
         runner.slots.give_back([slot])
 
 
-@thorough(DRAW, r"\[eager-1-")
 @thorough(MODE, r"\[(graph-0|piecewise-0-(Qwen3N|Kimi)|piecewise_eager-0-Qwen3_5T|inductor-2-Qwen3_5T)")
-@thorough(EXHAUSTIVE, r"\[(eager-[2-9]|[gp]\w+-[1-9]|\w+-\d\d-)")
+@thorough(EXHAUSTIVE, r"\[(eager-[1-9]|[gp]\w+-[1-9]|\w+-\d\d-)")
 @thorough(EXHAUSTIVE, r"\[(piecewise-0-Qwen3_5|piecewise_eager-0-(Qwen3N|Qwen3_5M|Kimi)|inductor-(?!2-Qwen3_5T))")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(

@@ -123,14 +123,6 @@ def right_with(mistake: str, count: int) -> int:
         return right(answers(runner, questions(count), change=of_item or (lambda item: item)))
 
 
-@thorough(LONG, r"(first|middle|pixels)")
-@thorough(EXHAUSTIVE, "second")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_cost_answers(mistake: str) -> None:
-    """Swapped axes, a lost row of DeepStack, transposed patches, and another order of patches before the merger."""
-    assert right_with(mistake, FEW) < RIGHT * FEW
-
-
 @thorough(EXHAUSTIVE)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_card_says_what_a_mistake_costs(mistake: str) -> None:

@@ -21,7 +21,6 @@ from hal.errors import BatchError, ConfigError, ModelError
 
 FAMILIES = ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL", *HYBRIDS)
 SEEDS = range(1, 21)
-SENSITIVE_SEED = 3  # has deep features, and other numbers of pairs for height and width
 
 
 @pytest.fixture(scope="module", params=[(f, s) for s in SEEDS for f in FAMILIES], ids=lambda p: f"{p[0]}-seed={p[1]}")
@@ -43,8 +42,7 @@ def check(runner: hal.Runner, model: Any, stories: Sequence[Story], cuts: Sequen
 MORE = r"-seed=([4-9]|1\d|20)|Qwen3_5(Moe)?-seed=[23]"
 
 
-@thorough(DRAW, r"-seed=([2-9]|1\d|20)")
-@thorough(EXHAUSTIVE, MORE)
+@thorough(EXHAUSTIVE, r"-seed=([2-9]|1\d|20)")  # Prefills that continue are those of texts without a prefix, too.
 def test_logits(case: tuple[Any, Path, list[Story]]) -> None:
     model, path, stories = case
     check(open_runner(path), model, stories)
@@ -216,34 +214,6 @@ def test_a_model_of_text_refuses_items(trained: Path) -> None:
         assert runner.model.encoder is None
         with pytest.raises(ModelError, match="has no encoder"):
             runner.encode([])
-
-
-@thorough(LONG)
-def test_mistakes_would_be_noticed(tmp_path: Path) -> None:
-    """The comparison detects swapped axes, missing deep features, transposed patches and a wrong order of patches."""
-    model, draw = build("Qwen3VL", SENSITIVE_SEED, tmp_path), random.Random(1)
-    assert model.config.vision_config.deepstack_visual_indexes
-    told = Story([1, *[IMAGE_ID] * 12, 2, 3, *text(draw, 6)], [item(draw, model, size=(1, 6, 8))], 15)
-    theirs, runner = [their_logits(model, told)], open_runner(tmp_path)
-    assert difference(our_logits(runner, [told]), theirs) <= TOLERANCE
-    one, right = told.items[0], runner.model
-    patches = one.values.view(-1, 4, 3, 2, 4, 4)
-    for values in (patches.transpose(-1, -2), patches.flip(1)):
-        changed = attrs.evolve(one, values=values.reshape_as(one.values).contiguous(), digest=b"changed")
-        assert difference(our_logits(open_runner(tmp_path), [attrs.evolve(told, items=[changed])]), theirs) > TOLERANCE
-    # Also the embeddings of the language side: without the deep parts, and with height and width swapped.
-    width = right.model.embed_tokens.weight.shape[1]
-    whole = runner.encode(told.items)[0]
-    assert whole.shape[1] > width
-    for mistake in ("deep", "axes"):
-        wrong = open_runner(tmp_path)
-        if mistake == "deep":
-            with torch.inference_mode():
-                wrong.encode(told.items)[0][:, width:] = 0  # in the cache
-        else:
-            axes = wrong.model.model.rotary.axes
-            axes.copy_(torch.tensor([0, 2, 1])[axes])
-        assert difference(our_logits(wrong, [told]), theirs) > TOLERANCE
 
 
 def test_experts_as_published_checkpoints_have_them(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ DRAWS = {"eager": 10, "graph": 10, "piecewise": 10, "inductor": 4}
 
 
 @thorough(EXHAUSTIVE, r"\[inductor-seed=[023]")
-@thorough(EXHAUSTIVE, r"\[(piecewise-seed=[4-9]|graph-seed=[0-3])")
+@thorough(EXHAUSTIVE, r"\[(piecewise-seed=[2-9]|graph-seed=[0-3]|eager-seed=[4-9])")
 @thorough(DRAW, "piecewise-seed=1|seed=[2-9]")
 @thorough(MODE, "inductor")
 @pytest.mark.parametrize(

@@ -37,17 +37,9 @@ SECONDS = 120
 def families() -> dict[str, Callable[[int], tuple[Any, Any]]]:
     """Return functions from a seed to a config, and to how older checkpoints spell it, by family."""
     import test_assembled
-    import test_experts
-    import test_llama
-    import test_transformers
     from helpers import random_hybrids
 
-    found: dict[str, Callable[[int], tuple[Any, Any]]] = {
-        "qwen3": lambda seed: (test_transformers.draw_config(29 + seed), None),
-        "llama": lambda seed: (test_llama.draw_config(7 + seed), None),
-    }
-    for family in test_experts.FAMILIES:
-        found[family] = lambda seed, family=family: (test_experts.draw_config(family, 99 + seed), None)
+    found: dict[str, Callable[[int], tuple[Any, Any]]] = {}
     for family in random_hybrids.FAMILIES:
         found[family] = lambda seed, family=family: (random_hybrids.draw_config(family, seed), None)
     for family in test_assembled.FAMILIES:
