@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.checkpoints import random_checkpoint, random_weights, write_json, write_weights
 from helpers.stepping import padding_of, states_of
-from helpers.thorough import DRAW, FAMILY, thorough
+from helpers.thorough import DRAW, EXHAUSTIVE, FAMILY, thorough
 from torch import Tensor, nn
 
 import hal
@@ -421,6 +421,7 @@ def test_a_rewrite_that_only_some_layers_have_is_a_warning(
     assert "changes the dtype" in warning
 
 
+@thorough(EXHAUSTIVE, r"\[MistralForCausalLM")
 @thorough(FAMILY, r"\[(?!Qwen3ForCausalLM-None)")
 @pytest.mark.parametrize(
     ("family", "scheme"),

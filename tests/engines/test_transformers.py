@@ -52,6 +52,7 @@ def own_counts(model: Any, folder: Path, backend: hal.Backend, prompt: list[int]
     return dict(counts)
 
 
+@thorough(EXHAUSTIVE, r"\[(Mixtral|Llama)")
 @thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_model_calls_the_operations_of_hals_own(family: str, cpu: hal.Backend, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_a_write_in_place_is_refused(cpu: hal.Backend) -> None:
         compiled(torch.ones(2, 3))
 
 
+@thorough(EXHAUSTIVE, r"\[(Qwen3\]|Llama)")
 @thorough(FAMILY, r"\[(?!Qwen3Moe)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_use(family: str, cpu: hal.Backend) -> None:

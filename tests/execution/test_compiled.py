@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.checkpoints import random_checkpoint
 from helpers.stepping import states_of
-from helpers.thorough import LONG, MODE, thorough
+from helpers.thorough import EXHAUSTIVE, LONG, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -81,6 +81,7 @@ def decode_some(runner: hal.Runner, sequences: list[list[int]], steps: int = 3) 
     return torch.stack(made)
 
 
+@thorough(EXHAUSTIVE, "-many")
 @thorough(MODE, "-(one|many)")
 @pytest.mark.parametrize("which", ["both", "many", "one"])
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 17])

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from helpers.seeing import build, item
-from helpers.thorough import EXHAUSTIVE, FAMILY, LONG, thorough
+from helpers.thorough import EXHAUSTIVE, LONG, thorough
 
 import hal
 from hal.errors import CompileError, ConfigError
@@ -52,7 +52,7 @@ def test_the_same_embeddings(compiler: str, seeing: tuple[Any, Path, list[Any]])
         assert runner.encoding_steps == 10
 
 
-@thorough(FAMILY, r"\[Qwen3VL")
+@thorough(EXHAUSTIVE, r"\[Qwen3VL")
 def test_configurations_that_do_not_fit_are_refused(seeing: tuple[Any, Path, list[Any]]) -> None:
     with pytest.raises(ConfigError, match="has capture_sizes, and its compiler is optimized"):
         open_runner(seeing[1], {"compiler": "optimized", "capture_sizes": [8]})
@@ -60,7 +60,7 @@ def test_configurations_that_do_not_fit_are_refused(seeing: tuple[Any, Path, lis
         open_runner(seeing[1], {"compiler": "piecewise"})
 
 
-@thorough(FAMILY, r"\[Qwen3VL")
+@thorough(EXHAUSTIVE, r"\[Qwen3VL")
 @pytest.mark.parametrize("compiler", ["graph", "optimized"])
 def test_what_cannot_be_traced(
     compiler: str, seeing: tuple[Any, Path, list[Any]], caplog: pytest.LogCaptureFixture
@@ -89,7 +89,7 @@ def test_what_cannot_be_traced(
         assert caplog.text.count("steps that no graph holds run the Python code of") == 1
 
 
-@thorough(FAMILY, r"\[Qwen3VL")
+@thorough(EXHAUSTIVE, r"\[Qwen3VL")
 def test_graphs_are_those_of_all_ranks(seeing: tuple[Any, Path, list[Any]]) -> None:
     with open_runner(seeing[1], {}) as runner:
         sizes = attrs.evolve(runner.backend.config.compilation.of("encoder"), capture_sizes=(8,))

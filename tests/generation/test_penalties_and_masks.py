@@ -39,7 +39,7 @@ def each_params() -> list[hal.SamplingParams]:
     return [attrs.evolve(each, max_new_tokens=8 + 3 * row) for row, each in enumerate(several)]
 
 
-@thorough(MODE, r"\[params[2-5]")
+@thorough(EXHAUSTIVE, r"\[params[2-5]")  # The second has all, and batches have each.
 @pytest.mark.parametrize("params", [PENALIZED, SAMPLED, *(attrs.evolve(PLAIN, **each) for each in PENALTIES)])
 def test_penalties_are_those_of_a_loop(params: hal.SamplingParams, trained: Path, texts: list[list[int]]) -> None:
     runner = open_runner(trained)

@@ -201,23 +201,6 @@ def peak(checkpoint: str, warm: str, dtype: str, tensor: int, on: dict[str, Any]
         return {"held": _nbytes(model), "read": read, "peak": backend.device.memory_stats().peak - before}
 
 
-def collectives(tensor: int, seed: int) -> dict[str, list[Tensor]]:
-    """Call each collective with random tensors of many shapes. Returns the arguments and results by operation."""
-    found: dict[str, list[Tensor]] = {}
-    with hal.open({"backend": "cpu", "parallel": {"tensor": tensor}}) as backend:
-        group = backend.mesh.tensor
-        for name in ("all_reduce", "all_gather", "all_gather_rows", "all_to_all", "reduce_scatter"):
-            found[name], found[f"{name} of"] = [], []
-            for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-                for shape in ((1, 64), (12, 96), (0, 32), (24, 1), (4, 5000)):
-                    draw = torch.Generator().manual_seed(seed + 100 * group.rank + index)
-                    rows = shape[0] // tensor * tensor if name in ("all_to_all", "reduce_scatter") else shape[0]
-                    x = torch.randn(shape[1], rows, generator=draw).to(dtype).t()  # no unit stride
-                    found[f"{name} of"].append(x.contiguous())
-                    found[name].append(getattr(ops, name)(x, group.name).clone())
-    return found
-
-
 def exchange(on: dict[str, Any], width: int, tokens: int, seed: int) -> dict[str, Any]:
     """Dispatch rows to experts on two NPUs and combine their doubles, eagerly and in a graph.
 

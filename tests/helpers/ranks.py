@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,16 @@ FUSED = {"all_gather_linear", "all_reduce_add_rms_norm", "linear_all_reduce", "l
 """The fused collectives."""
 
 
-def in_ranks(function: str, ranks: int, **arguments: Any) -> list[Any]:
+def in_ranks(function: str, ranks: int, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> list[Any]:
     """Return what ``function`` returns on each rank: tensors, numbers, strings, and lists and dicts of them.
 
     Args:
         function: the name of a function in :mod:`helpers.rank_programs`.
         ranks: the number of ranks.
+        environ: see :func:`helpers.rank_processes.run`.
         arguments: the function's.
     """
-    return _results(rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT))
+    return _results(rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT, environ=environ))
 
 
 def on_npus(function: str, ranks: int, **arguments: Any) -> list[Any]:

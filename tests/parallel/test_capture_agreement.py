@@ -11,7 +11,7 @@ import torch
 from hal.backends.cpu.driver import CpuBackend, CpuOptions
 from hal.backends.cpu.tape import Tape
 from helpers.rank_processes import run, succeeded
-from helpers.thorough import MODE, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
 from torch import distributed
 
 import hal
@@ -66,6 +66,7 @@ def _generate(rank: int, checkpoint: str, lacks: str, parallel: dict[str, Any]) 
             return texts, [shape.tokens for shape in form.shapes]
 
 
+@thorough(EXHAUSTIVE, r"\[(streams-parallel1|memory-parallel2)")
 @thorough(MODE, r"\[(?!memory-parallel0)")
 @pytest.mark.parametrize(
     ("lacks", "parallel", "sizes"),

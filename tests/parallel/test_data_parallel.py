@@ -39,13 +39,9 @@ def _check(checkpoint: Path, parallel: dict[str, Any], compilers: list[str], **m
 @thorough(MODE, r"\[sizes1")
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "tensor": 2}, {"data": 4}])
 def test_copies_share_the_prompts(trained: Path, sizes: dict[str, int]) -> None:
-    _check(trained, sizes, ["graph"])
-
-
-@thorough(PROCESSES)
-def test_copies_penalize(trained: Path) -> None:
+    """With penalties, and without."""
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.8}, {}, {"presence_penalty": 1.5, "temperature": 0.9}
-    _check(trained, {"data": 2}, ["graph"], sampling=penalties)
+    _check(trained, sizes, ["graph"], sampling=penalties)
 
 
 @thorough(EXHAUSTIVE, r"\[sizes[12]|\[sizes0-\w+-all_")
@@ -54,7 +50,7 @@ def test_copies_penalize(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "compilers"),
     [
-        ({"data": 2}, ["eager", "graph", "piecewise"]),
+        ({"data": 2}, ["eager", "piecewise"]),
         ({"data": 4}, ["graph"]),
         ({"data": 2, "tensor": 2}, ["piecewise"]),
     ],
@@ -63,7 +59,7 @@ def test_copies_share_experts(trained_experts: Path, experts: str, sizes: dict[s
     _check(trained_experts, {**sizes, "experts": experts}, compilers)
 
 
-@thorough(EXHAUSTIVE, r"\[all_gather")
+@thorough(EXHAUSTIVE, r"\[(all_gather|dispatch)")
 @thorough(MODE)
 @pytest.mark.parametrize("experts", EXCHANGES)
 def test_a_rank_without_a_prompt_steps_too(trained_experts: Path, experts: str) -> None:

@@ -86,7 +86,7 @@ def _exchange(rank: int, ranks: int, seed: int, native: bool) -> int:
 @thorough(MODE)
 @pytest.mark.parametrize(
     ("ranks", "seed", "native"),
-    [(2, 0, True), (2, 1, False), *((ranks, seed, seed == 2) for ranks in (2, 4) for seed in (2, 3))],
+    [(2, 0, True), (2, 1, False), (4, 2, True)],
 )
 def test_uneven_loads(ranks: int, seed: int, native: bool) -> None:
     assert succeeded(run(_exchange, ranks, ranks, seed, native)) == [24] * ranks
@@ -134,7 +134,7 @@ def _layers(rank: int, tensor: int, data: int, seed: int) -> list[str]:
 
 
 @thorough(MODE, r"\[(?!2-2)")
-@pytest.mark.parametrize(("tensor", "data"), [(2, 2), (2, 1), (1, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("tensor", "data"), [(2, 2), (2, 1), (1, 2)])
 def test_layers_are_those_of_one_device(tensor: int, data: int) -> None:
     results = succeeded(run(_layers, tensor * data, tensor, data, 11))
     assert len(results[0]) == 2 * 5 * len(MODES)
@@ -153,7 +153,7 @@ COLLECTIVES = {
 
 
 @thorough(MODE, r"\[.*-all_to_all-(4-1|1-4)|\[sequences=[18]")
-@thorough(EXHAUSTIVE, r"\[sequences=8-\w+-(4-1|1-4)")
+@thorough(EXHAUSTIVE, r"\[sequences=(8|1-\w+-(4-1|1-4))")
 @pytest.mark.parametrize(("mode", "tensor", "data"), list(COLLECTIVES), ids=str)
 @pytest.mark.parametrize("sequences", [None, 1, 8], ids="sequences={}".format)
 def test_a_layers_collectives(trained_experts: Path, sequences: int | None, mode: str, tensor: int, data: int) -> None:
@@ -204,9 +204,10 @@ def checkpoints(trained_experts: Path, repository: Path, tmp_path_factory: pytes
     return found
 
 
-def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]) -> list[dict[str, list[list[int]]]]:
+def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any], compilers: list[str]) -> list[Any]:
     torch.set_num_threads(1)
-    return [rank_programs.tokens(**arguments, parallel=each) for each in parallel]
+    pairs = zip(parallel, compilers, strict=True)
+    return [rank_programs.tokens(**arguments, parallel=each, compilers=[name])[name] for each, name in pairs]
 
 
 @thorough(EXHAUSTIVE, r"\[(trained-bfloat16-2-1|w8a8-float32-2-2)")
@@ -216,8 +217,8 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
     ("name", "dtype", "tensor", "data", "modes", "compilers"),
     [
         ("trained", "float32", 2, 1, MODES, COMPILERS),
-        ("trained", "float32", 4, 1, MODES, ["graph"]),
-        ("trained", "bfloat16", 2, 1, MODES, ["graph"]),
+        ("trained", "float32", 4, 1, MODES, ["graph"] * 3),
+        ("trained", "bfloat16", 2, 1, MODES, ["graph"] * 3),
         ("w8a8", "float32", 2, 2, ["all_to_all"], ["graph"]),
         ("w8a8_dynamic", "float32", 4, 1, ["all_gather"], ["piecewise"]),
     ],
@@ -225,15 +226,14 @@ def _tokens(rank: int, parallel: list[dict[str, Any]], arguments: dict[str, Any]
 def test_the_same_tokens(
     checkpoints: dict[str, Path], name: str, dtype: str, tensor: int, data: int, modes: list[str], compilers: list[str]
 ) -> None:
-    """Data ranks that share experts have tests of their own: see test_data_parallel.py."""
+    """Each mode with one of the compilers; test_data_parallel.py has data ranks that share experts."""
     arguments: dict[str, Any] = {"checkpoint": str(checkpoints[name]), "dtype": dtype}
     alone = rank_programs.tokens(**arguments, compilers=["eager"], parallel={})["eager"]
     parallel = [{"tensor": tensor, "data": data, "experts": mode} for mode in modes]
-    results = succeeded(run(_tokens, tensor * data, parallel, {**arguments, "compilers": compilers}, timeout=900.0))
+    results = succeeded(run(_tokens, tensor * data, parallel, arguments, compilers, timeout=900.0))
     for rank, found in enumerate(results):
         for mode, texts in zip(modes, found, strict=True):
-            for compiler in compilers:
-                assert texts[compiler] == alone, f"rank {rank}, {mode}, {compiler}"
+            assert texts == alone, f"rank {rank}, {mode}"
 
 
 def _memory(rank: int, checkpoint: str, parallel: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _memory(rank: int, checkpoint: str, parallel: dict[str, Any]) -> dict[str, A
 
 
 @thorough(MODE, r"\[w8a8")
-@pytest.mark.parametrize("name", ["trained", "w8a8", "w8a8_dynamic"])
+@pytest.mark.parametrize("name", ["trained", "w8a8"])
 def test_a_rank_reads_and_holds_its_experts_only(checkpoints: dict[str, Path], name: str) -> None:
     path = checkpoints[name]
     alone = _memory(0, str(path), {})

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import check_fused, in_ranks
 from helpers.stepping import states_of
-from helpers.thorough import PROCESSES, thorough
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -68,11 +66,6 @@ def over_shards(name: str, shards: list[Any]) -> list[Any]:
     found = ops.operation(name).over_shards
     assert found is not None
     return list(found(shards))
-
-
-@thorough(PROCESSES)
-def test_without_kernels_ranks_run_the_smaller_operations() -> None:
-    check_fused(in_ranks("fused_collectives", 2, tensor=2, dtype="float32", seed=11))
 
 
 def test_a_collective_without_a_group_is_refused(forget_operations: None) -> None:

@@ -16,7 +16,10 @@ from helpers import TESTS
 from helpers.distributions import install
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
+from hal.bench.plan import Plan, prepare
 from hal.cli import main
+from hal.errors import ConfigError
+from hal.parallel import Mesh
 
 FAULTY = "[hal.drivers]\nfaulty = helpers.faulty_driver:FaultyDriver\n"
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "3")
@@ -66,6 +69,7 @@ class TestCompare:
         assert all(each["first"]["call"]["step"] == 0 for each in found)
         assert all(each["compared"] > 50 and each["partial"] == 0 for each in found)
 
+    @thorough(EXHAUSTIVE)  # The wrong slices reach a sum, too.
     @thorough(PROCESSES)
     def test_a_wrong_sum(self, faulty: str, trained: Path) -> None:
         text = run("compare", trained, *COMPARED, status=1, PYTHONPATH=faulty, HAL_FAULTY_FAULT="sums").stdout
@@ -140,9 +144,10 @@ class TestBench:
         assert work[1]["cache"] == 2 * work[2]["cache"]
         assert work[1]["weights"] > work[2]["weights"] > work[1]["weights"] / 2  # Norms are not split.
 
-    @thorough(EXHAUSTIVE, r"\[option1")
-    @thorough(PROCESSES)
-    @pytest.mark.parametrize("option", [("--against", "transformers"), ("--memory",)])
-    def test_what_only_one_device_can_do(self, option: tuple[str, ...]) -> None:
-        arguments: Any = ("bench", "decode", "--shapes", "tiny", "--backend", "cpu", "--tensor-parallel", "2", *option)
-        assert f"{option[0]} cannot be used with several ranks" in run(*arguments, status=2).stderr
+    @pytest.mark.parametrize("options", [{"against": ("transformers",)}, {"memory": True}], ids=str)
+    def test_what_only_one_device_can_do(self, options: dict[str, Any]) -> None:
+        plan = Plan(workload="decode", shapes="tiny", backend="cpu", length=20, repeats=3, **options)
+        mesh = Mesh.planned(2)
+        with pytest.raises(ConfigError, match="cannot be used with several ranks"):
+            prepare(plan, mesh)
+        mesh.close()

@@ -42,14 +42,14 @@ def checkpoints(
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks", "compilers"),
     [
-        ("tiny-python", "float32", 2, COMPILERS),
+        ("tiny-python", "float32", 2, ["graph"]),
         ("tiny-python", "float32", 4, [*COMPILERS, "piecewise", "inductor"]),
-        ("tiny-python", "bfloat16", 2, [*COMPILERS, "piecewise"]),
+        ("tiny-python", "bfloat16", 2, ["piecewise"]),
         ("tiny-python", "bfloat16", 4, [*COMPILERS, "piecewise"]),
         ("tiny-python-moe", "float32", 2, COMPILERS),
-        ("tiny-python-moe", "float32", 4, [*COMPILERS, "piecewise"]),
+        ("tiny-python-moe", "float32", 4, ["eager", "piecewise"]),
         ("tiny-python-w8a8", "float32", 2, COMPILERS),
-        ("tiny-python-w8a8", "float32", 4, COMPILERS),
+        ("tiny-python-w8a8", "float32", 4, ["graph"]),
         ("tiny-python-w8a8_dynamic", "float32", 2, COMPILERS),
         ("tiny-python-moe-w8a8", "float32", 2, COMPILERS),
         ("tiny-python-moe-w8a8", "float32", 4, COMPILERS),
@@ -104,7 +104,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
 
 
 @thorough(LONG)
-@thorough(EXHAUSTIVE, r"\[4-")
+@thorough(EXHAUSTIVE, r"\[(4-|2-plain)")  # A plain weight is read as one that is packed then.
 @pytest.mark.parametrize("form", ["packed", "plain"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_peak_memory_of_loading(large: tuple[Path, Path, int], tmp_path: Path, ranks: int, form: str) -> None:
