@@ -10,13 +10,13 @@ import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.gguf.gguf_files import GgufFiles
-from hal.checkpoint.gguf.tensor_types import BITS, SHIFTED, SIZES, WIDE
+from hal.checkpoint.gguf.tensor_types import FORMS, WIDE
 from hal.checkpoint.quantized_layers import KEPT, TARGETS, QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.device import Limits
 from hal.nn import CausalLM, Embedding, Linear, QuantizedEmbedding, Weight
-from hal.ops.forms import FLOAT, Form, pack_int4
+from hal.ops.forms import FLOAT, pack_int4
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
 log = logging.getLogger("hal.checkpoint")
@@ -31,11 +31,6 @@ class Blocks(Reader):
     """
 
     kind: str
-
-    @property
-    def form(self) -> Form:
-        """The form of the blocks."""
-        return Form(f"int{BITS[self.kind]}", columns=SIZES[self.kind], zero_points=self.kind in SHIFTED)
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         declare = stored.layer.declare
@@ -82,7 +77,7 @@ def pack_layers(
         model: without values.
         checkpoint: of a GGUF file, with the model's names.
         weights: ``quantized_weights`` of a configuration. With ``kept``, layers whose parts have the same type, one of
-            ``BITS``, stay packed, and so does a table of embeddings that is the output projection; others are
+            ``FORMS``, stay packed, and so does a table of embeddings that is the output projection; others are
             dequantized.
         limits: those of a backend. Types with other groups than it takes are dequantized, too.
         computing: the dtype of computation, for a warning that says their size.
@@ -106,12 +101,12 @@ def pack_layers(
         kind = next(iter(kinds))
         if weights != KEPT:
             layer = quantized_layer(linear, names, StoredAs(FLOAT, Dequantizing()), TARGETS[weights])
-        elif len(kinds) == 1 and kind in BITS and (linear.bias is None or isinstance(linear, Linear)):
-            reader = Blocks(kind)
-            if SIZES[kind] % limits.group_multiple:
-                widened.append((kind, linear.nbytes(FLOAT, computing), linear.nbytes(reader.form, computing)))
+        elif len(kinds) == 1 and kind in FORMS and (linear.bias is None or isinstance(linear, Linear)):
+            form = FORMS[kind]
+            if form.columns % limits.group_multiple:
+                widened.append((kind, linear.nbytes(FLOAT, computing), linear.nbytes(form, computing)))
                 continue
-            layer = quantized_layer(linear, names, StoredAs(reader.form, reader), reader.form)
+            layer = quantized_layer(linear, names, StoredAs(form, Blocks(kind)), form)
             types.add(kind)
             infos = {name: tensors.pop(f"{name}.weight") for name in names}
             if path in tables:
@@ -152,9 +147,9 @@ def _tied_tables(model: CausalLM) -> dict[str, Embedding]:
 def _parts(name: str, info: TensorInfo, kind: str) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the parts of a packed weight as tensors."""
     stored = info.stored or f"{name}.weight"
-    blocks = *info.shape[:-1], info.shape[-1] // SIZES[kind]
+    blocks = *info.shape[:-1], info.shape[-1] // FORMS[kind].columns
     yield f"{name}.numbers", attrs.evolve(info, dtype="I8", stored=f"{stored}#numbers")
     scales = "F32" if kind in WIDE else "F16"
     yield f"{name}.scales", attrs.evolve(info, shape=blocks, dtype=scales, stored=f"{stored}#scales")
-    if kind in SHIFTED:
+    if FORMS[kind].zero_points:
         yield f"{name}.zero_points", attrs.evolve(info, shape=blocks, stored=f"{stored}#zero_points")

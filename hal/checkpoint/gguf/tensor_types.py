@@ -10,7 +10,9 @@ K-quants have blocks of 256 with smaller groups: a number is ``d * s * n - e * m
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, Self
 
 import attrs
@@ -21,16 +23,24 @@ from torch import Tensor
 
 from hal.config.optional_libraries import need
 from hal.errors import CheckpointError
+from hal.ops.forms import Form
 
 Part = Literal["numbers", "scales", "zero_points"]
-SIZES: Final = {"Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
-"""The numbers that share a scale, by the type of the tensor."""
-BITS: Final = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8, "Q4_K": 4, "Q5_K": 8, "Q6_K": 8}
-"""The bits that a number takes in memory."""
+FORMS: Final[Mapping[str, Form]] = MappingProxyType(
+    {
+        "Q4_0": Form("int4", columns=32),
+        "Q4_1": Form("int4", columns=32, zero_points=True),
+        "Q4_K": Form("int4", columns=32, zero_points=True),
+        "Q5_0": Form("int8", columns=32),
+        "Q5_1": Form("int8", columns=32, zero_points=True),
+        "Q5_K": Form("int8", columns=32, zero_points=True),
+        "Q6_K": Form("int8", columns=16),
+        "Q8_0": Form("int8", columns=32),
+    }
+)
+"""The form that weights of a type stay packed in. A minimum becomes a zero point, and 5 or 6 bits take 8."""
 MIDDLES: Final = {"Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q8_0": 0, "Q4_K": 8, "Q5_K": 16, "Q6_K": 32}
 """What is subtracted from a number, so that it is signed."""
-SHIFTED: Final = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-"""The types with a minimum, which becomes a zero point."""
 WIDE: Final = ("Q4_K", "Q5_K", "Q6_K")
 """The K-quants, whose scales are products, and so float32. Others are float16."""
 
@@ -39,13 +49,13 @@ def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic
     """Return the numbers of rows, int8 ``[rows, columns]``; or the scales, or the zero points, float32, of groups.
 
     Args:
-        name: the type, one of ``BITS``.
+        name: the type, one of :data:`FORMS`.
         raw: the bytes of the rows: uint8 ``[rows, blocks, bytes of a block]``.
         part: what to return.
     """
     rows = raw.shape[0]
     scale = (_k_scales(name, raw) if name in WIDE else _half(raw[..., :2])).reshape(rows, -1)
-    if name not in SHIFTED:
+    if not FORMS[name].zero_points:
         return scale if part == "scales" else _numbers(name, raw)
     least = (-_k_minima(raw) if name in WIDE else _half(raw[..., 2:4])).reshape(rows, -1)
     constant = scale == 0  # All numbers are the minimum: 0 minus a zero point of -1, times the minimum.
@@ -55,7 +65,7 @@ def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic
         zero = -MIDDLES[name] - least.astype(np.float32) / np.where(constant, 1, scale).astype(np.float32)
         return np.asarray(np.where(constant, -1, zero), np.float32)
     numbers = _numbers(name, raw)
-    return np.where(constant.repeat(SIZES[name], -1), 0, numbers).astype(np.int8)
+    return np.where(constant.repeat(FORMS[name].columns, -1), 0, numbers).astype(np.int8)
 
 
 def _half(raw: NDArray[np.uint8]) -> NDArray[np.generic]:
@@ -73,7 +83,7 @@ def _simple_numbers(name: str, raw: NDArray[np.uint8]) -> NDArray[np.int8]:
         return np.ascontiguousarray(raw[..., 2:]).view(np.int8)
     halves = raw[..., -16:]
     numbers = np.concatenate((halves & 15, halves >> 4), axis=-1).astype(np.int8)
-    if BITS[name] == 8:  # the fifth bits, in four bytes before the others
+    if FORMS[name].numbers == "int8":  # the fifth bits, in four bytes before the others
         high = np.unpackbits(raw[..., -20:-16], axis=-1, bitorder="little")
         numbers |= high.astype(np.int8) << 4
     return numbers
