@@ -129,12 +129,12 @@ def linear(
 ) -> Tensor:
     """See :func:`hal.ops.linear`. It widens some rows at a time, in the dtype of the product."""
     bias = floating_bias(bias, weight_scale, form)
-    if dtype is not None and dtype is not x.dtype:
+    if rounded(x, x_scale, dtype):
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             return linear(x, weight, bias, weight_scale, weight_zero_point, None, None, form, widen=widen)
 
-        return in_float32(product, x, bias, x_scale, dtype, out)
+        return scaled(product, x, bias, x_scale, dtype or x.dtype, out)
 
     def rows_of(start: int, end: int, dtype: torch.dtype) -> Tensor:
         return widen(form, weight, weight_scale, weight_zero_point, dtype, start, end)
@@ -142,7 +142,12 @@ def linear(
     return packing.by_rows(x, weight.shape[0], form.rows or 1, rows_of, bias, out)
 
 
-def in_float32(
+def rounded(x: Tensor, x_scale: Tensor | None, dtype: torch.dtype | None) -> bool:
+    """Return whether x has been rounded, and is multiplied by :func:`scaled`."""
+    return x_scale is not None or dtype not in (None, x.dtype)
+
+
+def scaled(
     product: Callable[[Tensor, Tensor | None], Tensor],
     x: Tensor,
     bias: Tensor | None,
@@ -150,7 +155,7 @@ def in_float32(
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """Return a product of int8 inputs, computed in float32.
+    """Return a product of rounded inputs, computed in float32; of bfloat16, in which float8 is exact, in that dtype.
 
     Args:
         product: returns the product of x and the weight, and adds a bias.
@@ -160,7 +165,8 @@ def in_float32(
         dtype: that of the result.
         out: where to write it; None for a new tensor.
     """
-    values = product(x.float(), bias if x_scale is None else None)
+    given = x if x.dtype is torch.bfloat16 else x.float()
+    values = product(given, bias if x_scale is None else None).float()
     if x_scale is not None:
         values.mul_(x_scale.unsqueeze(-1))
         if bias is not None:
@@ -170,7 +176,8 @@ def in_float32(
 
 def input_dtype(use: WeightUse) -> torch.dtype:
     """Return the dtype of x in products of forms that are not exact."""
-    return use.dtype if use.form.inputs == "float" else torch.float32
+    exact = use.form.inputs == "float" or (use.form.inputs == "float8" and use.dtype is torch.bfloat16)
+    return use.dtype if exact else torch.float32
 
 
 def describe(weight: Tensor, use: WeightUse) -> str:

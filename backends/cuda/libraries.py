@@ -91,6 +91,7 @@ KERNELS: dict[str, Kernel] = {
     # torch's sort and elementwise functions, without a wait for the GPU. A library with its own random generator cannot
     # implement it: the operation's draw depends only on seed, step and token.
     "sample": ops.operation("sample").reference,
+    "float8_quantize": ops.operation("float8_quantize").reference,
     "linear": LINEAR,
     "packed_attention": packed_attention,
     "scaled_dot_product_attention": dense,

@@ -65,7 +65,7 @@ class Generation:
     row_collective_ranks: tuple[int, ...] = ()
     distributes_experts: bool = False
     delta_rule: bool = False
-    requantized: tuple[str, ...] = ("fp8",)
+    requantized: tuple[str, ...] = ("fp8", "fp8_dynamic")
     expert_groups: tuple[int, ...] = ()
     int8_by_int4: bool = False
     transposed_products: bool = False

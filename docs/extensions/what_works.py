@@ -71,7 +71,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4 weights in groups": {"numbers": "int4", "columns": 32},
     "int4 weights in groups and int8 activations": {"numbers": "int4", "columns": 32, "inputs": "int8"},
     "float8 weights in blocks": {"numbers": "float8", "rows": 128, "columns": 128},
+    "float8 weights and activations": {"numbers": "float8", "inputs": "float8"},
     "float4 weights in groups (MXFP4)": {"numbers": "float4", "columns": 32, "scales": "e8m0"},
+    "float4 weights with second scales (NVFP4)": {"numbers": "float4", "columns": 16, "scales": "e4m3", "second": True},
 }
 """Forms of weights, by what the table calls them."""
 

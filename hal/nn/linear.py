@@ -13,7 +13,7 @@ from hal import ops
 from hal.device.group import Group
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Stacked, Whole
 from hal.nn.weights.weight import EQUALLY, Consumer, Share, Weight
-from hal.ops.forms import FLOAT, Form
+from hal.ops.forms import FLOAT, SECOND, Form
 
 OUT, IN = "out_features", "in_features"
 EXPERTS, PARTS = "num_experts", "parts"
@@ -120,7 +120,9 @@ class Projection(nn.Module):
         scales = torch.float32 if form.scales == "float" else torch.uint8
         found = {
             "weight": computed("weight", packing={IN: (kind.count, kind.elements)}, dtype=kind.dtype),
-            "weight_scale": computed("weight_scale", group_sizes=groups, dtype=scales),
+            "weight_scale": computed(
+                "weight_scale", group_sizes=groups, dtype=scales, trailing={IN: SECOND} if form.second else {}
+            ),
         }
         if form.zero_points:
             found["weight_zero_point"] = computed("weight_zero_point", group_sizes=groups, dtype=torch.int8)
@@ -154,8 +156,8 @@ class Projection(nn.Module):
         form = self.form
         if form.inputs == "float":
             return x, None, None
-        if form.inputs == "int8":
-            quantized, scale = ops.dynamic_quantize(x)
+        if form.inputs != "static_int8":
+            quantized, scale = (ops.dynamic_quantize if form.inputs == "int8" else ops.float8_quantize)(x)
             return quantized, scale, x.dtype
         return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
 

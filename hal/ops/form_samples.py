@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.ops.declaration.constraints import Draw
-from hal.ops.forms import Form
+from hal.ops.forms import Form, float8_bits, float8_values, with_second
 
 INT8 = Form("int8")
 INT8_DYNAMIC = Form("int8", inputs="int8")
@@ -33,7 +33,10 @@ FORMS = (
     Form("float8", rows=64, columns=64),
     Form("float8"),
     Form("float8", rows=0),
+    Form("float8", inputs="float8"),
+    Form("float8", rows=128, columns=128, inputs="float8"),
     Form("float4", columns=32, scales="e8m0"),
+    Form("float4", columns=16, scales="e4m3", second=True),
 )
 """Forms whose scales cover a row, a group, a block and all, with every kind of numbers and of inputs."""
 SHAPES = ((64, 96), (256, 80), (96, 40), (192, 48))
@@ -67,8 +70,12 @@ def drawn_weight(draw: Draw, form: Form, *shape: int, place: int = 0) -> tuple[T
         least = kind.least or 0
         numbers = kind.pack(draw.integers(least + form.exact, -least, *shape, dtype=torch.int8))
         most = float(-least)
-    if form.scales == "e8m0":
-        return numbers, draw.integers(120, 124, *leading, *blocks, dtype=torch.uint8), None
+    if form.scales != "float":
+        least, most = (120, 124) if form.scales == "e8m0" else (40, 72)  # of e4m3, from 0.25 to 4
+        bits = draw.integers(least, most, *leading, *blocks, dtype=torch.uint8)
+        if form.second:
+            bits = with_second(bits, draw.integers(50, 200, *leading, blocks[0]).float() * (1e-3 * width**-0.5))
+        return numbers, bits, None
     scale = draw.integers(50, 200, *leading, *blocks).float() * (1e-2 / most * width**-0.5)
     if form.inputs == "static_int8":
         scale *= 1e-2  # It includes the input's scale.
@@ -84,6 +91,9 @@ def drawn_input(draw: Draw, form: Form, rows: int, width: int) -> tuple[Tensor, 
     """Return ``[rows, width]`` as the form takes it, and the scale of each row, or None."""
     if form.inputs == "float":
         return draw.normal(rows, width), None
+    if form.inputs == "float8":
+        numbers = float8_values(float8_bits(draw.normal(rows, width).float().cpu() * 100))
+        return numbers.to(draw.device, draw.dtype), draw.integers(50, 200, rows).float() * 1e-4
     x = draw.integers(-127, 128, rows, width, dtype=torch.int8)
     if form.inputs != "int8":
         return x, None

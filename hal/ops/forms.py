@@ -23,8 +23,10 @@ INT4S: Final = 8
 """The 4-bit numbers in an int32."""
 FLOAT4S: Final = 2
 """The 4-bit numbers in a uint8."""
-INPUTS: Final = ("float", "int8", "static_int8")
+INPUTS: Final = ("float", "float8", "int8", "static_int8")
 """How a form may round the input of a product."""
+SECOND: Final = 4
+"""The bytes of a second scale: a float32, after the scales of its row."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -39,9 +41,10 @@ class Form:
         scales: the kind of the scales: ``float`` for floating-point numbers, ``e8m0`` or ``e4m3`` for the bits of such
             numbers in uint8.
         zero_points: whether numbers may have a zero point other than 0, one for each scale.
-        inputs: how the input is rounded: ``float`` for not at all, ``int8`` per token, by its largest element, or
-            ``static_int8`` by the checkpoint's scale and offset.
+        inputs: how the input is rounded: ``float`` for not at all, ``float8`` or ``int8`` per token, by its largest
+            element, or ``static_int8`` by the checkpoint's scale and offset.
         ordered: whether the columns may stand in another order than the inputs.
+        second: whether scales have a second scale, which multiplies all those of a row: see :func:`with_second`.
     """
 
     numbers: str = "float"
@@ -51,12 +54,14 @@ class Form:
     zero_points: bool = False
     inputs: str = "float"
     ordered: bool = False
+    second: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no product knows.
 
         Raises:
-            OperationError: the scales or inputs are of no known kind, or the rows or columns of a scale are negative.
+            OperationError: the scales or inputs are of no known kind, the rows or columns of a scale are negative, or
+                there are second scales beside zero points or scales that are no bits.
         """
         for each, kinds in (("scales", SCALES), ("inputs", INPUTS)):
             if (name := getattr(self, each)) not in kinds:
@@ -64,6 +69,11 @@ class Form:
         if min(self.rows, self.columns) < 0:
             raise OperationError(
                 f"a form of weights has scales of {self.rows} x {self.columns} numbers", "use 0 for all of them"
+            )
+        if self.second and (self.scales == "float" or self.zero_points):
+            raise OperationError(
+                f"a form of weights has second scales, scales {self.scales!r} and zero_points {self.zero_points}",
+                "use scales e4m3 or e8m0 without zero points",
             )
 
     def __str__(self) -> str:
@@ -74,7 +84,7 @@ class Form:
             covers = f" in groups of {self.columns}" if self.columns else ""
         else:
             covers = f" in blocks of {self.rows or 'all'} x {self.columns or 'all'}"
-        zeros = " with zero points" if self.zero_points else ""
+        zeros = " with zero points" if self.zero_points else " with second scales" if self.second else ""
         inputs = "" if self.inputs == "float" else f", and {self.inputs.replace('_', ' ')} inputs"
         return f"{self.numbers}{covers}{zeros}{inputs}"
 
@@ -100,7 +110,7 @@ class Form:
     def exact(self) -> bool:
         """Whether products are exact sums of integers: of int8 numbers and inputs, with float scales of rows alone."""
         whole = self.by_row and self.scales == "float" and not self.zero_points
-        return self.numbers == "int8" and self.inputs != "float" and whole
+        return self.numbers == "int8" and self.inputs.endswith("int8") and whole
 
     def group(self, in_features: int) -> int:
         """Return the columns that share a scale, of a weight with so many."""
@@ -110,6 +120,11 @@ class Form:
         """Return how many scales the rows and the columns of a weight have."""
         rows = self.rows or max(out_features, 1)
         return -(-out_features // rows), -(-in_features // self.group(in_features))
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """Return the shape of the scales of a weight, with the bytes of second scales."""
+        rows, columns = self.blocks(out_features, in_features)
+        return rows, columns + SECOND * self.second
 
     def of_rows(self) -> Form:
         """Return the form of some of a weight's rows, each with its own scales."""
@@ -129,7 +144,7 @@ class Form:
         """
         if self == FLOAT:
             return out_features * in_features * dtype.itemsize
-        rows, columns = self.blocks(out_features, in_features)
+        rows, columns = self.scale_shape(out_features, in_features)
         of_scale = (4 if self.scales == "float" else 1) + self.zero_points
         return out_features * self.packed(in_features) * self.kind.dtype.itemsize + rows * columns * of_scale
 
@@ -256,7 +271,22 @@ FLOAT: Final = Form()
 
 def scale_values(scale: Tensor, form: Form) -> Tensor:
     """Return scales in float32. Floating-point ones, as a driver may prepare them, are their values already."""
-    return scale.float() if scale.is_floating_point() else SCALES[form.scales](scale)
+    if scale.is_floating_point():
+        return scale.float()
+    if not form.second:
+        return SCALES[form.scales](scale)
+    second = scale[..., -SECOND:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return SCALES[form.scales](scale[..., :-SECOND].contiguous()) * second
+
+
+def with_second(scale: Tensor, second: Tensor) -> Tensor:
+    """Return scales as a form with second scales keeps them: the bytes of a float32 follow those of each row.
+
+    Args:
+        scale: the bits of the scales, uint8 ``[..., rows, columns]``.
+        second: what multiplies those of each row, float32 ``[..., rows]``.
+    """
+    return torch.cat((scale, second.unsqueeze(-1).contiguous().view(torch.uint8)), -1)
 
 
 def spread(factors: Tensor, form: Form, rows: int, columns: int) -> Tensor:

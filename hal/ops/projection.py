@@ -75,22 +75,24 @@ def linear(
     """Return ``x @ weight.T + bias``, accumulated in float32 and rounded once.
 
     The weight of another form than :data:`~hal.ops.FLOAT` is ``(weight - weight_zero_point) * weight_scale``, and
-    a kernel may round it, its scales and zero points to the result's dtype. Of int8 inputs, the product is multiplied
-    by ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, products are summed exactly, and
-    multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums. A floating-point weight's
-    bias may be rounded to x's dtype.
+    a kernel may round it, its scales and zero points to the result's dtype. Of rounded inputs, the product is
+    multiplied by ``x_scale`` before the bias is added. If a scale covers a row of int8 numbers, products are summed
+    exactly, and multiplied by the row's scale, then by the input's; a bias of int32 is added to the sums. A
+    floating-point weight's bias may be rounded to x's dtype.
 
     Args:
-        x: ``[..., in_features]``: floating; or int8, the result of :func:`dynamic_quantize` or :func:`quantize`.
+        x: ``[..., in_features]``: floating; or the result of :func:`float8_quantize`, or in int8 of
+            :func:`dynamic_quantize` or :func:`quantize`.
         weight: ``[out_features, in_features]``, of x's dtype, or numbers as the form keeps them: int8; for ``int4``,
             int32 ``[out_features, in_features / 8]``, the first number in the lowest four bits, in two's complement;
             for ``float8``, the bits of e4m3 in uint8; for ``float4``, uint8 ``[out_features, in_features / 2]``. Or as
             :meth:`hal.Backend.prepare_weights` returned it, as the next ones.
         bias: ``[out_features]``, floating, or int32 in units of ``weight_scale`` if no row has several scales; or None.
-        weight_scale: ``[blocks of rows, blocks of columns]`` of the form: one for each block; None of floating-point
-            weights. Of a static input, it includes the input's scale.
+        weight_scale: ``[blocks of rows, blocks of columns]`` of the form: one for each block, and perhaps the bytes of
+            :func:`~hal.ops.forms.with_second`; None of floating-point weights. Of a static input, it includes the
+            input's scale.
         weight_zero_point: of the same shape; None for 0.
-        x_scale: ``[...]``, float32: the scale of each token; None of a static or floating-point input.
+        x_scale: ``[...]``, float32: the scale of each token; None of an input that is static or not rounded.
         dtype: the dtype of the result; None for that of x.
         form: the form of the weight.
 

@@ -1,4 +1,4 @@
-"""Quantization of activations to int8, alone or fused with the preceding norm or activation."""
+"""Rounding of activations to float8, and quantization to int8, alone or fused with the preceding norm or activation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hal.ops.activation import silu_and_mul
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import fused_op, op
+from hal.ops.forms import float8_bits, float8_values
 from hal.ops.norm import add_rms_norm
 
 SHAPES = ((1, 64), (7, 96), (2, 3, 128), (0, 64))
@@ -99,6 +100,31 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(-1) / 127
     divisor = torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
     return (wide / divisor).round().clamp(-128, 127).to(torch.int8), scale
+
+
+@op(
+    samples=dynamic_samples,
+    axes={"x": "... width", "return": ("... width", "...")},
+    dtypes={"x": FLOATING, "return": ("x", torch.float32)},
+    rowwise="...",
+    tolerance=dict.fromkeys(SCALES, (0.13, 0.001)),
+)
+def float8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to float8 (e4m3) with a scale per token: ``round(x / scale)`` with ``scale = max|x| / 448``.
+
+    Computed in float32; half rounds to even. Each number of float8 is exact in x's dtype. A row of zeros returns zeros
+    and the scale 0. A row with NaN or infinity has a non-finite scale.
+
+    Args:
+        x: ``[..., width]``, floating, of 2 or more dimensions.
+
+    Returns:
+        numbers of float8, of x's shape and dtype, and the scales, float32 ``[...]``.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1) / 448
+    divisor = torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
+    return float8_values(float8_bits(wide / divisor)).to(x.dtype), scale
 
 
 ROUNDED_BEFORE = {torch.float32: 0.01, torch.bfloat16: 0.15, torch.float16: 0.03}

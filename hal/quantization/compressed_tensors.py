@@ -22,7 +22,8 @@ from hal.quantization.checkpoint_format import (
     Written,
     supported,
 )
-from hal.quantization.forms import INT8, INT8_STATIC, in_blocks, in_groups
+from hal.quantization.float4 import Float4Tensors
+from hal.quantization.forms import INT8, INT8_STATIC, MXFP4, NVFP4, in_blocks, in_groups
 from hal.quantization.fp8 import Fp8Scales
 from hal.quantization.int8_rows import CompressedStatic, Int8Rows
 from hal.quantization.integer_arithmetic import AGAIN
@@ -45,14 +46,15 @@ _ORDERS = {None: None, False: None, "weight": None, "static": None, True: "group
 """Values of ``actorder`` and what they mean for a file: nothing, or that groups have inputs in another order."""
 _DENSE = "dense"
 """The format of a sparsity_config whose weights are stored whole; its other keys are statistics."""
-_FLOAT4 = ("nvfp4", "mxfp4")
-"""Beginnings of formats of 4-bit floating-point numbers."""
+_FLOAT4 = {"nvfp4-pack-quantized": (NVFP4, "tensor_group"), "mxfp4-pack-quantized": (MXFP4, "group")}
+"""The forms and strategies of formats of 4-bit floating-point numbers."""
 ZERO_POINT = "weight_zero_point"
 """The tensor of the zero points of a weight."""
-ROWS, WHOLES, PACKEDS = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors()
+ROWS, WHOLES, PACKEDS, FLOAT4S = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors(), Float4Tensors()
 WRITTEN: Mapping[str, tuple[str, Writer]] = MappingProxyType(
     {
         "fp8": (FLOATS, Fp8Scales("channel", "weight_scale")),
+        "fp8_dynamic": (FLOATS, Fp8Scales("channel", "weight_scale")),
         "w4a16": (PACKED, PACKEDS),
         "w4a8_dynamic": (WHOLE, WHOLES),
         "w8a16": (WHOLE, ROWS),
@@ -197,7 +199,8 @@ def _described(form: Form, targets: Sequence[str]) -> dict[str, Any]:
         "strategy": "group" if form.columns else "channel",
         "dynamic": False,
     }
-    rounded = {"int8": {**ROUNDED, "strategy": "token"}, "static_int8": {**TENSOR, "symmetric": True}}
+    by_token = {**ROUNDED, "strategy": "token"}
+    rounded = {"float8": {**by_token, "type": "float"}, "int8": by_token, "static_int8": {**TENSOR, "symmetric": True}}
     inputs = rounded.get(form.inputs)
     return {
         "targets": targets,
@@ -217,20 +220,22 @@ def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> StoredAs:
         problem = f"{_WHERE} quantizes output_activations in {name}, which hal does not support"
         raise ConfigError(problem, supported())
     format = group.get("format") or format
-    if isinstance(format, str) and format.startswith(_FLOAT4):
-        raise ConfigError(f"{_WHERE} has the format {format!r:.60}, which hal does not support", supported())
     weights = _section(group, "weights", name)
     if weights is None:
         raise ConfigError(f"{_WHERE} has no weights of {name}", supported())
     inputs = _section(group, "input_activations", name)
     of_weights, of_inputs = f"weights of {name}", f"input_activations of {name}"
     if weights.get("type") == "float":
+        wanted: dict[str, Any] = {"symmetric": True, "dynamic": False}
+        if weights.get("num_bits") == 4:
+            _check_format(format, name, *_FLOAT4)
+            form, strategy = _FLOAT4[format]
+            require(weights, {**wanted, "strategy": strategy, "group_size": form.columns}, of_weights)
+            return StoredAs(_with_inputs(form, inputs, of_inputs), FLOAT4S)
         _check_format(format, name, FLOATS)
-        wanted = {"num_bits": 8, "symmetric": True, "dynamic": False}
-        require(weights, wanted, of_weights, ("block_structure",))
-        if inputs is not None:  # which hal does not round
-            require(inputs, {"num_bits": 8, "type": "float"}, of_inputs, _UNSET)
-        return StoredAs(in_blocks(weights), Fp8Scales(str(weights.get("strategy")), "weight_scale"))
+        require(weights, {"num_bits": 8, **wanted}, of_weights, ("block_structure",))
+        form = _with_inputs(in_blocks(weights), inputs, of_inputs)
+        return StoredAs(form, Fp8Scales(str(weights.get("strategy")), "weight_scale"))
     _check_format(format, name, WHOLE, PACKED)
     bits = 4 if weights.get("num_bits") == 4 else 8
     require(weights, {"num_bits": bits, "type": "int", "dynamic": False}, of_weights, ("group_size", "actorder"))
@@ -249,6 +254,17 @@ def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> StoredAs:
         if inputs.get("strategy") == "token" and not form.zero_points and (in_rows or bits == 4):
             form = attrs.evolve(form, inputs="int8")
     return StoredAs(form, ROWS if in_rows else WHOLES if format == WHOLE else PACKEDS)
+
+
+def _with_inputs(form: Form, inputs: Mapping[str, Any] | None, where: str) -> Form:
+    """Return a form of floating-point numbers, which rounds inputs to float8 if they have a scale for each token."""
+    if inputs is None:
+        return form
+    if inputs.get("num_bits") != form.kind.bits:
+        require(inputs, {"num_bits": 8}, where, _UNSET)
+    require(inputs, {"type": "float", "symmetric": True}, where, _UNSET)
+    by_token = inputs.get("num_bits") == 8 and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
+    return attrs.evolve(form, inputs="float8") if by_token else form  # hal does not round others
 
 
 def _check_format(found: Any, name: str, *wanted: str) -> None:

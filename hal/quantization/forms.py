@@ -13,10 +13,13 @@ from hal.ops.forms import INT4S, Form
 
 INT8, INT8_DYNAMIC, INT8_STATIC = Form("int8"), Form("int8", inputs="int8"), Form("int8", inputs="static_int8")
 MXFP4 = Form("float4", columns=32, scales="e8m0")
+NVFP4 = Form("float4", columns=16, scales="e4m3", second=True)
 NAMES: Final[Mapping[str, tuple[Form, str]]] = MappingProxyType(
     {
         "fp8": (Form("float8"), "float8 weights with a scale for each block, output channel or tensor"),
-        "mxfp4": (MXFP4, "experts in float4 with a power of two as the scale of 32 inputs"),
+        "fp8_dynamic": (Form("float8", inputs="float8"), "float8 weights as fp8, and float8 activations, by token"),
+        "mxfp4": (MXFP4, "float4 weights with a power of two as the scale of 32 inputs"),
+        "nvfp4": (NVFP4, "float4 weights with a float8 scale for 16 inputs, and a second scale for each tensor"),
         "w4a16": (
             Form("int4"),
             "int4 weights with a scale, and perhaps a zero point, for each group of inputs or output channel",

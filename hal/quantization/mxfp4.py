@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 
-from hal.nn import ValueCheck, Weight
+from hal.nn import Weight
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import FLOAT4S
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
+from hal.quantization.float4 import EXPONENTS
 from hal.quantization.forms import MXFP4
-from hal.quantization.integer_arithmetic import AGAIN
 from hal.quantization.layer_patterns import ExcludedLayers
 from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
 
 BYTES = "bytes"
-NOT_A_NUMBER = 255
-NUMBERS = ValueCheck(
-    lambda values: not bool((values == NOT_A_NUMBER).any()), f"has the exponent {NOT_A_NUMBER}, NaN", AGAIN
-)
 
 
 class FusedBlocks(Reader):
@@ -36,7 +32,7 @@ class FusedBlocks(Reader):
         given: dict[str, Any] = {"dtype": torch.uint8, **stored.scales}
         found = {
             "blocks": layer.declare(None, f"{OUT} {IN} {BYTES}", fused=f"{fused}_blocks", sizes=half, **given),
-            "exponents": layer.declare(None, f"{OUT} {IN}", fused=f"{fused}_scales", checks=(NUMBERS,), **given),
+            "exponents": layer.declare(None, f"{OUT} {IN}", fused=f"{fused}_scales", checks=(EXPONENTS,), **given),
         }
         if layer.biased:
             found["bias"] = layer.declare("bias", OUT, fused=f"{fused}_bias", dtype=torch.float32, added=True)

@@ -35,6 +35,11 @@ GPT_OSS: dict[str, Any] = {
 }
 WHOLE = "int-quantized"
 """The method of compressed-tensors with each number in an int8."""
+FLOAT4 = {
+    "nvfp4-pack-quantized": ("tensor_group", 16, torch.float8_e4m3fn),
+    "mxfp4-pack-quantized": ("group", 32, torch.uint8),
+}
+"""The strategies, groups and dtypes of scales of the methods of compressed-tensors with float4."""
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -59,7 +64,7 @@ class Format:
         group: the inputs of a group, 0 for a whole row; for float8, the sides of a block, 0 for a row, -1 for a tensor.
         symmetric: whether all zero points are half of the range.
         dtype: that of the scales.
-        activations: whether the section has int8 activations.
+        activations: whether the section has activations of 8 bits, by token.
         ordered: whether the inputs are grouped in another order (act-order).
     """
 
@@ -90,16 +95,19 @@ class Format:
             weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
             weights |= {"strategy": {0: "channel", -1: "tensor"}.get(self.group, "block")}
             weights |= {"block_structure": [self.group] * 2 if self.group > 0 else None}
-            inputs: Any = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-            return self._compressed(weights, inputs, "float-quantized")
+            return self._compressed(weights, "float", "float-quantized")
+        if self.method in FLOAT4:
+            strategy, size, _ = FLOAT4[self.method]
+            weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+            return self._compressed({**weights, "group_size": size}, "float", self.method)
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False}
         weights |= {"strategy": "group" if self.group else "channel", "group_size": self.group or None}
         weights |= {"actorder": "group"} if self.ordered else {}
-        tokens = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        inputs = tokens if self.activations else None
-        return self._compressed(weights, inputs, "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
+        return self._compressed(weights, "int", "pack-quantized" if self.method == "compressed-tensors" else WHOLE)
 
-    def _compressed(self, weights: dict[str, Any], inputs: Any, format: str) -> dict[str, Any]:
+    def _compressed(self, weights: dict[str, Any], kind: str, format: str) -> dict[str, Any]:
+        tokens = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+        inputs = tokens if self.activations else None
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
             "quant_method": "compressed-tensors",
@@ -111,7 +119,24 @@ class Format:
 
     def quantized(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         """Return a layer's tensors, with random numbers, and their weight in float32."""
+        if self.method in FLOAT4:
+            return self._float4(weight, draw)
         return self._float8(weight, draw) if self.is_float else self._integers(weight, draw)
+
+    def _float4(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        rows, width = weight.shape
+        _, size, dtype = FLOAT4[self.method]
+        numbers = torch.randint(0, 256, (rows, width // 2), generator=draw, dtype=torch.uint8)
+        values = torch.tensor(E2M1)[torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).long()]
+        found = {"weight_packed": numbers}
+        if dtype is torch.uint8:
+            bits = torch.randint(121, 125, (rows, width // size), generator=draw, dtype=torch.uint8)
+            found["weight_scale"], scale = bits, 2.0 ** (bits.float() - 127)
+        else:
+            found["weight_scale"] = (torch.rand(rows, width // size, generator=draw) * 400 + 4).to(dtype)
+            found["weight_global_scale"] = (torch.rand(1, generator=draw) + 0.5) * 1200 * width**0.5
+            scale = found["weight_scale"].float() / found["weight_global_scale"]
+        return found, values * spread(scale, size, width)
 
     def _integers(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         (rows, width), group, most = weight.shape, self.group or weight.shape[1], 1 << self.bits

@@ -36,6 +36,7 @@ FORMATS = {
     "gptq-8-bits": Format("gptq", bits=8, symmetric=True),
     "gptq_v2": Format("gptq_v2"),
     "fp8-blocks": Format("fp8"),
+    "nvfp4": Format("nvfp4-pack-quantized"),
 }
 GGUF = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 

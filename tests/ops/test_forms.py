@@ -14,7 +14,7 @@ from hal import ops
 from hal.errors import OperationError
 from hal.ops import Draw
 from hal.ops.form_samples import drawn_input, drawn_weight
-from hal.ops.forms import FLOAT, Form, dequantize
+from hal.ops.forms import FLOAT, Form, dequantize, with_second
 from hal.ops.kernels.partial_kernel import FormKernels, plain
 from hal.ops.kernels.prepared_arguments import check_kernel
 
@@ -71,12 +71,32 @@ def test_a_bias_of_float32_beside_others(dtype: torch.dtype, cpu: hal.Backend) -
         ({"inputs": "int4"}, "inputs 'int4'"),
         ({"columns": -32}, "1 x -32"),
         ({"rows": -1}, "-1 x 0"),
+        ({"second": True}, "second scales, scales 'float'"),
+        ({"second": True, "scales": "e4m3", "zero_points": True}, "zero_points True"),
     ],
     ids=str,
 )
 def test_a_form_that_no_product_knows_is_refused(given: Mapping[str, Any], problem: str) -> None:
     with pytest.raises(OperationError, match=problem):
         Form("int8", **given)
+
+
+def test_second_scales_multiply_those_of_a_row(cpu: hal.Backend) -> None:
+    draw, form = Draw(seed=0), Form("float4", columns=16, scales="e4m3", second=True)
+    weight, scale, _ = drawn_weight(draw, form, 24, 64)
+    first, second = scale[:, :4].contiguous(), torch.rand(24) + 0.5
+    exact = dequantize(attrs.evolve(form, second=False), weight, first) * second.unsqueeze(-1)
+    torch.testing.assert_close(dequantize(form, weight, with_second(first, second)), exact)
+    assert form.nbytes(24, 64, torch.bfloat16) == weight.nbytes + scale.nbytes
+
+
+def test_inputs_in_float8() -> None:
+    x = torch.cat([torch.zeros(1, 64), torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3])
+    numbers, scale = ops.operation("float8_quantize").reference(x)
+    wanted = (x[1:] / (x[1:].abs().amax(-1, keepdim=True) / 448)).to(torch.float8_e4m3fn).float()
+    assert torch.equal(numbers[1:], wanted)
+    assert torch.equal(scale, x.abs().amax(-1) / 448)
+    assert not numbers[0].any()
 
 
 def test_kernels_of_forms_are_a_kernel() -> None:

@@ -107,6 +107,15 @@ KINDS = {
     "compressed fp8 rows": low_bits(Format("compressed-fp8", group=0), weight=(VALID,), weight_scale=(SCALE,)),
     "compressed fp8 blocks": low_bits(Format("compressed-fp8"), weight=(VALID,), weight_scale=(SCALE,)),
     "compressed fp8 tensors": low_bits(Format("compressed-fp8", group=-1), weight=(VALID,), weight_scale=(SCALE,)),
+    "nvfp4": low_bits(
+        Format("nvfp4-pack-quantized"),
+        weight_packed=(VALID,),
+        weight_scale=((NO_ROW_SCALES[1:], NOT_NEGATIVE),),  # torch rounds infinity to 448
+        weight_global_scale=(SCALE,),
+    ),
+    "packed mxfp4": low_bits(
+        Format("mxfp4-pack-quantized"), weight_packed=(VALID,), weight_scale=(((255,), "has the exponent 255, NaN"),)
+    ),
     "fp8 experts in one": Kind(
         lambda folder: stacked_pair(folder)[0], {"": (VALID,), "_scale_inv": (SCALE,)}, layer=FUSED, optional=("",)
     ),

@@ -10,7 +10,19 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.low_bits import DENSE, SPARSE, WHOLE, Format, gpt_oss_pair, modelslim, packed, pair, stacked_pair, write
+from helpers.low_bits import (
+    DENSE,
+    FLOAT4,
+    SPARSE,
+    WHOLE,
+    Format,
+    gpt_oss_pair,
+    modelslim,
+    packed,
+    pair,
+    stacked_pair,
+    write,
+)
 from helpers.quantized import (
     all_layers,
     change_json,
@@ -59,6 +71,8 @@ FORMATS = {
     "compressed-fp8-rows": Format("compressed-fp8", group=0),
     "compressed-fp8-blocks": Format("compressed-fp8"),
     "compressed-fp8-tensors": Format("compressed-fp8", group=-1),
+    "nvfp4": Format("nvfp4-pack-quantized"),
+    "packed-mxfp4": Format("mxfp4-pack-quantized"),
 }
 ORDERED = {
     "gptq": Format("gptq", ordered=True),
@@ -73,6 +87,13 @@ W4A8 = {
     "whole": Format(WHOLE, group=64, symmetric=True, activations=True),
     "whole-rows": Format(WHOLE, group=0, symmetric=True, activations=True),
 }
+W8A8 = {
+    "fp8-rows": Format("compressed-fp8", group=0, activations=True),
+    "fp8-blocks": Format("compressed-fp8", activations=True),
+    "fp8-tensors": Format("compressed-fp8", group=-1, activations=True),
+    "nvfp4": Format("nvfp4-pack-quantized", activations=True),
+}
+"""Formats of floating-point numbers with activations in float8."""
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 
 
@@ -109,7 +130,7 @@ def test_packing() -> None:
 def test_logits_are_those_of_the_dequantized_weights(format: Format, overrides: dict[str, Any], tmp_path: Path) -> None:
     quantized, plain = pair(tmp_path, format, **overrides)
     found = kept_layers(load(quantized))
-    numbers = "float8" if format.is_float else f"int{format.bits}"
+    numbers = "float4" if format.method in FLOAT4 else "float8" if format.is_float else f"int{format.bits}"
     assert {(each.form.numbers, each.form.inputs) for each in found.values()} == {(numbers, "float")}
     assert any(each.num_experts for each in found.values()) == (overrides is SPARSE)
     assert len(found) == 8
@@ -196,21 +217,27 @@ def test_ranks_divide_converted_inputs_in_any_order(
             assert torch.equal(torch.cat([rank for part in by_part for rank in part], -2), layer.weight), path
 
 
-@thorough(MODE, r"\[(packed-dense|whole-sparse|whole-rows-dense)")
+ROUNDED = W4A8 | W8A8
+
+
+@thorough(MODE, r"\[(packed-dense|whole-sparse|whole-rows-dense|fp8-rows-dense|fp8-tensors|nvfp4-sparse)")
 @pytest.mark.parametrize("overrides", [DENSE, SPARSE], ids=["dense", "sparse"])
-@pytest.mark.parametrize("format", W4A8.values(), ids=W4A8.keys())
-def test_int8_activations(format: Format, overrides: dict[str, Any], cpu: hal.Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ROUNDED.values(), ids=ROUNDED.keys())
+def test_activations_of_8_bits(format: Format, overrides: dict[str, Any], cpu: hal.Backend, tmp_path: Path) -> None:
     """Test each layer against its dequantized weight, and its dequantized activations, whole and split."""
     quantized, plain = pair(tmp_path, format, **overrides)
     whole, exact = kept_layers(load(quantized)), load(plain)
     parts = [kept_layers(each) for each in ranks(quantized)]
-    assert {(each.form.numbers, each.form.inputs) for each in whole.values()} == {("int4", "int8")}
+    integers = format in W4A8.values()
+    assert {each.form.inputs for each in whole.values()} == {"int8" if integers else "float8"}
     assert len(whole) == 8
     cpu.activate()
     for path, layer in whole.items():
         x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1))
         counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
-        numbers, scale = hal.ops.dynamic_quantize(x)
+        scale = x.abs().amax(-1) / (127 if integers else 448)
+        scaled = x / scale.unsqueeze(-1)
+        numbers = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).float()
         found = layer(x, *counts)
         assert error(found, exact.get_submodule(path)(numbers * scale.unsqueeze(-1), *counts)) < 1e-5, path
         if layer.shard != "in_features":  # Ranks that share inputs have other scales of activations.
@@ -249,7 +276,7 @@ def of_modelslim(folder: Path) -> Path:
 SCALES = ("scale", "scales", "scale_inv")
 COMPILED: dict[str, Callable[[Path], Path]] = {
     **{name: lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in FORMATS.items()},
-    **{f"{name}-a8": lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in W4A8.items()},
+    **{f"{name}-a8": lambda folder, each=each: pair(folder, each, **SPARSE)[0] for name, each in ROUNDED.items()},
     **{f"{name}-ordered": lambda folder, each=each: pair(folder, each, **DENSE)[0] for name, each in ORDERED.items()},
     "fp8-experts": lambda folder: stacked_pair(folder)[0],
     "mxfp4": lambda folder: gpt_oss_pair(folder)[0],
@@ -273,16 +300,16 @@ def test_compiled_steps(name: str, compiler: str, tmp_path: Path) -> None:
 def test_weights_are_replaced(name: str, tmp_path: Path) -> None:
     quantized = COMPILED[name](tmp_path)
     tensors = load_file(quantized / "model.safetensors")
-    scales = {each: tensors[each] for each in tensors if each.endswith(SCALES)}
-    larger = {  # those of float4 are exponents
-        name: (each.float() * 2).to(each.dtype) if each.is_floating_point() else each + 1
+    scales = {each: tensors[each] for each in tensors if each.endswith(SCALES) and "global" not in each}
+    changed = {  # those of MXFP4 are exponents
+        name: (each.float() / 2).to(each.dtype) if each.is_floating_point() else each + 1
         for name, each in scales.items()
     }
     with hal.open({"backend": "cpu", "options": {"pack_weights": False}}) as backend:
         runner = hal.Runner(hal.load_model(quantized, backend), backend)
         batch = runner.batch([TOKENS], [[1]])
         before = runner.step(batch).logits.clone()
-        hal.replace_weights(runner, tensors | larger)
+        hal.replace_weights(runner, tensors | changed)
         assert error(runner.step(batch).logits, before) > 1e-3
         hal.replace_weights(runner, tensors)
         assert torch.equal(runner.step(batch).logits, before)
@@ -416,6 +443,7 @@ def test_ranks_cut_groups_as_they_cut_columns(
 
 
 CUT = {
+    "nvfp4": lambda folder: pair(folder, FORMATS["nvfp4"], **{**DENSE, **larger(DENSE), "intermediate_size": 96})[0],
     "mxfp4": lambda folder: gpt_oss_pair(folder, intermediate_size=192, num_key_value_heads=4)[0],
     "awq": lambda folder: pair(folder, Format("awq"), **{**DENSE, **larger(DENSE), "intermediate_size": 320})[0],
     "gptq-8-bits": lambda folder: pair(
@@ -517,7 +545,7 @@ CASES: dict[str, Damage] = {
         "packed",
         config(format="nvfp4-pack-quantized"),
         ConfigError,
-        "'nvfp4-pack-quantized', which hal does not support",
+        "the format of group_0 in .* is 'nvfp4-pack-quantized', not",
     ),
     "bitsandbytes": ("packed", config(quant_method="bitsandbytes"), ConfigError, "'bitsandbytes'.*(\n.*)*w4a16"),
     "excluded by a number": ("awq", config(modules_to_not_convert=3), CheckpointError, "is 3, not a list of names"),

@@ -14,7 +14,7 @@ struct Factors {
     const void* values;  // or null
     int dtype;           // a Dtype, or one of those below
     int64_t groups;
-    static constexpr int kInt8 = 3, kExponent = 4;
+    static constexpr int kInt8 = 3, kExponent = 4, kFloat8 = 5;
 
     // Writes those of a row in float32.
     void read(int64_t row, float* to) const {
@@ -29,9 +29,22 @@ struct Factors {
                 for (int64_t i = 0; i < groups; i++)
                     to[i] = half_power(static_cast<const uint8_t*>(values)[row * groups + i]);
                 return;
+            case kFloat8: {  // and a second scale, which multiplies those of the row
+                const uint8_t* from = static_cast<const uint8_t*>(values) + row * (groups + sizeof(float));
+                const float half = 0.5f * load<float>(from + groups);
+                for (int64_t i = 0; i < groups; i++) to[i] = float8(from[i]) * half;
+                return;
+            }
             default:
                 return copy(static_cast<const int8_t*>(values) + row * groups, to);
         }
+    }
+
+    static float float8(uint8_t number) {
+        const uint32_t size = number & 127, bits = (size << 20) + (120u << 23);
+        if (size == 127) return std::numeric_limits<float>::quiet_NaN();
+        const float found = size < 8 ? float(size) * 0x1p-9f : load<float>(&bits);
+        return number & 128 ? -found : found;
     }
 
     // Returns 2 to the power of an exponent of e8m0 - 128: half of its meaning, since kTwice has twice the numbers.
@@ -43,8 +56,9 @@ struct Factors {
 
     // Returns those of the rows from `row` on.
     Factors from(int64_t row) const {
-        constexpr int kBytes[] = {4, 2, 2, 1, 1};
-        return {values ? static_cast<const char*>(values) + row * groups * kBytes[dtype] : nullptr, dtype, groups};
+        constexpr int kBytes[] = {4, 2, 2, 1, 1, 1};
+        const int64_t row_bytes = groups * kBytes[dtype] + (dtype == kFloat8 ? sizeof(float) : 0);
+        return {values ? static_cast<const char*>(values) + row * row_bytes : nullptr, dtype, groups};
     }
 
   private:

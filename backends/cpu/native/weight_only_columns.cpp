@@ -198,7 +198,7 @@ void write_lanes(const Factors& factors, int64_t first, int64_t count, std::vect
     to.resize(up(groups, kLanes) * kLanes);
     if (factors.dtype == Factors::kInt8)
         return write_lanes(static_cast<const int8_t*>(values), groups, count, to.data());
-    if (factors.dtype == Factors::kExponent) {
+    if (factors.dtype >= Factors::kExponent) {
         std::vector<float> rows(count * groups);
         for (int64_t i = 0; i < count; i++) factors.read(first + i, rows.data() + i * groups);
         return write_lanes(rows.data(), groups, count, to.data());

@@ -26,16 +26,16 @@ NUMBERS = {"int8": 0, "int4": 1, "float4": 2}
 """Codes of what a weight holds in C++."""
 ZEROS = {**DTYPES, torch.int8: 3}
 """Codes of the dtypes of zero points in C++."""
-SCALES = {**DTYPES, torch.uint8: 4}
-"""Codes of the dtypes of scales in C++: floating-point numbers, or exponents."""
+EXPONENTS, FLOAT8 = 4, 5
+"""Codes of scales in C++ that are bits: exponents, or float8 with second scales. Others are as in :data:`DTYPES`."""
 MOST_ROWS = 64
 """Rows above which a weight is widened for oneDNN's product."""
 
 
 def in_groups(form: Form) -> bool:
-    """Return whether the kernels take a form: scales of a row or of a group of 8 or 4 bits, and exponents of float4."""
-    scales = "e8m0" if form.numbers == "float4" else "float"
-    return form.numbers in NUMBERS and form.rows == 1 and form.scales == scales
+    """Return whether the kernels take a form: scales of a row or of a group of 8 or 4 bits, and those of float4."""
+    scales = (("e8m0", False), ("e4m3", True)) if form.numbers == "float4" else (("float", False),)
+    return form.numbers in NUMBERS and form.rows == 1 and (form.scales, form.second) in scales
 
 
 class WeightOnlyKernels(Bindings):
@@ -59,13 +59,9 @@ class WeightOnlyKernels(Bindings):
 
     def _rounds(self, form: Form, width: int, dtype: torch.dtype) -> bool:
         """Return whether a row is multiplied as integers, by trying it: an infinity then gives NaN."""
-        x, ones, blocks = (
-            torch.zeros(1, width, dtype=dtype),
-            form.kind.pack(torch.ones(1, width)),
-            form.blocks(1, width),
-        )
+        x, ones, shape = torch.zeros(1, width, dtype=dtype), form.kind.pack(torch.ones(1, width)), (1, width)
         x[0, 0] = math.inf
-        scale = torch.ones(blocks) if form.scales == "float" else torch.full(blocks, 127, dtype=torch.uint8)
+        scale = torch.ones(form.scale_shape(*shape), dtype=torch.float32 if form.scales == "float" else torch.uint8)
         return bool(self.linear(x, ones, None, scale, None, None, None, form).isnan())
 
     def linear(
@@ -86,12 +82,12 @@ class WeightOnlyKernels(Bindings):
         A row of x with an element that is not finite gives NaN where it is rounded to integers.
         """
         factors = weight_scale, weight_zero_point
-        if dtype is not None and dtype is not x.dtype:
+        if low_bits.rounded(x, x_scale, dtype):
 
             def product(x: Tensor, bias: Tensor | None) -> Tensor:
                 return self.linear(x, weight, bias, *factors, None, None, form)
 
-            return low_bits.in_float32(product, x, bias, x_scale, dtype, out)
+            return low_bits.scaled(product, x, bias, x_scale, dtype or x.dtype, out)
         few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         if not few or not _fits(x, weight, bias, *factors, form):
             return self._many(x, weight, bias, *factors, None, None, form, out=out)
@@ -126,17 +122,19 @@ class WeightOnlyKernels(Bindings):
             OperationError: the counts exceed the rows.
         """
         factors = weight_scale, weight_zero_point
-        if dtype is not None and dtype is not x.dtype and (bias is None or x_scale is None):
+        if low_bits.rounded(x, x_scale, dtype):
+            if bias is not None and x_scale is not None:
+                return self._many_by_expert(x, weight, counts, bias, *factors, x_scale, dtype, form, out=out)
 
             def product(x: Tensor, bias: Tensor | None) -> Tensor:
                 return self.grouped_linear(x, weight, counts, bias, *factors, None, None, form)
 
-            return low_bits.in_float32(product, x, bias, x_scale, dtype, out)
+            return low_bits.scaled(product, x, bias, x_scale, dtype or x.dtype, out)
         num_experts, features = weight.shape[:2]
         few = x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS * num_experts
         few = few and counts.is_cpu and counts.shape == (num_experts,) and counts.dtype is torch.int64
         if not few or not _fits(x, weight, bias, *factors, form):
-            return self._many_by_expert(x, weight, counts, bias, *factors, x_scale, dtype, form, out=out)
+            return self._many_by_expert(x, weight, counts, bias, *factors, None, None, form, out=out)
         rows, width = x.shape
         y = empty((rows, features), x) if out is None else out
         x, counts = x if x.stride(1) == 1 else x.contiguous(), counts.contiguous()
@@ -227,7 +225,8 @@ def _contiguous(weight: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor
 def _codes(scale: Tensor, zero: Tensor | None, bias: Tensor | None, form: Form) -> tuple[int, int, bool, int]:
     """Return the codes of scales and zero points, whether the bias is of float32, and the code of the numbers."""
     wide_bias = bias is not None and bias.dtype is torch.float32
-    return SCALES[scale.dtype], 0 if zero is None else ZEROS[zero.dtype], wide_bias, NUMBERS[form.numbers]
+    bits = EXPONENTS if form.scales == "e8m0" else FLOAT8
+    return DTYPES.get(scale.dtype, bits), 0 if zero is None else ZEROS[zero.dtype], wide_bias, NUMBERS[form.numbers]
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, zero: Tensor | None, form: Form) -> bool:
@@ -236,7 +235,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, zero: T
     fits = x.dtype in DTYPES and weight.dtype is form.kind.dtype and form.width(weight) == width > 0
     if not fits:
         return False
-    factors = (*of_out, -(-width // form.group(width)))
+    factors = (*of_out[:-1], *form.scale_shape(of_out[-1], width))
     fits = scale.shape == factors and scale.dtype in (DTYPES if form.scales == "float" else (torch.uint8,))
     fits = fits and (zero is None or (zero.shape == factors and zero.dtype in ZEROS))
     fits = fits and (bias is None or (bias.shape == of_out and bias.dtype in (torch.float32, x.dtype)))

@@ -16,7 +16,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional
 
-from hal.ops.forms import Form, exponent_values, float4_values, float8_values, spread
+from hal.ops.forms import SECOND, Form, exponent_values, float4_values, float8_values, spread
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.projection import floating_bias
 
@@ -116,7 +116,7 @@ class LowBits:
         if x_scale is None:
             return product(x.to(kind), wide, bias)
         values = product(x.to(kind), wide, None) * x_scale.unsqueeze(-1)
-        return values if bias is None else add(values, bias)
+        return (values if bias is None else add(values, bias)).to(kind)
 
     def embedding(
         self,
@@ -156,7 +156,13 @@ class LowBits:
 
     def _scales(self, scale: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
         """Return the values of scales, in ``dtype`` of those that are bits."""
-        return scale if scale.is_floating_point() else self._tables[dtype][form.scales][scale.int()]
+        if scale.is_floating_point():
+            return scale
+        if not form.second:
+            return self._tables[dtype][form.scales][scale.int()]
+        table, second = self._tables[torch.float32][form.scales], scale[..., -SECOND:]
+        second = second.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        return (table[scale[..., :-SECOND].int()] * second).to(dtype)
 
     def _takes_nz(self, form: Form) -> bool:
         return self._nz and form.numbers == "int8" and form.by_row and not form.zero_points

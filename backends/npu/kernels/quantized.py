@@ -33,6 +33,7 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
         "add_rms_norm_dynamic_quantize": add_rms_norm_dynamic_quantize,
         "add_rms_norm_quantize": add_rms_norm_quantize,
         "dynamic_quantize": dynamic_quantize,
+        "float8_quantize": float8_quantize,
         "quantize": quantize,
         "silu_and_mul_dynamic_quantize": silu_and_mul_dynamic_quantize,
         "silu_and_mul_quantize": SiluAndMulQuantize(device),
@@ -47,6 +48,16 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.dynamic_quantize`."""
     return torch_npu.npu_dynamic_quant(x)  # type: ignore[no-any-return]
+
+
+def float8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See :func:`hal.ops.float8_quantize`. No operator rounds to float8: it rounds the bits of float32."""
+    wide = x.float()
+    scale = wide.abs().amax(-1) / 448
+    scaled = wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
+    bits = scaled.view(torch.int32)
+    normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).view(torch.float32)
+    return torch.where(scaled.abs() < 2**-6, (scaled * 512).round() / 512, normal).to(x.dtype), scale
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:

@@ -13,7 +13,8 @@ from hal.errors import ConfigError
 SCHEME = (
     "w8a8: activation scales from a calibration text; w8a8_dynamic: activation scales per token at run time; "
     "w8a16: weights only; w4a16 and w8a16_group: weights of 4 or 8 bits in groups; w4a8_dynamic: w4a16 with activation "
-    "scales per token at run time; fp8: weights in float8."
+    "scales per token at run time; fp8: weights in float8; fp8_dynamic: the same with "
+    "activations in float8, scaled per token at run time."
 )
 GROUP_SIZE = "Inputs that share a scale, in w4a16, w4a8_dynamic and w8a16_group; -1 for a whole row.  [default: 128]"
 KEEP = "A layer to leave as it is: its name, or consecutive parts of it, such as layers.0.mlp. May be repeated."

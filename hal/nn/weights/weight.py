@@ -175,6 +175,7 @@ class Weight:
         packing: by axis, how many of its elements one number holds, such as ``{"in_features": 8}`` for eight 4-bit
             numbers in an int32. ``assemble``, ``share`` and ``sizes`` count the elements of the axis.
             ``(8, 3)`` for eight in three numbers.
+        trailing: by axis, how many numbers follow those of its elements.
         stored: the dtypes that the checkpoint may have. By default, any floating-point one for a floating-point tensor
             that is not 8-bit, else the tensor's own. Where ``dtype`` is None, the tensor keeps the checkpoint's.
         optional: whether the checkpoint may lack it. Without any source, the layer has None; a missing one is zero.
@@ -201,6 +202,7 @@ class Weight:
     sizes: tuple[int, ...] | None = None
     group_sizes: Mapping[str, int] = attrs.field(factory=dict)
     packing: Mapping[str, int | tuple[int, int]] = attrs.field(factory=dict)
+    trailing: Mapping[str, int] = attrs.field(factory=dict)
     stored: tuple[torch.dtype, ...] = ()
     optional: bool = False
     column: bool = False
@@ -248,7 +250,8 @@ class Weight:
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a tensor with these sizes of the axes."""
         return tuple(
-            -(-size // self.unit(axis)) * self.numbers(axis)[1] for axis, size in zip(self.names, sizes, strict=True)
+            -(-size // self.unit(axis)) * self.numbers(axis)[1] + self.trailing.get(axis, 0)
+            for axis, size in zip(self.names, sizes, strict=True)
         )
 
 

@@ -88,14 +88,14 @@ def grouped_linear(
     Accumulated and rounded as :func:`linear` does.
 
     Args:
-        x: ``[assignments, in_features]``, floating or int8, sorted by expert.
+        x: ``[assignments, in_features]``, as :func:`linear` takes it, sorted by expert.
         weight: ``[num_experts, out_features, in_features]``, or numbers as :func:`linear` takes them; in the layout
             that the driver prepared.
         counts: ``[num_experts]``, int64: the number of rows of each expert. Their sum is at most the number of rows.
         bias: ``[num_experts, out_features]``, as in :func:`linear`, or None.
         weight_scale: ``[num_experts, blocks of rows, blocks of columns]``; None of floating-point weights.
         weight_zero_point: of the same shape; None for 0.
-        x_scale: ``[assignments]``, float32; None of a static or floating-point input.
+        x_scale: ``[assignments]``, float32; None of an input that is static or not rounded.
         dtype: the dtype of the result; None for that of x.
         form: the form of each expert's weight.
 

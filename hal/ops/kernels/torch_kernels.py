@@ -90,7 +90,7 @@ def linear(
     """Call torch's ``linear``, after widening a weight of another form to x's dtype."""
     if weight_scale is None:
         return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x_scale is not None:
         return project(x, weight, bias, weight_scale, weight_zero_point, x_scale, dtype, form)
     wide = dequantize(form, weight, weight_scale, weight_zero_point).to(x.dtype)
     return functional.linear(x, wide, None if bias is None else bias.to(x.dtype))

@@ -24,7 +24,8 @@ from hal.ops.kernels.partial_kernel import AddedKernel
 
 WIDTH, OUT = 256, 160
 GROUPS, SMALL_GROUPS = Form("int4", columns=128, zero_points=True), Form("int4", columns=8)
-FORMS = FLOAT, Form("int8"), GROUPS, SMALL_GROUPS, Form("float4", columns=32, scales="e8m0")
+NVFP4 = Form("float4", columns=16, scales="e4m3", second=True)
+FORMS = FLOAT, Form("int8"), GROUPS, SMALL_GROUPS, Form("float4", columns=32, scales="e8m0"), NVFP4
 INT8_INPUTS = Form("int8", inputs="int8"), Form("int4", inputs="int8"), Form("float8", rows=128, columns=128)
 BY_ROWS = re.compile(r"(C\+\+|oneDNN|torch) \((.*?)\)(?: up to (\d+) rows?)?(?:, then |, |$)")
 

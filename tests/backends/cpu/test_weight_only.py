@@ -19,7 +19,7 @@ import hal
 from hal.errors import OperationError
 from hal.ops import Draw
 from hal.ops.form_samples import drawn_input, drawn_weight
-from hal.ops.forms import Form, dequantize, float8_bits
+from hal.ops.forms import Form, dequantize, with_second
 
 SIZES = (
     (96, 64, 32),
@@ -250,6 +250,21 @@ def test_every_number_of_float4_and_every_exponent(name: str, request: pytest.Fi
     assert torch.equal(found[0].double(), 2.0 ** (exponents.double().flatten() - 127))
 
 
+def test_every_float8_as_a_scale_beside_a_second_one(kernels: WeightOnlyKernels) -> None:
+    form, bits = Form("float4", columns=16, scales="e4m3", second=True), torch.arange(256, dtype=torch.uint8)
+    ones, second = torch.full((256, 8), 0x22, dtype=torch.uint8), torch.linspace(0.01, 10, 256)
+    scale = with_second(bits.unsqueeze(-1), second)
+    wanted = bits.view(torch.float8_e4m3fn).float() * second
+    for dtype in (torch.float32, torch.bfloat16):
+        found = kernels.embedding(torch.arange(256), ones, scale, None, dtype, form)
+        assert torch.equal(found[:, 5].nan_to_num(999), wanted.to(dtype).nan_to_num(999))
+    x = torch.zeros(40, 16)
+    x[:, 5] = 1
+    for rows in (1, 40):
+        found = kernels.linear(x[:rows], ones, None, scale, None, None, None, form)
+        assert torch.equal(found[0].nan_to_num(999), wanted.nan_to_num(999))
+
+
 def test_counts_beyond_the_rows_are_refused(kernels: WeightOnlyKernels) -> None:
     weight, scale, _ = drawn_weight(Draw(seed=1), FLOAT4, 2, 8, 32)
     for counts in ([2, 2], [-1, 1]):
@@ -268,13 +283,15 @@ def test_counts_beyond_the_rows_are_refused(kernels: WeightOnlyKernels) -> None:
         Form("int4", columns=32, zero_points=True, inputs="static_int8"),
         Form("float8", rows=0, inputs="int8"),
         Form("float4", columns=16, scales="e4m3"),
+        Form("float8", columns=64, scales="e4m3", inputs="float8", second=True),
+        Form("int4", columns=32, zero_points=True, inputs="float8"),
+        Form("int8", inputs="float8"),
     ],
     ids=str,
 )
 def test_forms_that_no_sample_has(form: Form, native: bool) -> None:
     kernels, draw = hal.open({"backend": "cpu", "options": {"native": native}}).kernels, Draw(torch.float32)
     weight, scale, zero = drawn_weight(draw, form, 2, 40, 64)
-    scale = float8_bits(scale * 64) if form.scales == "e4m3" else scale
     (x, x_scale), bias, ids = drawn_input(draw, form, 9, 64), draw.normal(2, 40), torch.tensor([39, 0, 2])
     given = bias, scale, zero, x_scale, torch.float32, form
     wide = dequantize(form, weight, scale, zero)
