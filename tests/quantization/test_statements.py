@@ -410,8 +410,18 @@ def test_an_unknown_order_is_refused(format: Format, tmp_path: Path) -> None:
         load(quantized)
 
 
-IGNORES = {
-    "float8": (Format("compressed-fp8", group=0), "input_activations of group_0 (8 bits, float)"),
+IGNORES: dict[str, tuple[Any, ...]] = {
+    "float8": (Format("compressed-fp8", group=0, activations=True), ""),
+    "static float8": (
+        Format("compressed-fp8", group=0, activations=True),
+        "input_activations of group_0 (8 bits, float)",
+        {"strategy": "tensor", "dynamic": False},
+    ),
+    "float4": (
+        Format("nvfp4-pack-quantized", activations=True),
+        "input_activations of group_0 (4 bits, float)",
+        {"num_bits": 4, "strategy": "tensor_group", "dynamic": "local", "group_size": 16},
+    ),
     "fp8": (Format("fp8"), "activation_scheme 'dynamic'"),
     "int8": (Format(WHOLE, bits=8, activations=True), "input_activations of group_0 (8 bits, int)"),
     "int4": (attrs.evolve(Format(COMPRESSED, activations=True)), "input_activations of group_0 (8 bits, int)"),
@@ -422,10 +432,12 @@ IGNORES = {
 
 @pytest.mark.parametrize("case", IGNORES.values(), ids=IGNORES.keys())
 def test_activations_that_stay_in_floating_point_are_logged(
-    case: tuple[Format, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: tuple[Any, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    format, what = case
+    format, what, *changes = case
     quantized, _ = pair(tmp_path, format, **DENSE)
+    for each in changes:
+        group("input_activations", **each)(quantized)
     with caplog.at_level(logging.WARNING, "hal"):
         load(quantized)
     found = [each.getMessage() for each in caplog.records if "activation" in each.getMessage()]
