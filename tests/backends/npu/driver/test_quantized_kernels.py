@@ -76,7 +76,7 @@ def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
 def test_every_operation_on_int8_is_here() -> None:
     quantized = {name for name, each in ops.catalogue().items() if each.body.__module__.endswith("quantization")}
-    assert quantized == set(LAUNCHES)
+    assert quantized - {"float8_quantize"} == set(LAUNCHES)  # which no operator computes
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
