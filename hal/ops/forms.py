@@ -44,7 +44,8 @@ class Form:
         inputs: how the input is rounded: ``float`` for not at all, ``float8`` or ``int8`` per token, by its largest
             element, or ``static_int8`` by the checkpoint's scale and offset.
         ordered: whether the columns may stand in another order than the inputs.
-        second: whether scales have a second scale, which multiplies all those of a row: see :func:`with_second`.
+        second: whether scales have a second scale, which multiplies all those of a row; see
+            :func:`~hal.ops.forms.with_second`.
     """
 
     numbers: str = "float"
