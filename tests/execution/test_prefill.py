@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -151,5 +152,7 @@ def test_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
         max_position_embeddings=40960,
     )
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 150 << 20
+    # glibc otherwise keeps freed activations in its heap, from 0 to 80 MB of them by luck; see mallopt(3).
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert int(result.stdout) < 110 << 20
