@@ -100,11 +100,19 @@ def test_groups_of_16_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureF
     assert error(found.float(), exact) < 0.03
 
 
-def test_float8_becomes_int8(npu: Opened, tmp_path: Path) -> None:
+FLOAT8 = {
+    "fp8": (Format("fp8"), Form("float8", rows=32, columns=32)),
+    "fp8_dynamic": (Format("compressed-fp8", group=0, activations=True), Form("float8", inputs="float8")),
+}
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_float8_becomes_int8(npu: Opened, scheme: str, tmp_path: Path) -> None:
     """On the generations whose matrix units do not multiply float8, unless it is to be kept."""
-    quantized, _ = pair(tmp_path, FORMATS["fp8-blocks"], **DENSE)
-    assert npu().limits.requantized == ("fp8",)
-    for asked, form in (("auto", INT8_DYNAMIC), ("kept", Form("float8", rows=32, columns=32))):
+    format, stored = FLOAT8[scheme]
+    quantized, _ = pair(tmp_path, format, **DENSE)
+    assert npu().limits.requantized == tuple(FLOAT8)
+    for asked, form in (("auto", INT8_DYNAMIC), ("kept", stored)):
         with hal.open({"backend": "npu", "dtype": "bfloat16", "quantized_weights": asked}) as on:
             model = hal.load_model(quantized, on)
         assert forms(model) == {form}
