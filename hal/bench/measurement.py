@@ -18,6 +18,7 @@ import torch
 import hal
 from hal.bench import floor, peak_memory
 from hal.bench.hal_side import HalSide, Launches, count_launches, routings
+from hal.bench.llama_side import LlamaSide
 from hal.bench.plan import RIVALS, Plan, Setting, prepare
 from hal.bench.timing import Agreement, Summary, check, interleave
 from hal.bench.transformers_side import TransformersSide
@@ -28,8 +29,11 @@ from hal.device.host_capacity import other_running_threads, usable_cores
 from hal.drivers.backend import Backend
 from hal.progress import Rounds, Say, going_on, silent, since_start
 
-SIDES: dict[str, Callable[[Setting], Side]] = {"hal": HalSide, "transformers": TransformersSide}
-"""The implementations by name. A program may add one, here and to :data:`hal.bench.plan.RIVALS`."""
+SIDES: Mapping[str, Callable[[Setting], Side]] = {
+    "hal": HalSide,
+    "transformers": TransformersSide,
+    "llama.cpp": LlamaSide,
+}
 
 
 @attrs.frozen

@@ -45,7 +45,10 @@ class BenchmarkError(HalError):
 Workload = Literal["decode", "prefill"]
 FEWEST_REPEATS = 15
 """Smallest number of repeats for a figure that can be quoted; the report warns below it."""
-RIVALS: dict[str, tuple[str, str | None]] = {"transformers": ("transformers", "bench")}
+RIVALS: Mapping[str, tuple[str, str | None]] = {
+    "transformers": ("transformers", "bench"),
+    "llama.cpp": ("llama_cpp", None),
+}
 """The modules that other implementations need, by their names, with the extra that requires each, if one does."""
 
 

@@ -30,7 +30,6 @@ from helpers import ROOT, toys
 from helpers.checkpoints import random_checkpoint
 from helpers.distributions import install
 from helpers.thorough import DTYPE, EXHAUSTIVE, FAMILY, LONG, MODE, PROCESSES, thorough
-from llama.llama_side import LlamaSide, write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -49,6 +48,7 @@ from hal.bench import (
     transformers_side,
 )
 from hal.bench.hal_side import HalSide
+from hal.bench.llama_side import write_gguf
 from hal.bench.plan import SHAPES, BenchmarkError
 from hal.bench.transformers_side import only_imported_extensions
 from hal.bench.workload import Contender, Inputs, prompts
@@ -684,18 +684,13 @@ class TestRefusals:
             plan.prepare(tiny(length=100, compilers=("eager",), batch_sizes=(1, 64)))
 
     @thorough(PROCESSES)
-    @pytest.mark.parametrize(
-        ("program", "name", "library"),
-        [
-            ("from hal.cli import main; main(['bench', *sys.argv[1:]])", "transformers", "transformers"),
-            ("import runpy; runpy.run_module('tools.llama', run_name='__main__')", "llama.cpp", "llama-cpp-python"),
-        ],
-    )
-    def test_a_library_that_is_missing(self, program: str, name: str, library: str) -> None:
-        options = ["decode", "--shapes", "tiny", "--against", name]
-        hidden = "import sys; sys.modules['transformers'] = sys.modules['llama_cpp'] = None; "
-        command = [sys.executable, "-c", hidden + program, *options]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    @pytest.mark.parametrize(("name", "library"), [("transformers", "transformers"), ("llama.cpp", "llama-cpp-python")])
+    def test_a_library_that_is_missing(self, name: str, library: str) -> None:
+        options = ["bench", "decode", "--shapes", "tiny", "--against", name]
+        hidden = "import sys; sys.modules['transformers'] = sys.modules['llama_cpp'] = None"
+        program = f"{hidden}; from hal.cli import main; main()"
+        command = [sys.executable, "-c", program, *options]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         extra = " (or 'torch-hal[bench]')" if name == library else ""
         assert result.returncode == 2, result.stderr
         assert result.stderr.startswith(f"error: --against {name} needs {library}, which cannot be imported")
@@ -869,12 +864,13 @@ class TestLlama:
         checkpoint = attrs.evolve(tiny, config=TINY | {"architectures": ["OlmoForCausalLM"]})
         with pytest.raises(BenchmarkError, match="hal writes no GGUF file of OlmoForCausalLM"):
             write_gguf(checkpoint, tmp_path / "model.gguf", "F32")
+        left_out = attrs.evolve(tiny, config={key: TINY[key] for key in TINY if key != "rms_norm_eps"})
+        with pytest.raises(BenchmarkError, match="no rms_norm_eps, which a GGUF file states"):
+            write_gguf(left_out, tmp_path / "model.gguf", "F32")
 
     @pytest.mark.parametrize("workload", ["decode", "prefill"])
-    def test_both_compute_the_same(self, workload: plan.Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_both_compute_the_same(self, workload: plan.Workload) -> None:
         pytest.importorskip("llama_cpp", reason="llama-cpp-python, which pip builds from source, is not installed")
-        monkeypatch.setitem(plan.RIVALS, "llama.cpp", ("llama_cpp", None))
-        monkeypatch.setitem(measurement.SIDES, "llama.cpp", LlamaSide)
         result = measurement.run(tiny(workload=workload, compilers=("eager",), against=("llama.cpp",)))
         names = ["hal eager", "llama.cpp F32", "llama.cpp Q8_0", "llama.cpp Q4_0"]
         assert [each.contender for each in result.measurements] == names

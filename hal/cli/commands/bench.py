@@ -26,7 +26,8 @@ HELP = {
     "shapes": "Use random weights with the shapes of a model, such as qwen3-0.6b, in place of a checkpoint.",
     "batch_sizes": "Number of sequences. Repeatable.",
     "compilers": "A compiler of the backend. Repeatable. Default: all for decode, eager for prefill.",
-    "against": "transformers: eager and, for decode, compiled with a static cache.",
+    "against": "transformers: eager and, for decode, compiled with a static cache. llama.cpp: the model's dtype, Q8_0 "
+    "and Q4_0, or the GGUF file that hal reads. Repeatable.",
     "repeats": "Timed steps of each contender.",
     "threads": "Number of torch's CPU threads.",
     "tensor_parallel": "Split hal's model between N ranks, which are started if this process is none.",

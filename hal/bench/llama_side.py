@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.bench.llama_process import Prepare, serve
 from hal.bench.plan import BenchmarkError, Setting
 from hal.bench.workload import Contender, Inputs, prompts
 from hal.checkpoint.checkpoint import Checkpoint
@@ -23,9 +24,6 @@ from hal.checkpoint.gguf.gguf_header import is_gguf
 from hal.config.optional_libraries import need
 from hal.nn.rope_parameters import Llama3Rope, RopeParameters
 
-from .llama_process import Prepare, serve
-
-NAME, MODULE = "llama.cpp", "llama_cpp"
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 QUANTIZED = ("Q8_0", "Q4_0")
 KEYS = {
@@ -52,7 +50,7 @@ class LlamaSide:
     """
 
     def __init__(self, setting: Setting) -> None:
-        need(MODULE, None, f"--against {NAME}")
+        need("llama_cpp", None, "--against llama.cpp")
         self._setting, self._exact = setting, TYPES[setting.dtype]
         plan = setting.plan
         self._file = Path(plan.checkpoint) if plan.checkpoint and is_gguf(Path(plan.checkpoint)) else None
@@ -104,7 +102,7 @@ class _Process:
         other.close()
 
     def ask(self, request: Any) -> Any:
-        """Return the answer to a request of :func:`serve`."""
+        """Return the answer to a request of :func:`hal.bench.llama_process.serve`."""
         try:
             self._connection.send(request)
             answer = self._connection.recv()
@@ -134,11 +132,15 @@ def write_gguf(checkpoint: Checkpoint, file: Path, kind: str) -> None:
 
     Raises:
         ConfigError: the package ``gguf`` is not installed.
-        BenchmarkError: the family or its rotary scaling is none of those.
+        BenchmarkError: the family or its rotary scaling is none of those, or ``rms_norm_eps`` is left out.
     """
-    gguf = need("gguf", "gguf", f"--against {NAME}")
+    gguf = need("gguf", "gguf", "--against llama.cpp")
     config = checkpoint.config
     name, family = _family(checkpoint)
+    if "rms_norm_eps" not in config:
+        raise BenchmarkError(
+            "config.json has no rms_norm_eps, which a GGUF file states", "add the model's, or omit --against llama.cpp"
+        )
     writer = gguf.GGUFWriter(file, name)
     for key, spelled in KEYS.items():
         if config.get(key) is not None:
