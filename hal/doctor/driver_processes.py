@@ -36,7 +36,7 @@ class Told:
 
 
 def examine_driver(name: str, options: Mapping[str, Any], seconds: float) -> Told:
-    """Examine a driver in a process of its own, which is killed after ``seconds``.
+    """Examine a driver in a separate process, and kill it after ``seconds``.
 
     Args:
         options: options in addition to its environment's.
