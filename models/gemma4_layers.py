@@ -80,8 +80,8 @@ class Gemma4Layer(DecoderLayer):
             hidden = hidden + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return hidden * self.layer_scalar
 
-    def feed_forward(self, hidden: Tensor, normed: Tensor) -> Tensor:
-        dense = super().feed_forward(hidden, normed)
+    def feed_forward(self, hidden: Tensor, normed: Tensor, batch: Batch) -> Tensor:
+        dense = super().feed_forward(hidden, normed, batch)
         if self.router is None:
             return dense
         sparse = self.experts(self.pre_feedforward_layernorm_2(hidden), *self.router.choose(hidden))

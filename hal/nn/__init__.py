@@ -39,6 +39,7 @@ from hal.nn.gated_delta_net import (
     HybridLayerType,
     ShortConvolution,
 )
+from hal.nn.hyper_connection import HyperConnection, HyperDecoderLayer
 from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
@@ -48,6 +49,7 @@ from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
+from hal.nn.streams import StreamHead, StreamMean
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, WeightUse
 
@@ -90,6 +92,8 @@ __all__ = [
     "GatedRMSNorm",
     "GroupedLinear",
     "HybridLayerType",
+    "HyperConnection",
+    "HyperDecoderLayer",
     "KimiDeltaAttention",
     "LatentAttention",
     "LatentConfig",
@@ -115,6 +119,8 @@ __all__ = [
     "Slice",
     "SparseMLP",
     "Stacked",
+    "StreamHead",
+    "StreamMean",
     "TiedUse",
     "Transposed",
     "ValueCheck",

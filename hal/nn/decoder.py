@@ -22,6 +22,7 @@ from hal.nn.embedding import Embedding
 from hal.nn.linear import Linear
 from hal.nn.model import Angles, CausalLM, LayerState, Mixer
 from hal.nn.norm import RMSNorm
+from hal.nn.streams import StreamMean
 from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
 from hal.step.model_batches import SlotBatch
@@ -100,14 +101,15 @@ class DecoderLayer(nn.Module):
         read = hidden if self.parallel else after_attention
         if not self.parallel or self.norms.before_mlp != self.norms.before_attention:
             normed = self._norm(self.norms.before_mlp, read)
-        return after_attention + self._output(self.norms.after_mlp, self.feed_forward(read, normed))
+        return after_attention + self._output(self.norms.after_mlp, self.feed_forward(read, normed, batch))
 
-    def feed_forward(self, hidden: Tensor, normed: Tensor) -> Tensor:
+    def feed_forward(self, hidden: Tensor, normed: Tensor, batch: Batch) -> Tensor:
         """Return the output of the MLP. A subclass may add to it.
 
         Args:
             hidden: ``[tokens, hidden_size]``, before the norm.
             normed: the norm of it.
+            batch: the step.
         """
         output: Tensor = self.mlp(normed)
         return output
@@ -131,6 +133,7 @@ class Decoder(nn.Module):
         layers: the layers, in order.
         norm: makes the last norm; see :class:`DecoderLayer`.
         embedding_multiplier: factor of the embeddings; see :class:`Embedding`.
+        streams: the ends of the residual streams of :class:`HyperDecoderLayer`; None for one stream.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Decoder(nn.Module):
         *,
         norm: Norm | None = None,
         embedding_multiplier: float = 1.0,
+        streams: StreamMean | None = None,
     ) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, embedding_multiplier)
@@ -151,18 +155,22 @@ class Decoder(nn.Module):
         for name, rotary in zip(self._rotaries, rotaries, strict=True):
             self.add_module(name, rotary)
         self._places = [[rotaries.index(rotary) for rotary in each] for each in used]
+        self.hc_head = streams
         self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
 
     def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
         """Return the hidden states, ``[tokens, hidden_size]``."""
         hidden, positions = self.embed(batch), self.positions(batch)
         angles: list[Angles] = [getattr(self, each)(positions, hidden.dtype) for each in self._rotaries]
-        for index, (layer, places, further) in enumerate(
-            zip(self.layers, self._places, self.further(batch, hidden), strict=True)
-        ):
+        arguments = zip(self.layers, self._places, self.further(batch, hidden), strict=True)
+        if self.hc_head is not None:
+            hidden = self.hc_head.expand(hidden)
+        for index, (layer, places, further) in enumerate(arguments):
             stored = self.stored(index)
             own = batch.for_layer(stored)
             hidden = layer(hidden, angles[places[0]] if places else None, own, states[stored], *further)
+        if self.hc_head is not None:
+            hidden = self.hc_head(hidden)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -218,6 +226,7 @@ class DecoderLM(CausalLM):
         norm: makes the last norm; see :class:`DecoderLayer`.
         head_bias: whether the output projection has a bias.
         embedding_multiplier: factor of the embeddings; see :class:`Decoder`.
+        streams: see there.
         logits_multiplier: factor of the logits.
         softcap: the bound ``c`` of the logits ``c * tanh(logits / c)``, after the factor; None for none.
         ignored_layers: the number of layers after the last one that a checkpoint has, and the model does not compute,
@@ -236,6 +245,7 @@ class DecoderLM(CausalLM):
         norm: Norm | None = None,
         head_bias: bool = False,
         embedding_multiplier: float = 1.0,
+        streams: StreamMean | None = None,
         logits_multiplier: float = 1.0,
         softcap: float | None = None,
         ignored_layers: int = 0,
@@ -244,7 +254,7 @@ class DecoderLM(CausalLM):
         first = config.num_hidden_layers
         self.ignored_prefixes += tuple(f"model.layers.{each}." for each in range(first, first + ignored_layers))
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
-        base = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+        base = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier, streams=streams)
         self.add_module(self.base_name, base)
         self.states = [layer.self_attn.states for layer in base.layers]
         self.causal = all(layer.self_attn.causal for layer in base.layers)

@@ -23,6 +23,7 @@ from hal.ops.fused_collectives import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from hal.ops.hyper_connection import HyperConnectionOptions, collapse_streams, expand_streams
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.latent_attention import (
     head_linear,
@@ -55,6 +56,7 @@ __all__ = [
     "Draw",
     "Form",
     "GatedActivation",
+    "HyperConnectionOptions",
     "Numbers",
     "Operation",
     "Sample",
@@ -74,10 +76,12 @@ __all__ = [
     "causal_conv1d",
     "channel_delta_rule",
     "clipped_silu_and_mul",
+    "collapse_streams",
     "declare_numbers",
     "delta_rule_gates",
     "dynamic_quantize",
     "embedding",
+    "expand_streams",
     "expert_combine",
     "expert_dispatch",
     "expert_mlp",

@@ -33,15 +33,20 @@ from hal.nn import (
     DecoderLayer,
     DecoderLM,
     GatedMLP,
+    HyperDecoderLayer,
     LayerNorm,
     LayerNorms,
     RMSNorm,
     RotaryEmbedding,
     SelfAttention,
+    StreamHead,
+    StreamMean,
 )
+from hal.ops import HyperConnectionOptions
 from hal.step import ALL
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 48, 4, 2, 16, 23
+STREAMS = 3
 CLIPPED = partial(ops.clipped_silu_and_mul, alpha=1.5, limit=0.4, interleaved=False)
 GATED: Mapping[str, Any] = {
     "silu": functional.silu,
@@ -81,6 +86,8 @@ class Choice:
     tied: bool
     factors: tuple[float, float, float]
     logit_softcap: float | None
+    hyper: HyperConnectionOptions | None
+    weighted: bool
 
     @classmethod
     def draw(cls, seed: int) -> Choice:
@@ -108,6 +115,8 @@ class Choice:
             tied=flag(),
             factors=(draw.choice((1.0, 6.0)), draw.choice((1.0, 0.3)), draw.choice((1.0, 0.5))),
             logit_softcap=draw.choice((None, 1.5)),
+            weighted=flag(),
+            hyper=draw.choice((None, HyperConnectionOptions(1e-3, 1e-2, draw.choice((0, 4)), 1.5, 0.1))),
         )
 
     def norm(self, width: int, **given: Any) -> LayerNorm | RMSNorm:
@@ -136,13 +145,23 @@ class Choice:
             activation: Any = CLIPPED if self.clipped else self.activation
             mlp = (GatedMLP if self.gated else MLP)(HIDDEN, 40, activation=activation, bias=self.bias)
             shape = {"norms": self.norms, "parallel": self.parallel, "residual_multiplier": residual}
-            return DecoderLayer(made, attention, mlp, norm=self.norm, **shape)  # type: ignore[arg-type]
+            if self.hyper is None:
+                return DecoderLayer(made, attention, mlp, norm=self.norm, **shape)  # type: ignore[arg-type]
+            del shape["parallel"]
+            return HyperDecoderLayer(
+                made, attention, mlp, norm=self.norm, count=STREAMS, connection=self.hyper, **shape
+            )
+
+        streams = None
+        if self.hyper is not None:
+            streams = StreamHead(HIDDEN, STREAMS, 1e-3, 1e-2) if self.weighted else StreamMean(STREAMS)
 
         return DecoderLM(
             made,
             map(layer, range(3)),
             norm=self.norm,
             embedding_multiplier=embedding,
+            streams=streams,
             logits_multiplier=logits,
             softcap=self.logit_softcap,
         )
@@ -157,8 +176,15 @@ class Choice:
         """Return the logits of a sequence, ``[tokens, vocab_size]``."""
         embedding, residual, logits = self.factors
         hidden = weights["model.embed_tokens.weight"][tokens] * embedding
+        if self.hyper is not None:
+            hidden = torch.stack([hidden] * STREAMS, 1)
         for index in range(3):
             hidden = self._layer(hidden, index, weights, residual)
+        if self.hyper is not None and self.weighted:
+            head = [weights[f"model.hc_head.hc_{part}"] for part in ("fn", "scale", "base")]
+            hidden = torch.einsum("tn,tnd->td", _stream_weights(hidden, *head).sigmoid() + 1e-2, hidden)
+        elif self.hyper is not None:
+            hidden = hidden.mean(1)
         hidden = self.normed(hidden, weights, "model.norm")
         found = hidden @ weights["model.embed_tokens.weight" if self.tied else "lm_head.weight"].T * logits
         return found if self.logit_softcap is None else self.logit_softcap * torch.tanh(found / self.logit_softcap)
@@ -169,6 +195,20 @@ class Choice:
         def norm(name: str | None, x: Tensor) -> Tensor:
             return x if name is None else self.normed(x, weights, prefix + name)
 
+        if self.hyper is not None:
+            for part, (before, after), compute in (
+                (
+                    "attn",
+                    attrs.astuple(self.norms)[:2],
+                    lambda x: self._attention(x, index, weights, f"{prefix}self_attn."),
+                ),
+                ("ffn", attrs.astuple(self.norms)[2:], lambda x: self._mlp(x, weights, f"{prefix}mlp.")),
+            ):
+                tensors = [weights[f"{prefix}{part}_hc.{each}"] for each in ("fn", "scale", "base")]
+                read, post, mix = _connection(hidden, *tensors, self.hyper)
+                output = norm(after, compute(norm(before, read))) * residual
+                hidden = torch.einsum("tji,tjd->tid", mix, hidden) + torch.einsum("tn,td->tnd", post, output)
+            return hidden
         attended = self._attention(norm(self.norms.before_attention, hidden), index, weights, f"{prefix}self_attn.")
         after = hidden + norm(self.norms.after_attention, attended) * residual
         given = norm(self.norms.before_mlp, hidden if self.parallel else after)
@@ -223,6 +263,28 @@ class Choice:
         turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
         turned = turned if self.interleaved else turned.transpose(-1, -2)
         return torch.cat((turned.flatten(-2), rest), dim=-1)
+
+
+def _stream_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> Tensor:
+    flat = streams.flatten(1)
+    sizes = (STREAMS, STREAMS, len(base) - 2 * STREAMS)[: len(scale)]
+    factors = torch.cat([part.expand(size) for part, size in zip(scale, sizes, strict=True)])
+    return flat @ fn.T / torch.sqrt((flat**2).mean(-1, keepdim=True) + 1e-3) * factors + base
+
+
+def _connection(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, options: HyperConnectionOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return collapsed streams, the weights of the output, and the matrix of each token that mixes its streams."""
+    found = _stream_weights(streams, fn, scale, base)
+    read = torch.einsum("tn,tnd->td", found[:, :STREAMS].sigmoid() + options.eps, streams)
+    post = options.magnitude * found[:, STREAMS : 2 * STREAMS].sigmoid() + options.post_eps
+    if not options.iterations:
+        return read, post, torch.eye(STREAMS).expand(len(streams), -1, -1)
+    mix = found[:, 2 * STREAMS :].view(-1, STREAMS, STREAMS).softmax(2) + options.eps
+    for step in range(2 * options.iterations - 1):
+        mix = mix / (mix.sum(2 if step % 2 else 1, keepdim=True) + options.eps)
+    return read, post, mix
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
