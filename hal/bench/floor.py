@@ -129,7 +129,7 @@ def decode_bytes(
         if state.per is SEQUENCE:
             states += 2 * entry
         else:
-            cache += entry * (context if state.window is None else min(context, state.window - 1))
+            cache += entry * (context if state.window is None else min(context, state.window - 1)) // state.group
     active = active_bytes(model, dtype, routings, loaded)
     chosen = {"experts": active} if active else {}
     moved = {"states": states} if states else {}

@@ -221,8 +221,8 @@ def _check_memory(setting: Setting) -> None:
     """Raise BenchmarkError unless the weights of each implementation and a cache per mode fit in memory together."""
     plan, meta, free = setting.plan, setting.meta, setting.backend.device.memory_stats().free
     weights = setting.weight_bytes * (1 + len(plan.against))
-    spec = StateSpec(tuple(meta.states), setting.dtype, num_blocks=1, block_size=1, num_slots=1)
-    sequence = spec.nbytes + spec.token_bytes * (plan.length - 1)
+    spec = StateSpec(tuple(meta.states), setting.dtype, 0, setting.backend.block_size, num_slots=1)
+    sequence = spec.nbytes + spec.token_bytes * plan.length
     modes = len(setting.modes) + (2 if plan.workload == "decode" else 1) * len(plan.against)
     caches = sequence * max(plan.batch_sizes) * modes
     logits = meta.vocab_size * setting.dtype.itemsize * max(plan.batch_sizes) * modes

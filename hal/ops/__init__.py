@@ -23,6 +23,7 @@ from hal.ops.fused_collectives import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from hal.ops.group_pooling import pool_groups
 from hal.ops.hyper_connection import HyperConnectionOptions, collapse_streams, expand_streams
 from hal.ops.kernels.kernel_table import intercepted
 from hal.ops.latent_attention import (
@@ -111,6 +112,7 @@ __all__ = [
     "packed_attention",
     "paged_attention",
     "penalize",
+    "pool_groups",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",
     "quantize",

@@ -28,7 +28,7 @@ from hal.step.batch_inputs import (
     length_of,
     tensor_of,
 )
-from hal.step.fields import BatchBase, dummy_slots, equal_starts, field, fields_of, host_twin
+from hal.step.fields import DUMMY_BLOCK, BatchBase, dummy_slots, equal_starts, field, fields_of, host_twin
 from hal.step.new_tokens import NewTokens
 from hal.step.shape import StepShape
 
@@ -87,6 +87,16 @@ class Batch(BatchBase):
     def for_layer(self, layer: int) -> Batch:
         """Return the batch that a layer reads: its block table and slots are those of the layer's cache group."""
         return self
+
+    def group_slots(self, group: int) -> Tensor:
+        """Return the slots of groups' entries, in a cache that has one for each ``group`` tokens of a sequence.
+
+        Returns:
+            ``[tokens]``, int32: the slot of the group that a token completes, ``block * block_size // group + offset``;
+            one of the dummy block for tokens that complete none.
+        """
+        completes = (self.positions + 1) % group == 0
+        return torch.where(completes, self.slot_mapping // group, DUMMY_BLOCK).to(torch.int32)
 
     def check(self) -> None:
         """Raise BatchError unless every tensor has the shape that its field declares.

@@ -71,11 +71,11 @@ def _sizes(spec: StateSpec) -> tuple[int, int, int]:
     halves, shared, others = set[int](), set[int](), set[int]()
     for layer in spec.layers:
         entries = {name: math.prod(each.shape) * spec.dtype_of(each).itemsize for name, each in layer.items()}
-        kinds = {each.per for each in layer.values()}
-        if kinds == {SEQUENCE}:
+        kinds = {(each.per, each.group) for each in layer.values()}
+        if kinds == {(SEQUENCE, 1)}:
             shared.add(max(entries.values()))
             others.add(sum(entries.values()) - max(entries.values()))
-        elif kinds == {TOKEN} and len(entries) == 2 and len({*entries.values()}) == 1:
+        elif kinds == {(TOKEN, 1)} and len(entries) == 2 and len({*entries.values()}) == 1:
             halves.add(next(iter(entries.values())) * spec.block_size)
         elif kinds:
             raise ModelError(

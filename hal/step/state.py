@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hal.device.device import to_device
-from hal.errors import ModelError
+from hal.errors import ConfigError, ModelError
 
 
 class Per(enum.Enum):
@@ -45,6 +45,14 @@ def _window(state: State, attribute: attrs.Attribute[int | None], value: int | N
         )
 
 
+def _group(state: State, attribute: attrs.Attribute[int], value: int) -> None:
+    if not (type(value) is int and value > 0 and (value == 1 or state.per is TOKEN)):
+        raise ModelError(
+            f"a state per {state.per.value} has group = {value!r:.70}",
+            "set group to 1, or, for a state per token, to a positive number of tokens",
+        )
+
+
 @attrs.frozen
 class State:
     """One tensor that a layer keeps between steps.
@@ -54,6 +62,7 @@ class State:
         shape: the shape of an entry.
         dtype: the dtype; None for the dtype of the model's weights.
         window: the number of most recent tokens that are read, including the current one; None for all.
+        group: for a state per token, the number of consecutive tokens that share an entry. It divides the block size.
     """
 
     per: Per = attrs.field(validator=attrs.validators.instance_of(Per))
@@ -62,6 +71,7 @@ class State:
         default=None, validator=attrs.validators.optional(attrs.validators.instance_of(torch.dtype))
     )
     window: int | None = attrs.field(default=None, validator=_window)
+    group: int = attrs.field(default=1, validator=_group)
 
 
 LayerStates = Mapping[str, State]
@@ -102,6 +112,15 @@ class StateSpec:
     num_slots: int = 0
     num_saved: int = 0
 
+    def __attrs_post_init__(self) -> None:
+        for index, name, state in self.states():
+            if self.block_size % state.group:
+                raise ConfigError(
+                    f"layer {index} keeps its {name} for groups of {state.group} tokens, and a block has "
+                    f"{self.block_size}",
+                    f"set cache.block_size to a multiple of {state.group}",
+                )
+
     @classmethod
     def key_value(
         cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_blocks: int, block_size: int
@@ -125,8 +144,8 @@ class StateSpec:
         return sum(self.token_bytes_of(state) for _, _, state in self.states() if state.per is TOKEN)
 
     def token_bytes_of(self, state: State) -> int:
-        """Return the bytes of one entry of a state, which is a token's unless the state is per sequence."""
-        return math.prod(state.shape) * self.dtype_of(state).itemsize
+        """Return a token's share of the bytes of a state, rounded up; the bytes of an entry per sequence."""
+        return math.ceil(math.prod(state.shape) * self.dtype_of(state).itemsize / state.group)
 
     @property
     def window(self) -> int | None:
@@ -145,8 +164,8 @@ class StateSpec:
                 yield index, name, state
 
     def shape_of(self, state: State) -> tuple[int, ...]:
-        """Return the canonical shape: ``[num_blocks, block_size, ...]``, or ``[num_slots, ...]``."""
-        rows = (self.num_blocks, self.block_size) if state.per is TOKEN else (self.num_slots,)
+        """Return the canonical shape: ``[num_blocks, block_size // group, ...]``, or ``[num_slots, ...]``."""
+        rows = (self.num_blocks, self.block_size // state.group) if state.per is TOKEN else (self.num_slots,)
         return (*rows, *state.shape)
 
     def dtype_of(self, state: State) -> torch.dtype:
@@ -158,7 +177,7 @@ class StateSpec:
 class StateMemory:
     """Memory for the states of a model: ``layers[i][name]`` is a tensor.
 
-    In the canonical layout, a state per token is ``[num_blocks, block_size, ...]`` and a state per sequence is
+    In the canonical layout, a state per token is ``[num_blocks, block_size // group, ...]`` and a state per sequence is
     ``[num_slots, ...]``, contiguous. A backend with another layout needs a kernel for every operation that reads or
     writes such a state. Padding rows write to block :data:`~hal.step.fields.DUMMY_BLOCK` and slot
     :data:`~hal.step.fields.DUMMY_SLOT`.

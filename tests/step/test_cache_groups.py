@@ -146,6 +146,7 @@ KEY_VALUE = {"key": State(TOKEN, (2, 16)), "value": State(TOKEN, (2, 16))}
     [
         ([{"row": State(TOKEN, (8,))}], "cannot share memory with other layers"),
         ([{"key": State(TOKEN, (2, 16)), "value": State(TOKEN, (2, 8))}], "cannot share memory"),
+        ([{name: State(TOKEN, (2, 16), group=4) for name in ("key", "value")}], "cannot share memory"),
         ([{"key": State(TOKEN, (2, 16)), "matrix": State(SEQUENCE, (2, 16))}], "cannot share memory"),
         ([{"matrix": State(SEQUENCE, (2,))}, {"matrix": State(SEQUENCE, (3,))}], "must keep equal ones"),
         ([KEY_VALUE, {name: State(TOKEN, (4, 16)) for name in KEY_VALUE}], "must keep equal ones"),

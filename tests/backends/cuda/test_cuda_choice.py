@@ -205,7 +205,7 @@ def test_every_operation_has_a_kernel_where_triton_is() -> None:
         pytest.skip("triton is not installed")
     found = table(9, 0)
     # A quantized cache is refused when a model is loaded.
-    sparse = {"attend_chosen", "attend_selected", "select_blocks", "select_keys", "store_index_cache"}
+    sparse = {"attend_chosen", "attend_selected", "pool_groups", "select_blocks", "select_keys", "store_index_cache"}
     composed = {"multi_head_latent_attention", "select_and_attend", "collapse_streams", "expand_streams"}
     assert of_one_rank() - set(found) == {"quantized_paged_attention", "store_quantized_kv_cache", *sparse, *composed}
     assert set(found) <= of_one_rank()
