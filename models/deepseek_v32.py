@@ -73,6 +73,7 @@ class SelectiveAttention(LatentAttention):
         super().__init__(config, rotary, {"indexer.wk": width} if indexed else {})
         self.indexed, self.index_heads, self.index_topk = indexed, heads, config.index_topk
         self.index_interleaved = config.indexer_rope_interleave
+        self.states = {name: attrs.evolve(each, selected=self.index_topk) for name, each in self.states.items()}
         if indexed:
             parts = {
                 "wq_b": Linear(config.q_lora_rank, heads * width),

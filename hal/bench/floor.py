@@ -1,7 +1,8 @@
 """The floor: the duration of a step if the hardware did only the unavoidable work.
 
 A decode step reads every weight and every cached key and value once, at the memory read bandwidth, and reads and writes
-the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses. If their
+the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses, and of a cache
+with an index, only what it selects. If their
 products take longer than reading the weights, at the device's highest rate, this time counts in place of the reading. A
 prefill multiplies, at the device's highest rate, or that of a large matmul where the driver does not offer it.
 All rates are measured in the same rounds as the contenders.
@@ -29,7 +30,7 @@ from hal.bench.routing import (
 )
 from hal.bench.workload import Contender
 from hal.device.device import Device
-from hal.nn import Attention, CausalLM, Embedding, GatedDeltaNet, Linear, QuantizedEmbedding
+from hal.nn import Attention, CausalLM, Embedding, LatentAttention, Linear, QuantizedEmbedding
 from hal.step import SEQUENCE
 
 READ_BYTES = 1 << 30
@@ -103,8 +104,8 @@ def decode_bytes(
 ) -> Work:
     """Return the bytes that a decode step moves.
 
-    It reads all weights, and keys and values of ``context`` tokens per sequence. States per sequence are read and
-    written.
+    It reads all weights, and keys and values of ``context`` tokens per sequence, or of those that a selection finds.
+    States per sequence are read and written.
 
     Embedding lookups are omitted. A table that is also the output projection counts once. Of the experts' weights,
     those of the chosen experts count.
@@ -129,7 +130,8 @@ def decode_bytes(
         if state.per is SEQUENCE:
             states += 2 * entry
         else:
-            cache += entry * (context if state.window is None else min(context, state.window - 1)) // state.group
+            read = context if state.window is None else min(context, state.window - 1)
+            cache += entry * min(read, state.selected or read) // state.group
     active = active_bytes(model, dtype, routings, loaded)
     chosen = {"experts": active} if active else {}
     moved = {"states": states} if states else {}
@@ -181,20 +183,17 @@ def prefill_operations(
     projections = sum(map(_numbers, _projections(model)))
     # The output projection has the table's size. A quantized table is among the projections.
     inner = projections if model.tied and not packed else projections - table
-    attentions = [each for each in model.modules() if isinstance(each, Attention)]
-    pairs = sum(_pairs(cached, tokens, each.options.window) * each.head_dim for each in attentions)
+    dims = sum(_attention_dims(each, cached, tokens) for each in model.modules())
     assigned = assigned_numbers(model, routings)
     chosen = {"experts": 2 * assigned} if expert_projections(model) else {}
-    matrices = sum(
-        math.prod(each.states["matrix"].shape) for each in model.modules() if isinstance(each, GatedDeltaNet)
-    )
+    matrices = sum(math.prod(layer["matrix"].shape) for layer in model.states if "matrix" in layer)
     recurrent = {"recurrence": 6 * matrices * tokens * batch_size} if matrices else {}
     return Work(
         {
             "projections": 2 * inner * tokens * batch_size,
             **chosen,
             "output projection": 2 * table * batch_size,
-            "attention": 4 * pairs * num_heads * batch_size,
+            "attention": 2 * dims * num_heads * batch_size,
             **recurrent,
         },
         "operations",
@@ -217,6 +216,19 @@ def _weight(layer: Linear) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def _attention_dims(layer: nn.Module, cached: int, tokens: int) -> int:
+    """Return the elements that a head's queries multiply with keys and weights with values; those of an index omitted.
+
+    Latent attention is counted with expanded keys and values.
+    """
+    if isinstance(layer, Attention):
+        return 2 * layer.head_dim * _pairs(cached, tokens, layer.options.window)
+    if isinstance(layer, LatentAttention):
+        dims = sum(layer.query_dims) + layer.kv_b_proj.dims[1]
+        return dims * _pairs(cached, tokens, layer.states["latent"].selected)
+    return 0
 
 
 def _pairs(cached: int, tokens: int, window: int | None) -> int:

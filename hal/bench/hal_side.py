@@ -17,7 +17,7 @@ import hal
 from hal import ops
 from hal.bench.plan import BenchmarkError, Setting
 from hal.bench.routing import Routing, expert_projections, recorded
-from hal.bench.workload import Contender, Inputs, Side, prefill
+from hal.bench.workload import STORED, Contender, Inputs, Side, prefill, stored_by
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
 from hal.checkpoint.random_weights import RandomCheckpoint, meta_model
@@ -109,17 +109,19 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]], in_slots:
     slots = runner.batch(nobody, blocks, **({"slots": in_slots} if in_slots else {})).slot_mapping
     with torch.inference_mode():
         for layer, state in enumerate(runner.states.layers):
-            held = inputs.cached(layer)
-            if "key" not in held:
-                for name, values in held.items():
-                    state[name][in_slots] = values
-                continue
-            keys, values = held["key"].flatten(0, 1), held["value"].flatten(0, 1)
-            if "key_scale" in state:
-                cache = state["key"], state["value"], state["key_scale"], state["value_scale"]
-                ops.store_quantized_kv_cache(keys, values, None, None, *cache, slots)
-            else:
-                ops.store_kv_cache(keys, values, state["key"], state["value"], slots)
+            held, declared = inputs.cached(layer), runner.spec.layers[layer]
+            for name in (name for name, each in declared.items() if each.per is SEQUENCE):
+                state[name][in_slots] = held[name]
+            for operation in stored_by(declared):
+                names, first = STORED[operation], STORED[operation][0]
+                none = held[first].flatten(0, 1)[..., :0], state[first][..., :0]  # A latent may have no rotated part.
+                rows = [held[name].flatten(0, 1) if name in held else none[0] for name in names]
+                caches = [state[name] if name in state else none[1] for name in names]
+                if "key_scale" in state:
+                    scales = state["key_scale"], state["value_scale"]
+                    ops.store_quantized_kv_cache(rows[0], rows[1], None, None, caches[0], caches[1], *scales, slots)
+                else:
+                    getattr(ops, operation)(*rows, *caches, slots)
 
 
 def routings(hal_side: Side, inputs: Inputs) -> list[Routing]:

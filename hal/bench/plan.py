@@ -29,7 +29,8 @@ from hal.step import StateSpec
 def _shapes() -> dict[str, dict[str, Any]]:
     read = tomllib.loads((files(__package__) / "shapes.toml").read_text(encoding="utf-8"))
     return {
-        name: reduce(or_, (read["families"][each] for each in shapes.pop("of")), {}) | shapes
+        name: reduce(or_, (read["families"][each] for each in shapes.pop("of")), dict.fromkeys(shapes.pop("null", ())))
+        | shapes
         for name, shapes in read["shapes"].items()
     }
 

@@ -23,6 +23,8 @@ from hal.checkpoint.tensor_names import named_by_model, renamed
 from hal.checkpoint.weight_bindings import bindings_of, sources_of
 from hal.config.optional_libraries import need
 
+ADJACENT = "deepseek_v2"
+"""The model type whose cached rotary rows keep the elements of a pair adjacent; others cache them in halves."""
 GROUP = "torch.backends"
 """Entry-point group in which ``import torch`` looks up device extensions."""
 
@@ -129,6 +131,8 @@ class TransformersSide:
             for layer, recurrent in zip(cache.layers, cache.is_linear, strict=True):
                 if not recurrent:
                     layer.cumulative_length.fill_(inputs.length)
+                    if hasattr(layer, "update_indexer"):
+                        layer.indexer_cumulative_length.fill_(inputs.length)
             restore()
 
         return lambda: compiled(**prepared, return_dict=True), reset
@@ -144,6 +148,13 @@ class TransformersSide:
             if "key" in held:
                 keys, values = (held[name].transpose(1, 2).contiguous() for name in ("key", "value"))
                 cache.update(keys, values, layer)
+            elif "latent" in held:
+                rope = held["rope"] if "rope" in held else held["latent"][..., :0]
+                if self._model.config.model_type != ADJACENT:
+                    rope = rope.unflatten(-1, (-1, 2)).mT.flatten(-2)
+                cache.update(held["latent"].unsqueeze(1), rope.unsqueeze(1), layer)
+                if "index" in held:
+                    cache.update_indexer(held["index"], layer)
             else:
                 # transformers' window has a column more, of a token that the convolution does not see again.
                 cache.update_conv_state(functional.pad(held["window"].mT, (1, 0)), layer)

@@ -18,7 +18,8 @@ from hal import ops
 from hal.bench.plan import BenchmarkError, Setting, Workload
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
-from hal.step import SEQUENCE
+from hal.step import SEQUENCE, TOKEN
+from hal.step.state import LayerStates
 
 DRAWN = 16
 """Number of sequences with distinct caches; larger batches repeat them, because generation takes longer than a step."""
@@ -26,6 +27,32 @@ TOKENS = 1024
 """Tokens to prefill, in as many sequences as this allows. Prefilling more would take longer than the measurement."""
 SEQUENCES = 16
 """The most sequences to prefill; larger batches repeat them."""
+
+
+STORED: Mapping[str, tuple[str, ...]] = {
+    "store_kv_cache": ("key", "value"),
+    "store_latent_cache": ("latent", "rope"),
+    "store_index_cache": ("index",),
+}
+"""The states that an operation writes, in the order of its first arguments."""
+SCALES = frozenset({"key_scale", "value_scale"})
+"""States that follow from others."""
+
+
+def stored_by(states: LayerStates) -> list[str]:
+    """Return the operations of :data:`STORED` that write a layer's states per token.
+
+    Raises:
+        BenchmarkError: none writes one of them.
+    """
+    found = [name for name, written in STORED.items() if written[0] in states]
+    known = SCALES.union(*(STORED[name] for name in found))
+    if unknown := [name for name, each in states.items() if each.per is TOKEN and name not in known]:
+        raise BenchmarkError(
+            f"a layer keeps the state {unknown[0]!r} of each token, which the benchmark cannot fill",
+            f"measure a model whose layers keep {', '.join(sorted(set().union(*STORED.values())))}",
+        )
+    return found
 
 
 @attrs.frozen(eq=False)
@@ -96,8 +123,11 @@ class Inputs:
     def cached(self, layer: int) -> Mapping[str, Tensor]:
         """Return what a layer keeps of the sequences, by name.
 
-        These are its states per sequence, each ``[batch, ...]``; or else ``key`` and ``value``, each ``[batch, length,
-        num_kv_heads, head_dim]`` in the model's dtype.
+        These are its states: per sequence, each ``[batch, ...]``; per token, each ``[batch, length, ...]`` in the
+        model's dtype, without the scales of quantized ones.
+
+        Raises:
+            BenchmarkError: no operation of :data:`STORED` writes a state.
         """
         model, device = self.setting.meta, self.setting.backend.device.torch
         if self.prefilled:
@@ -108,7 +138,9 @@ class Inputs:
         drawn = min(self.batch_size, DRAWN)
         states, dtype = model.states[layer], self.setting.dtype
         kept = {name: (each.shape, each.dtype or dtype) for name, each in states.items() if each.per is SEQUENCE}
-        kept = kept or dict.fromkeys(("key", "value"), ((self.length, *states["key"].shape), dtype))
+        for operation in stored_by(states):
+            names = [name for name in STORED[operation] if name in states]
+            kept |= {name: ((self.length, *states[name].shape), dtype) for name in names}
         rows = torch.arange(self.batch_size, device=device) % drawn
         return {
             name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[rows]
@@ -124,7 +156,8 @@ def prefill(runner: hal.Runner, batch_size: int, length: int) -> Sequence[Mappin
         length: tokens of each.
 
     Raises:
-        BenchmarkError: the model does not write its cache with ``store_kv_cache``, once in each layer of a step.
+        BenchmarkError: the model does not write its cache with operations of :data:`STORED`, once in each layer of a
+            step.
     """
     blocks = [*range(1, 1 + runner.spec.blocks_for(length))]
     found = []
@@ -145,44 +178,50 @@ def prompts(vocab_size: int, batch_size: int, length: int) -> list[list[int]]:
 
 
 def _kept(
-    runner: hal.Runner, written: Sequence[tuple[Tensor, Tensor]], slots: Sequence[int], length: int
+    runner: hal.Runner, written: Mapping[str, Sequence[tuple[Tensor, ...]]], slots: Sequence[int], length: int
 ) -> list[dict[str, Tensor]]:
     """Return what each layer keeps of a sequence, on the CPU."""
-    per_sequence = [[name for name, each in layer.items() if each.per is SEQUENCE] for layer in runner.spec.layers]
-    cached = iter(_by_layer(written, per_sequence.count([]), length))
-    return [
-        {name: state[name][slots[0]].cpu().clone() for name in names}
-        or dict(zip(("key", "value"), next(cached), strict=True))
-        for names, state in zip(per_sequence, runner.states.layers, strict=True)
-    ]
+    used = [stored_by(layer) for layer in runner.spec.layers]
+    rows = {name: iter(_by_layer(name, written[name], sum(name in each for each in used), length)) for name in STORED}
+    found: list[dict[str, Tensor]] = []
+    for layer, state, operations in zip(runner.spec.layers, runner.states.layers, used, strict=True):
+        kept = {name: state[name][slots[0]].cpu().clone() for name, each in layer.items() if each.per is SEQUENCE}
+        for operation in operations:
+            named = zip(STORED[operation], next(rows[operation]), strict=True)
+            kept |= {name: values for name, values in named if name in layer}
+        found.append(kept)
+    return found
 
 
-def _by_layer(written: Sequence[tuple[Tensor, Tensor]], layers: int, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of each layer. A long prompt takes several steps, each of which writes all layers."""
-    found = []
+def _by_layer(
+    operation: str, written: Sequence[tuple[Tensor, ...]], layers: int, length: int
+) -> list[tuple[Tensor, ...]]:
+    """Return the rows of each layer. A long prompt takes several steps, each of which writes all layers."""
+    found: list[tuple[Tensor, ...]] = []
     for layer in range(min(layers, len(written))):
-        keys, values = zip(*written[layer::layers], strict=True)
-        found.append((torch.cat(keys), torch.cat(values)))
-    if [len(keys) for keys, _ in found] != [length] * layers:
+        found.append(tuple(torch.cat(each) for each in zip(*written[layer::layers], strict=True)))
+    if [len(rows[0]) for rows in found] != [length] * layers:
         raise BenchmarkError(
-            f"a prefill of {length} tokens wrote {sum(len(keys) for keys, _ in written)} keys in {layers} layers",
-            "measure the model with --shapes, or write each layer's cache once in a step, with store_kv_cache",
+            f"a prefill of {length} tokens wrote {sum(len(rows[0]) for rows in written)} rows in {layers} layers with "
+            f"{operation}",
+            "measure the model with --shapes, or write each layer's cache once in a step, with that operation",
         )
     return found
 
 
 @contextmanager
-def _stored() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Record the keys and values that are written to a cache inside the block, in order, on the CPU."""
-    found: list[tuple[Tensor, Tensor]] = []
+def _stored() -> Iterator[dict[str, list[tuple[Tensor, ...]]]]:
+    """Record the rows that operations of :data:`STORED` write inside the block, in order, on the CPU."""
+    found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in STORED}
 
     def wrap(operation: Operation, kernel: Kernel) -> Kernel:
-        if operation.name != "store_kv_cache":
+        if operation.name not in STORED:
             return kernel
 
-        def recording(key: Tensor, value: Tensor, *rest: Any) -> Any:
-            found.append((key.cpu().clone(), value.cpu().clone()))
-            return kernel(key, value, *rest)
+        def recording(*args: Any) -> Any:
+            rows = args[: len(STORED[operation.name])]
+            found[operation.name].append(tuple(each.cpu().clone() for each in rows))
+            return kernel(*args)
 
         return recording
 

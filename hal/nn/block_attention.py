@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,9 @@ class BlockAttention(SelfAttention):
 
     @property
     def states(self) -> LayerStates:
-        return {**self.attention.states, "index": State(TOKEN, (self.index_dim,))}
+        read = math.prod(self.selection[:2])
+        selected = {name: attrs.evolve(each, selected=read) for name, each in self.attention.states.items()}
+        return {**selected, "index": State(TOKEN, (self.index_dim,))}
 
     def attend(
         self,

@@ -63,6 +63,7 @@ class State:
         dtype: the dtype; None for the dtype of the model's weights.
         window: the number of most recent tokens that are read, including the current one; None for all.
         group: for a state per token, the number of consecutive tokens that share an entry. It divides the block size.
+        selected: the most entries that a token reads, which a selection finds among all; None for all.
     """
 
     per: Per = attrs.field(validator=attrs.validators.instance_of(Per))
@@ -72,6 +73,7 @@ class State:
     )
     window: int | None = attrs.field(default=None, validator=_window)
     group: int = attrs.field(default=1, validator=_group)
+    selected: int | None = None
 
 
 LayerStates = Mapping[str, State]

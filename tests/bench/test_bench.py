@@ -251,6 +251,18 @@ class TestCheckpoints:
         torch.testing.assert_close(*found)
 
 
+def latents(shapes: str) -> dict[str, Any]:
+    """Return a small config of one of the shapes of DeepSeek."""
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "index_head_dim": 12}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    index = {"index_n_heads": 2, "index_topk": 7, "topk_group": 1, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    query = {} if shapes == "v2-lite" else {"q_lora_rank": 24}
+    (full,) = (each for name, each in SHAPES.items() if name.startswith(f"deepseek-{shapes}-"))
+    own = ("architectures", "model_type", "tie_word_embeddings")
+    small = {key: size for key, size in (TINY | sizes | experts | index).items() if key in full and key not in own}
+    return full | small | query
+
+
 class TestRecurrentLayers:
     """A step changes their states, which each contender restores before the next one."""
 
@@ -282,6 +294,43 @@ class TestRecurrentLayers:
         whole = runner.step(runner.batch(texts, blocks, slots=runner.slots.take(2))).logits
         step.reset()
         torch.testing.assert_close(step.step(), whole, rtol=1e-4, atol=1e-4)
+
+
+class TestLatents:
+    """A layer keeps a latent of each token, and the other part of its key; an index selects what attention reads."""
+
+    @thorough(EXHAUSTIVE, "compiled")
+    @pytest.mark.parametrize(("shapes", "mode"), [("v2-lite", "eager"), ("v3.2", "eager"), ("v3.2", "compiled")])
+    def test_steps_of_transformers_agree(self, shapes: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers", reason="transformers is the other contender")
+        monkeypatch.setattr(plan, "SHAPES", {shapes: latents(shapes)})
+        setting = plan.prepare(tiny(shapes=shapes, compilers=("eager", "graph")))
+        inputs = Inputs(setting, 3)
+        ours = HalSide(setting)
+        contenders = [ours.contender(each, inputs) for each in ours.modes]
+        contenders.append(transformers_side.TransformersSide(setting).contender(mode, inputs))
+        for _ in range(2):
+            found = timing.check(contenders, setting.dtype)
+            assert all(each.difference < 1e-4 for each in found)
+
+    def test_the_rows_of_a_prefill(self, tmp_path: Path) -> None:
+        folder = toys.write(tmp_path / "latents", latents("v3.2"))
+        setting = plan.prepare(tiny(shapes=None, checkpoint=str(folder), compilers=("eager",)))
+        ours = HalSide(setting)
+        inputs = Inputs(setting, 2, ours.prefilled(2))
+        assert [[*layer] for layer in inputs.prefilled] == [["latent", "rope", "index"]] * 2
+        step = ours.contender("eager", inputs)
+        texts = [[*cached, *new] for cached, new in zip(prompts(96, 2, 20), inputs.tokens.tolist(), strict=True)]
+        runner = hal.Runner(hal.load_model(folder, setting.backend), setting.backend)
+        blocks = [runner.blocks.take(runner.spec.blocks_for(21)) or [] for _ in texts]
+        torch.testing.assert_close(step.step(), runner.step(runner.batch(texts, blocks)).logits, rtol=1e-4, atol=1e-4)
+
+    def test_the_floor_reads_what_is_selected(self) -> None:
+        """16 + 8 elements of 7 tokens, and 12 of the index of all; queries of 8 + 8 elements and values of 8."""
+        model = random_weights.meta_model({**latents("v3.2"), "first_k_dense_replace": 2})
+        assert floor.decode_bytes(model, torch.float32, 3, 20).parts["cache"] == 4 * 3 * 2 * (7 * (16 + 8) + 20 * 12)
+        pairs = sum(min(token + 1, 7) for token in range(20))
+        assert floor.prefill_operations(model, 4, 3, 20).parts["attention"] == 2 * 3 * 2 * 4 * (8 + 8 + 8) * pairs
 
 
 class TestPrefill:

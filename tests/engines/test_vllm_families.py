@@ -31,6 +31,27 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 0,
 }
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 7,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
@@ -52,6 +73,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "num_attention_heads": 2,
     },
+    # An index selects 7 tokens, fewer than most prompts have; in the second, a layer shares a selection.
+    "deepseek_v32": {"architectures": ["DeepseekV32ForCausalLM"], **LATENTS},
+    "glm_moe_dsa": {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "full", "shared"], **LATENTS},
 }
 
 
