@@ -47,6 +47,7 @@ class Generation:
         int8_by_int4: whether npu_quant_matmul and npu_grouped_matmul take int4 weights with int8 activations.
         transposed_products: whether npu_transpose_batchmatmul is available.
         mrope: whether npu_mrope is available.
+        latent_prompts: whether attention to latents takes more than 16 queries of a sequence.
         index_heads: the numbers of heads that npu_lightning_indexer takes; empty without sparse attention.
         wide_index_weights: whether it takes float32 weights.
         any_sparse_heads: whether npu_sparse_flash_attention takes other numbers of heads than powers of two.
@@ -70,6 +71,7 @@ class Generation:
     int8_by_int4: bool = False
     transposed_products: bool = False
     mrope: bool = False
+    latent_prompts: bool = False
     index_heads: Collection[int] = ()
     wide_index_weights: bool = False
     any_sparse_heads: bool = False
@@ -100,6 +102,7 @@ GENERATIONS = (
         int8_by_int4=True,
         transposed_products=True,
         mrope=True,
+        latent_prompts=True,
         index_heads=range(1, 65),
         wide_index_weights=True,
     ),
@@ -114,6 +117,7 @@ GENERATIONS = (
         int8_by_int4=True,
         transposed_products=True,
         mrope=True,
+        latent_prompts=True,
         index_heads=range(1, 65),
         wide_index_weights=True,
     ),

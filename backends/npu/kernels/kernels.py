@@ -42,7 +42,7 @@ def kernels(device: torch.device, generation: Generation, *, attention: str) -> 
         "head_linear": (heads if generation.transposed_products else torch_kernels).head_linear,
         "latent_attention": PartialKernel(
             "latent_attention",
-            latent_attention.FusedLatentAttention(fused),
+            latent_attention.FusedLatentAttention(fused, prompts=generation.latent_prompts),
             supports=latent_attention.OPTIONS,
             otherwise=latent_attention.composed,
         ),

@@ -1,6 +1,10 @@
 """Attention to latents: npu_fused_infer_attention_score with a rotary part of queries and keys, else composed.
 
-Source: torch_npu's documentation of ``npu_fused_infer_attention_score`` (MLA).
+Packed sequences take the operator's second version: CANN's document of the first, aclnnFusedInferAttentionScoreV3,
+limits a sequence to 16 queries, and that of the second has no limit on A2 and A3.
+
+Sources: torch_npu's documentation of ``npu_fused_infer_attention_score`` (MLA); CANN's of
+``aclnnFusedInferAttentionScoreV3`` and ``aclnnFusedInferAttentionScoreV4``.
 """
 
 from __future__ import annotations
@@ -19,7 +23,15 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.step.shape import one_query_each
 
 from ..lengths import launch_runs
-from .attention import SHARED, ComposedAttention, FusedAttention, concatenate, reads_on_device, refuse_in_capture
+from .attention import (
+    MAX_PACKED,
+    SHARED,
+    ComposedAttention,
+    FusedAttention,
+    concatenate,
+    reads_on_device,
+    refuse_in_capture,
+)
 
 OPTIONS = ("causal",)
 """The options of latent attention that CANN's kernel supports."""
@@ -28,23 +40,24 @@ RANK, ROPE_DIM, MOST_HEADS = 512, 64, 128
 LEAST_BLOCK, MOST_BLOCK = 16, 1024
 """What block sizes are a multiple of, and the largest."""
 MOST_QUERIES = 16
-"""The most queries of a sequence. It is the engines' limit; the documents have none for the layout TND."""
+"""The most queries of a sequence on 950."""
 
 composed = reads_on_device(joining(ComposedAttention()))
 
 
 class FusedLatentAttention:
-    """``latent_attention`` with npu_fused_infer_attention_score, or composed with more than 16 queries each.
+    """``latent_attention`` with npu_fused_infer_attention_score.
 
     A decode is one call in the layout BSND, and other steps in TND. Other numbers of heads than powers of two are
     padded.
 
     Args:
         fused: attention on the same device, whose mask it shares.
+        prompts: whether a sequence may have more than 16 queries; such steps are composed else.
     """
 
-    def __init__(self, fused: FusedAttention) -> None:
-        self._fused = fused
+    def __init__(self, fused: FusedAttention, *, prompts: bool) -> None:
+        self._fused, self._prompts = fused, prompts
 
     def chosen(self, query: Tensor, query_rope: Tensor, latent_cache: Tensor, *rest: Any) -> Kernel:
         """Return the kernel of a call."""
@@ -55,7 +68,8 @@ class FusedLatentAttention:
             and block_size % LEAST_BLOCK == 0
             and block_size <= MOST_BLOCK
             and query.dtype is not torch.float32
-            and max(after - before for before, after in pairwise(starts)) <= MOST_QUERIES
+            and len(starts) - 1 <= MAX_PACKED
+            and (self._prompts or max(after - before for before, after in pairwise(starts)) <= MOST_QUERIES)
         )
         return self._attend if fits else composed
 
@@ -83,12 +97,7 @@ class FusedLatentAttention:
         if padding := (1 << (heads - 1).bit_length()) - heads:
             query, query_rope = (functional.pad(each, (0, 0, 0, padding)) for each in (query, query_rope))
         query, query_rope, block_table = (each.contiguous() for each in (query, query_rope, block_table))
-        arguments: dict[str, Any] = {
-            "num_heads": heads + padding,
-            "num_key_value_heads": 1,
-            "scale": options.scale,
-            "block_size": latent_cache.shape[1],
-        }
+        arguments: dict[str, Any] = {"num_key_value_heads": 1, "block_size": latent_cache.shape[1]}
         if one_query_each(tokens, starts):
             attended: Tensor = torch_npu.npu_fused_infer_attention_score(
                 query.unsqueeze(1),
@@ -96,6 +105,8 @@ class FusedLatentAttention:
                 latent_cache,
                 query_rope=query_rope.unsqueeze(1),
                 key_rope=rope_cache,
+                num_heads=heads + padding,
+                scale=options.scale,
                 input_layout="BSND",
                 block_table=block_table,
                 actual_seq_lengths_kv=lens,
@@ -111,16 +122,18 @@ class FusedLatentAttention:
             first, *ends = starts[rows.start : rows.stop + 1]
             if ends[-1] == first:
                 continue
-            part = torch_npu.npu_fused_infer_attention_score(
+            part = torch_npu.npu_fused_infer_attention_score_v2(
                 query[first : ends[-1]],
                 latent_cache,
                 latent_cache,
                 query_rope=query_rope[first : ends[-1]],
                 key_rope=rope_cache,
+                num_query_heads=heads + padding,
+                softmax_scale=options.scale,
                 input_layout="TND",
                 block_table=block_table[rows],
-                actual_seq_lengths=[end - first for end in ends],
-                actual_seq_lengths_kv=lens[rows],
+                actual_seq_qlen=[end - first for end in ends],
+                actual_seq_kvlen=lens[rows],
                 **arguments,
             )[0]
             parts.append(part[:, :heads])

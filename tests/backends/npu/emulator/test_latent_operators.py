@@ -23,6 +23,15 @@ def decode(**changes: Any) -> Any:
     return FUSED(**{**given, "actual_seq_lengths_kv": [3, 20], **changes})
 
 
+def packed(queries: int) -> Any:
+    """Run the second version of latent attention, with so many packed queries of one sequence."""
+    cache, given = half(8, 16, 512), {"num_query_heads": 4, "num_key_value_heads": 1, "input_layout": "TND"}
+    given |= {"query": half(queries, 4, 512), "query_rope": half(queries, 4, 64), "key": cache, "value": cache}
+    given |= {"key_rope": half(8, 16, 64), "block_table": i32(1, 4), "block_size": 16, "softmax_scale": 1.0}
+    given |= {"actual_seq_qlen": [queries], "actual_seq_kvlen": [40]}
+    return torch_npu.npu_fused_infer_attention_score_v2(**given)
+
+
 def plain(**changes: Any) -> Any:
     """Run attention with heads of 128 and 64 elements, and packed sequences of two and three tokens."""
     keys = bf16(5, 4, 128)
@@ -60,6 +69,8 @@ def refusals() -> Iterator[Row]:
     yield decode, {"key_rope": bf16(8, 16, 64)}, "the dtype of what it belongs to"
     heads = {"num_heads": 3, "query": half(2, 1, 3, 512), "query_rope": half(2, 1, 3, 64)}
     yield decode, heads, "must be 1, 2, 4, 8, 16, 32, 64 or 128, but is 3"
+    many = {"query": half(1, 17, 4, 512), "query_rope": half(1, 17, 4, 64), "block_table": i32(1, 4)}
+    yield decode, {**many, "actual_seq_lengths_kv": [20]}, "at most 16 queries of 512 elements"
     yield decode, {"softmax_lse_flag": True}, "takes no softmax_lse_flag"
     yield decode, {"sparse_mode": 2, "atten_mask": torch.ones(2048, 2048).bool().npu()}, "must be 0, 3 or 4"
     unpaged = {"key": half(2, 20, 1, 512), "key_rope": half(2, 20, 1, 64), "block_table": None}
@@ -98,6 +109,8 @@ def refusals() -> Iterator[Row]:
     yield sparse, {"key_rope": half(8, 16, 1, 32)}, "key_rope must have shape"
     yield sparse, {"sparse_indices": i32(3, 2, 4)}, "sparse_indices must have shape"
     yield sparse, {"sparse_indices": i64(3, 1, 4)}, "sparse_indices must be one of Int"
+    yield sparse, {"value": half(8, 16, 1, 1024)[..., ::2]}, "value and key_rope must be contiguous"
+    yield sparse, {"key_rope": half(8, 16, 1, 128)[..., ::2]}, "value and key_rope must be contiguous"
     yield sparse, {"sparse_block_size": 16}, "sparse_block_size other than 1 is not emulated"
     yield sparse, {"key": i8(8, 16, 1, 512)}, "key must have the query's dtype"
 
@@ -105,6 +118,7 @@ def refusals() -> Iterator[Row]:
 def test_refusals() -> None:
     check_works((decode, plain, indexer, sparse))
     indexer(weights=f32(3, 8))
+    packed(17)
     check_refused(refusals())
 
 

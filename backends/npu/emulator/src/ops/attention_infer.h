@@ -23,6 +23,7 @@ struct InferAttention {
     std::string layout;
     int64_t sparse_mode, block_size, inner_precise;
     bool want_lse;
+    bool first_version;  // of FusedInferAttentionScore: V3 or an older interface
     std::vector<std::pair<const char*, bool>> unsupported;  // unsupported arguments, and whether the caller passed them
 };
 

@@ -46,7 +46,8 @@ Call fused_v4(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
                            .sparse_mode = sparse_mode,
                            .block_size = block_size,
                            .inner_precise = inner_precise,
-                           .want_lse = want_lse};
+                           .want_lse = want_lse,
+                           .first_version = false};
     request.unsupported = {
         {"a quantized attention (dequant_scale1, quant_scale1, dequant_scale2, dequant_scale_query)",
          dequant_scale1 || quant_scale1 || dequant_scale2 || dequant_scale_query},
@@ -71,13 +72,16 @@ Call fused_v3(In query, Ins key, Ins value, In pse_shift, In mask, Ints query_le
               Text layout, int64_t kv_heads, int64_t sparse_mode, int64_t inner_precise, int64_t block_size,
               int64_t antiquant_mode, bool want_lse, int64_t key_antiquant_mode, int64_t value_antiquant_mode,
               Out output, Out lse) {
-    return fused_v4(query, key, value, pse_shift, mask, query_lengths, key_lengths, dequant_scale1, quant_scale1,
-                    dequant_scale2, quant_scale2, quant_offset2, antiquant_scale, antiquant_offset, block_table,
-                    query_padding, key_padding, key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
-                    value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope, key_rope,
-                    key_rope_antiquant_scale, nullptr, nullptr, heads, scale, pre_tokens, next_tokens, layout, kv_heads,
-                    sparse_mode, inner_precise, block_size, antiquant_mode, want_lse, key_antiquant_mode,
-                    value_antiquant_mode, 0, output, lse);
+    Call call =
+        fused_v4(query, key, value, pse_shift, mask, query_lengths, key_lengths, dequant_scale1, quant_scale1,
+                 dequant_scale2, quant_scale2, quant_offset2, antiquant_scale, antiquant_offset, block_table,
+                 query_padding, key_padding, key_antiquant_scale, key_antiquant_offset, value_antiquant_scale,
+                 value_antiquant_offset, key_prefix, value_prefix, prefix_length, query_rope, key_rope,
+                 key_rope_antiquant_scale, nullptr, nullptr, heads, scale, pre_tokens, next_tokens, layout, kv_heads,
+                 sparse_mode, inner_precise, block_size, antiquant_mode, want_lse, key_antiquant_mode,
+                 value_antiquant_mode, 0, output, lse);
+    call.request.first_version = true;
+    return call;
 }
 
 Call incremental(In query, Ins key, Ins value, In pse_shift, In mask, Ints key_lengths, In dequant_scale1,

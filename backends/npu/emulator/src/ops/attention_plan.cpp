@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include "attention_core.h"
+#include "grouped.h"
 
 namespace emulator {
 
@@ -129,6 +130,19 @@ void check_rotary_part(const In& rope, const In& of, const AttentionLayout& layo
         shape.back() = joined ? heads * kRopeDim : kRopeDim;
     require(rope.sizes() == at::IntArrayRef(shape),
             std::string(name) + " must have shape " + c10::str(at::IntArrayRef(shape), ", not ", rope.sizes()));
+}
+
+DOCUMENTED(
+    "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV3.md (query d=512)"
+    "; ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md (query d=512)");
+// V4 has no limit for A2 and A3.
+void check_latent_queries(const InferAttention& request, const std::vector<Span>& queries) {
+    if (!request.first_version && product_line("FusedInferAttentionScore") != Line::a5) return;
+    for (const auto& each : queries)
+        require(each.length <= kMostLatentQueries,
+                "a sequence must have at most 16 queries of 512 elements with query_rope, in the first version of the "
+                "operator or on 950, but has " +
+                    number(each.length));
 }
 
 // Latent attention: a rotary part of queries and keys, beside them. Queries of 512 elements are projected to the latent.
@@ -311,6 +325,7 @@ AttentionPlan::AttentionPlan(const InferAttention& request)
         queries = decode ? std::vector<Span>(batch, Span{0, 1})
                          : dense_spans(request.query_lengths, batch, rows, "actual_seq_lengths");
     }
+    if (request.query_rope && dim == kLatentDim) check_latent_queries(request, queries);
     require(batch <= 65536, "the batch size must be at most 65536, but is " + number(batch));
     if (paged) {
         check_paging(request, *this, dim);

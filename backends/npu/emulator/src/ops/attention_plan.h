@@ -8,7 +8,7 @@ namespace emulator {
 
 // The head dimensions of latent attention: of queries that are projected to the latent, of others, and of the rotary
 // part.
-constexpr int64_t kLatentDim = 512, kPlainDim = 128, kRopeDim = 64;
+constexpr int64_t kLatentDim = 512, kPlainDim = 128, kRopeDim = 64, kMostLatentQueries = 16;
 
 struct AttentionPlan {
     explicit AttentionPlan(const InferAttention& request);  // throws Refused for what the hardware would refuse

@@ -158,6 +158,8 @@ void check_attention(In query, In key, In value, In indices, In table, In query_
     require(attention_mode == 2, "attention_mode must be 2, but is " + std::to_string(attention_mode));
     require(query_rope && key_rope, "attention_mode 2 requires query_rope and key_rope");
     require(!value || (value.sizes() == key.sizes() && value.dtype() == key.dtype()), "value must be like key");
+    require(((!value || value.raw().is_contiguous()) && key_rope.raw().is_contiguous()) || line == Line::a5,
+            "value and key_rope must be contiguous");
     auto rotary = [](const In& of) {
         auto shape = of.sizes().vec();
         shape.back() = kRope;
