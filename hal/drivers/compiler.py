@@ -99,7 +99,7 @@ OPTIMIZED = "optimized"
 SPLITTING_OPS = (
     *("causal_conv1d", "channel_delta_rule", "gated_delta_rule", "pool_groups"),
     *("attend_chosen", "select_blocks"),
-    *("attend_selected", "latent_attention", "multi_head_latent_attention", "select_keys"),
+    *("attend_selected", "latent_attention", "multi_head_latent_attention", "select_and_attend", "select_keys"),
     *("quantized_paged_attention", "paged_attention"),
 )
 """The default of ``compilation.splitting_ops``: those of these operations that a model calls."""

@@ -1,0 +1,80 @@
+"""Tests that models with latent, sparse and block attention give the same tokens with every compiler of the NPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import published_configs
+from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
+
+import hal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LATENTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+INDEX = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 16}
+GLM = {**LATENTS, **INDEX, "qk_head_dim": 96, "head_dim": 64}
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "DeepSeek-V2-Lite": (LATENTS, ("FusedInferAttentionScoreV3", "FusedInferAttentionScoreV4")),
+    "DeepSeek-V3": (LATENTS, ("FusedInferAttentionScoreV3", "FusedInferAttentionScoreV4")),
+    "DeepSeek-V3.2": ({**LATENTS, **INDEX}, ("LightningIndexer", "SparseFlashAttention")),
+    "GLM-5": (GLM, ("LightningIndexer", "SparseFlashAttention")),
+    "GLM-5.2": (GLM, ("LightningIndexer", "SparseFlashAttention")),
+    "Kimi-Linear-48B-A3B-Instruct": ({}, ()),
+    "MiniMax-M3": ({}, ()),
+}
+"""By the name of a published config: sizes that CANN's operators take, and these operators."""
+COMPILERS = ("graph", "piecewise", "npugraph_ex")
+BLOCKS = [[1], [2], [3]]
+
+
+def compilation(compiler: str, folder: Path) -> dict[str, Any]:
+    given: dict[str, Any] = {"compiler": compiler}
+    if compiler != "eager":
+        given["capture_sizes"] = [3]
+    if compiler == "piecewise":
+        given["prefill"] = {"capture_sizes": [32, 64]}
+    if compiler == "npugraph_ex":
+        given["cache_dir"] = str(folder)
+    return given
+
+
+def generated(runner: hal.Runner) -> list[int]:
+    """Return the greedy tokens of a prompt in two chunks, of shorter ones beside it, and of decode steps."""
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, 96, (length,), generator=draw).tolist() for length in (40, 9, 25)]
+    tokens = []
+
+    def step(rows: list[list[int]], cached: list[int]) -> list[int]:
+        slots = {"slots": [1, 2, 3][: len(rows)]} if runner.states.spec.num_slots else {}
+        batch = runner.batch(rows, BLOCKS[: len(rows)], cached=cached, **slots)
+        found: list[int] = runner.step(batch).logits.argmax(-1).tolist()
+        tokens.extend(found)
+        return found
+
+    _, second = step([prompts[0][:20], prompts[1]], [0, 0])
+    last = step([prompts[0][20:], [second], prompts[2]], [20, 9, 0])
+    for turn in range(6):
+        last = step([[each] for each in last], [40 + turn, 10 + turn, 25 + turn])
+    return tokens
+
+
+@thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|GLM-5\]|Kimi|MiniMax)")
+@thorough(MODE, r"\[(graph|npugraph_ex)-(DeepSeek-V3\.2|GLM-5\.2)")
+@thorough(EXHAUSTIVE, r"\[(graph|npugraph_ex)-(DeepSeek-V2|GLM-5\])")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_every_compiler_gives_the_eager_tokens(compiler: str, name: str, tmp_path: Path) -> None:
+    changes, operators = FAMILIES[name]
+    path = published_configs.write(tmp_path / name, name, **changes)
+    found = []
+    for each in ("eager", compiler):
+        config = {"backend": "npu", "dtype": "float16", "cache": {"num_tokens": 128 * 5, "num_sequences": 8}}
+        backend = hal.open({**config, "compilation": compilation(each, tmp_path)})
+        with hal.Runner(hal.load_model(path, backend), backend) as runner, backend.counting_launches() as launched:
+            found.append(generated(runner))
+        assert all(launched[operator] for operator in operators)
+    assert found[0] == found[1]
