@@ -38,11 +38,21 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, {"tensor": 2})
 
 
-@thorough(EXHAUSTIVE, r"\[all_gather")
+@thorough(EXHAUSTIVE, r"\[(all_gather|all_to_all-[GK])")
 @thorough(FAMILY)
-@pytest.mark.parametrize("experts", ["all_gather", "all_to_all"])
-def test_recurrent_layers_beside_whole_experts(experts: str, tmp_path: Path) -> None:
-    check("Qwen3-Next-80B-A3B-Instruct", tmp_path, {"tensor": 2, "experts": experts})
+@pytest.mark.parametrize(
+    ("experts", "name"),
+    [
+        ("all_gather", "Qwen3-Next-80B-A3B-Instruct"),
+        ("all_to_all", "Qwen3-Next-80B-A3B-Instruct"),
+        ("all_gather", "DeepSeek-V3"),
+        ("dispatch", "DeepSeek-V3.2"),
+        ("all_to_all", "GLM-5.2"),
+        ("all_to_all", "Kimi-Linear-48B-A3B-Instruct"),
+    ],
+)
+def test_other_layers_beside_whole_experts(experts: str, name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, {"tensor": 2, "experts": experts})
 
 
 def check(name: str, tmp_path: Path, parallel: dict[str, Any]) -> None:
