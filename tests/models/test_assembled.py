@@ -15,6 +15,7 @@ import pytest
 from helpers import assembled, comparison
 from helpers.comparison import (
     ROPES,
+    STEPS,
     TOLERANCE,
     Case,
     difference,
@@ -600,6 +601,35 @@ COMPILED = [(compiler, family) for compiler in ("piecewise", "inductor") for fam
 )
 def test_logits_of_other_compilers(case: Case, compiler: str) -> None:
     check(case, compiler)
+
+
+LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-moe-dsa", "minimax-m3")
+BY_SEED = ("graph", "eager", "piecewise", "inductor")
+JOINED = [(BY_SEED[seed % 4], (family, seed)) for family in LATENT for seed in (*SEEDS, *MORE_SEEDS)]
+
+
+@thorough(MODE, r"seed=(?!4\b)")
+@thorough(EXHAUSTIVE, r"seed=(?![245]\b)")
+@pytest.mark.parametrize(
+    ("compiler", "case"),
+    [pytest.param(mode, each, id="{}-{},seed={}".format(mode, *each)) for mode, each in JOINED],
+    indirect=["case"],
+)
+def test_tokens_in_changing_batches(case: Case, compiler: str) -> None:
+    """Prompts start when others end. Each of up to 32 new tokens is the likeliest by transformers."""
+    runner, prompts = case.runner(compiler), [each[:-STEPS] for each in case.sequences]
+    counts = [8 + 12 * (index % 3) for index in range(len(prompts))]
+    found: list[list[int]] = [[] for _ in prompts]
+    together = set()
+    for token in hal.generate(runner, prompts, [hal.SamplingParams(max_new_tokens=each) for each in counts]):
+        found[token.prompt_index].append(token.token_id)
+        together.add(sum(0 < len(new) < count for new, count in zip(found, counts, strict=True)))
+    assert len(together) > 1
+    for prompt, new, count in zip(prompts, found, counts, strict=True):
+        logits = their_logits(case.model, [*prompt, *new])[len(prompt) - 1 : -1]
+        assert len(new) == count
+        chosen = logits[range(count), new]
+        assert (logits.amax(-1) - chosen).max() <= TOLERANCE * logits.abs().max()
 
 
 def test_the_configurations_cover_what_they_should() -> None:
