@@ -100,7 +100,8 @@ class NpuBackend(Backend):
         kind = f"{generation.name}, emulated" if is_active() else generation.name
         device = NpuDevice(torch.device("npu", options.device), f"{soc} ({kind})")
         table = kernels(device.torch, generation, attention=options.attention) | quantized.kernels(device.torch)
-        table |= recurrence.kernels(device.torch, generation) | selection.kernels(device.torch, generation)
+        sparse = selection.SparseAttention(device.torch, generation)
+        table |= {**recurrence.kernels(device.torch, generation), **sparse.kernels}
         self._prepare: dict[Kernel, Prepare] = {table["causal_conv1d"]: recurrence.prepared}
         for name, forms in form_kernels(device.torch, generation, nz=options.nz_weights).items():
             table[name] = FormKernels(name, [(each.takes, each.kernel) for each in forms])
@@ -130,7 +131,7 @@ class NpuBackend(Backend):
             native_names=NATIVE_NAMES,
             state_layout="fractal_nz" if options.nz_cache else "canonical",
             sources=fused.sources,
-            conditions=fused.conditions,
+            conditions={**fused.conditions, **sparse.conditions},
             distributed="hccl",
         )
         self.options = options

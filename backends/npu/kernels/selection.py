@@ -8,7 +8,7 @@ Sources: torch_npu's documentation of ``npu_lightning_indexer`` and ``npu_sparse
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch_npu
@@ -28,21 +28,6 @@ INDEX_DIM, MOST_INDEX_HEADS = 128, 64
 LARGEST_BUDGETS = (2048, *range(3072, 8193, 1024))
 """The largest budget up to which all are supported, and further ones."""
 _NONE = torch.iinfo(torch.int32).max
-
-
-def kernels(device: torch.device, generation: Generation) -> dict[str, Kernel]:
-    """Return the kernels by operation; those of sparse attention only on generations that have it."""
-    storing: dict[str, Kernel] = {"store_index_cache": PreparingKernel(store_index_cache, {"slot_mapping": _rows})}
-    if not generation.index_heads:
-        return storing
-    sparse = SparseAttention(device, generation)
-    whole: dict[str, Callable[..., Tensor]] = {"query_start_loc": _ends, "block_table": _with_row}
-    selecting = {**whole, "kv_lens": _with_length}
-    return storing | {
-        "attend_selected": PreparingKernel(sparse.attend_selected, whole),
-        "select_and_attend": PreparingKernel(sparse.select_and_attend, selecting),
-        "select_keys": PreparingKernel(sparse.select_keys, selecting),
-    }
 
 
 def _ends(query_start_loc: Tensor, query: Tensor) -> Tensor:
@@ -70,6 +55,16 @@ def store_index_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
     torch_npu.npu_scatter_nd_update_(index_cache.view(-1, index_cache.shape[-1]), slot_mapping, key)
 
 
+def _blocks(cache: Tensor) -> tuple[bool, str, object]:
+    size = cache.shape[1]
+    return size % LEAST_BLOCK == 0 and size <= MOST_BLOCK, "blocks of {} tokens", size
+
+
+def _lacking(*checks: tuple[bool, str, object]) -> tuple[str, ...]:
+    """Return the texts of the checks that do not hold, with their values."""
+    return tuple(text.format(value) for holds, text, value in checks if not holds)
+
+
 class SparseAttention:
     """The kernels of selections. Their lengths and block tables have a further sequence; see :func:`_ends`.
 
@@ -80,6 +75,47 @@ class SparseAttention:
 
     def __init__(self, device: torch.device, generation: Generation) -> None:
         self._constants, self._generation = Constants(device), generation
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """The kernels by operation; those of sparse attention only on generations that have it."""
+        storing: dict[str, Kernel] = {"store_index_cache": PreparingKernel(store_index_cache, {"slot_mapping": _rows})}
+        if not self._generation.index_heads:
+            return storing
+        whole: dict[str, Callable[..., Tensor]] = {"query_start_loc": _ends, "block_table": _with_row}
+        selecting = {**whole, "kv_lens": _with_length}
+        return storing | {
+            "attend_selected": PreparingKernel(self.attend_selected, whole),
+            "select_and_attend": PreparingKernel(self.select_and_attend, selecting),
+            "select_keys": PreparingKernel(self.select_keys, selecting),
+        }
+
+    @property
+    def conditions(self) -> Mapping[str, Callable[..., str | None]]:
+        """The function that returns why a selection is not fused with its attention, or None, by operation."""
+        return {"select_and_attend": self.unfused} if self._generation.index_heads else {}
+
+    def unfused(
+        self,
+        index_query: Tensor,
+        weights: Tensor,
+        index_cache: Tensor,
+        query: Tensor,
+        query_rope: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        budget: int,
+        scale: float,
+    ) -> str | None:
+        """Return what CANN's operators do not take of a call of ``select_and_attend``; None if they take it."""
+        lacks = {
+            "npu_lightning_indexer": self._selection_lacks(index_query, weights, index_cache, budget, 1),
+            "npu_sparse_flash_attention": self._attention_lacks(query, query_rope, latent_cache),
+        }
+        return "; ".join(f"{name} does not take {', '.join(each)}" for name, each in lacks.items() if each) or None
 
     def select_keys(
         self,
@@ -163,29 +199,38 @@ class SparseAttention:
     def _selects(
         self, query: Tensor, weights: Tensor, index_cache: Tensor, kv_lens: Tensor, budget: int, group: int
     ) -> bool:
-        most, *further = LARGEST_BUDGETS
-        return (
-            query.shape[0] >= kv_lens.shape[0] - 1 > 0
-            and query.shape[2] == INDEX_DIM
-            and query.shape[1] in self._generation.index_heads
-            and query.dtype is not torch.float32
-            and (weights.dtype is query.dtype or self._generation.wide_index_weights)
-            and index_cache.shape[1] % LEAST_BLOCK == 0
-            and index_cache.shape[1] <= MOST_BLOCK
-            and group == 1
-            and (0 < budget <= most or budget in further)
-        )
+        called = query.shape[0] >= kv_lens.shape[0] - 1 > 0
+        return called and not self._selection_lacks(query, weights, index_cache, budget, group)
 
     def _attends(self, query: Tensor, query_rope: Tensor, latent_cache: Tensor) -> bool:
-        tokens, heads, rank = query.shape
-        return (
-            tokens > 0
-            and (rank, query_rope.shape[2]) == (RANK, ROPE_DIM)
-            and heads <= MOST_HEADS
-            and (heads & (heads - 1) == 0 or self._generation.any_sparse_heads)
-            and query.dtype is not torch.float32
-            and latent_cache.shape[1] % LEAST_BLOCK == 0
-            and latent_cache.shape[1] <= MOST_BLOCK
+        return query.shape[0] > 0 and not self._attention_lacks(query, query_rope, latent_cache)
+
+    def _selection_lacks(
+        self, query: Tensor, weights: Tensor, index_cache: Tensor, budget: int, group: int
+    ) -> tuple[str, ...]:
+        """Return what npu_lightning_indexer does not support of a call of ``select_keys``."""
+        most, *further = LARGEST_BUDGETS
+        _, heads, width = query.shape
+        return _lacking(
+            (width == INDEX_DIM, "index keys of {} elements", width),
+            (heads in self._generation.index_heads, "{} index heads", heads),
+            (query.dtype is not torch.float32, "queries in {}", query.dtype),
+            (weights.dtype is query.dtype or self._generation.wide_index_weights, "weights in {}", weights.dtype),
+            _blocks(index_cache),
+            (group == 1, "groups of {} tokens", group),
+            (0 < budget <= most or budget in further, "the budget {}", budget),
+        )
+
+    def _attention_lacks(self, query: Tensor, query_rope: Tensor, latent_cache: Tensor) -> tuple[str, ...]:
+        """Return what npu_sparse_flash_attention does not support of a call of ``attend_selected``."""
+        _, heads, rank = query.shape
+        power = heads & (heads - 1) == 0 or self._generation.any_sparse_heads
+        return _lacking(
+            (rank == RANK, "latents of {} elements", rank),
+            (query_rope.shape[2] == ROPE_DIM, "rotary rows of {} elements", query_rope.shape[2]),
+            (heads <= MOST_HEADS and power, "{} heads", heads),
+            (query.dtype is not torch.float32, "queries in {}", query.dtype),
+            _blocks(latent_cache),
         )
 
     def _indexed(

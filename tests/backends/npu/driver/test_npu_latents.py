@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import TESTS
+from click.testing import CliRunner
+from helpers import TESTS, published_configs
 from helpers.kernel_checks import check_kernel
 from helpers.npu import latent_launches
 from helpers.npu.drawn import attention_arguments
@@ -15,6 +17,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
 
 import hal
 from hal import ops
+from hal.cli import main
 from hal.ops import AttentionOptions, Draw, Sample
 from hal.ops.tolerance import assert_agree
 
@@ -181,6 +184,27 @@ class TestSelection:
             check_kernel(BOTH, torch.float16, backend.ops.select_and_attend, tuple(sample))
         assert launched["LightningIndexer"] == (heads == 3)
         assert launched["SparseFlashAttention"] == (heads == 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"index_topk": 2500},
+            "npu_lightning_indexer does not take index keys of 16 elements, the budget 2500; "
+            "npu_sparse_flash_attention does not take latents of 32 elements, rotary rows of 8 elements",
+        ),
+        (
+            {**latent_launches.LATENTS, **latent_launches.INDEX, "num_attention_heads": 12, "num_key_value_heads": 12},
+            "npu_sparse_flash_attention does not take 12 heads",
+        ),
+    ],
+    ids=["sizes", "heads"],
+)
+def test_explain_names_what_the_operators_do_not_take(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = published_configs.write(tmp_path / "model", "DeepSeek-V3.2", **changes)
+    result = CliRunner().invoke(main, ["explain", str(path), "--backend", "npu", "--compiler", "graph"])
+    assert f"3 x {reason}\n" in result.stdout
 
 
 @thorough(FAMILY, r"V2-Lite|V3\]")
