@@ -27,6 +27,7 @@ from .linear_kernels import INT8_KERNELS, Int8Kernels, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .selection_kernels import SELECTION_KERNELS, SelectionKernels
+from .stream_kernels import STREAM_KERNELS, StreamKernels
 from .weight_only_kernels import WeightOnlyKernels, in_groups
 
 BASIC = (
@@ -49,6 +50,7 @@ NATIVE = (
     *RECURRENT_KERNELS,
     *SAMPLING_KERNELS,
     *SELECTION_KERNELS,
+    *STREAM_KERNELS,
     *low_bits.KERNELS,
 )
 
@@ -67,6 +69,7 @@ def native_kernels(library: ctypes.CDLL) -> tuple[dict[str, Kernel], Forms]:
         (RecurrentKernels(library), RECURRENT_KERNELS),
         (SamplingKernels(library), SAMPLING_KERNELS),
         (SelectionKernels(library), SELECTION_KERNELS),
+        (StreamKernels(library), STREAM_KERNELS),
     )
     forms: Forms = {
         "embedding": [(in_groups, weight_only.embedding, experts.describe)],
