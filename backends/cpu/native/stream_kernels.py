@@ -46,8 +46,7 @@ class StreamKernels(Bindings):
         require(fits, "collapse_streams", streams, *given)
         streams, projection, base, scale = (each.contiguous() for each in (streams, *given))
         if out is None:
-            wide = {"dtype": torch.float32}
-            post, mix = torch.empty(tokens, count, **wide), torch.empty(tokens, count, count, **wide)
+            post, mix = empty((tokens, count), base), empty((tokens, count, count), base)
             out = empty((tokens, hidden), streams), post, mix
         self._collapse(
             *addresses(streams, projection, base, scale, *out),
