@@ -49,13 +49,18 @@ class DeepseekConfig(LatentConfig):
         """The options of the router."""
         return {}
 
+    @property
+    def activation(self) -> Any:
+        """The activation of the MLPs and the experts."""
+        return self.hidden_act
+
     def mixer(self, layer: int, rotary: Any) -> Mixer:
         """Return the attention of a layer, whose rotary embedding layers share."""
         return LatentAttention(self, rotary)
 
     def mlp(self, layer: int) -> nn.Module:
         """Return the MLP of a layer, dense or sparse."""
-        width, act = self.moe_intermediate_size, self.hidden_act
+        width, act = self.moe_intermediate_size, self.activation
         dense = partial(GatedMLP, self.hidden_size, activation=act)
         if self.dense(layer):
             return dense(self.intermediate_size)

@@ -6,7 +6,7 @@ Source: DeepSeek-AI, *DeepSeek-V3.2*, 2025.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from torch import Tensor, nn
@@ -44,14 +44,16 @@ class DeepseekV32Config(DeepseekV3Config):
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
 
+    least_rotated: ClassVar[int] = 1
+
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         width, rotated = self.index_head_dim, self.qk_rope_head_dim
-        if not 1 <= rotated <= width:
+        if not self.least_rotated <= rotated <= width:
             raise ValueError(f"qk_rope_head_dim is {rotated}; an index needs 1 or more, up to index_head_dim, {width}")
-        dense = min(self.first_k_dense_replace, self.num_hidden_layers)
-        types = ("dense",) * dense + ("sparse",) * (self.num_hidden_layers - dense)
+        types = tuple("dense" if self.dense(each) else "sparse" for each in range(self.num_hidden_layers))
         if self.mlp_layer_types not in (None, types):
+            dense = self.first_k_dense_replace
             raise ValueError(
                 f"mlp_layer_types is {self.mlp_layer_types}; with first_k_dense_replace {dense}, it must be {types}"
             )
@@ -68,7 +70,7 @@ class DeepseekV32Config(DeepseekV3Config):
 class SelectiveAttention(LatentAttention):
     """Latent attention to the positions with the highest scores of an index, which each rank keeps whole."""
 
-    def __init__(self, config: DeepseekV32Config, rotary: RotaryEmbedding, *, indexed: bool = True) -> None:
+    def __init__(self, config: DeepseekV32Config, rotary: RotaryEmbedding | None, *, indexed: bool = True) -> None:
         heads, width = config.index_n_heads, config.index_head_dim
         super().__init__(config, rotary, {"indexer.wk": width} if indexed else {})
         self.indexed, self.index_heads, self.index_topk = indexed, heads, config.index_topk

@@ -43,8 +43,13 @@ class GlmMoeDsaConfig(DeepseekV32Config):
             raise ValueError(f"index_topk_pattern is {given!r}, and indexer_types says {letters!r}")
         if len(self.indexed) != self.num_hidden_layers:
             raise ValueError(f"index_topk_pattern has {len(given)} letters for {self.num_hidden_layers} layers")
-        if not self.indexed[0]:
+        if self.attending and not self.indexed[self.attending[0]]:
             raise ValueError("the first layer shares a selection, and no layer before it has an index")
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """The layers with attention."""
+        return range(self.num_hidden_layers)
 
     @property
     def indexed(self) -> Sequence[bool]:

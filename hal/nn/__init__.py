@@ -43,7 +43,7 @@ from hal.nn.hyper_connection import HyperConnection, HyperDecoderLayer
 from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
-from hal.nn.mlp import MLP, ActivationName, GatedMLP
+from hal.nn.mlp import MLP, ActivationName, GatedMLP, limited_silu_and_mul
 from hal.nn.model import Angles, CausalLM, LayerState, Mixer
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
@@ -132,6 +132,7 @@ __all__ = [
     "check_layer_types",
     "check_window",
     "frames",
+    "limited_silu_and_mul",
     "place_blocks",
     "text_config",
     "vision_config",

@@ -33,6 +33,9 @@ class KimiDeltaAttention(nn.Module):
         head_dim: elements of a head's query, key and value.
         width: tokens that the convolution sees.
         eps: of the norm of results.
+        lower_bound: the least logarithm of a decay, which is then ``lower_bound * sigmoid(exp(A_log) * x)`` of the
+            projection ``x`` with its bias; None for ``-exp(A_log) * softplus(x)``.
+        lone_heads: whether the checkpoint's ``A_log`` is ``[heads]``; else it is ``[1, 1, heads, 1]``.
 
     Attributes:
         states: the states of the layer on this rank, ``matrix`` and ``window``, per sequence.
@@ -45,8 +48,19 @@ class KimiDeltaAttention(nn.Module):
     rotaries: tuple[RotaryEmbedding, ...] = ()
     causal: bool = True
 
-    def __init__(self, hidden_size: int, heads: int, head_dim: int, width: int, eps: float) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        head_dim: int,
+        width: int,
+        eps: float,
+        *,
+        lower_bound: float | None = None,
+        lone_heads: bool = False,
+    ) -> None:
         super().__init__()
+        self.lower_bound = lower_bound
         features, by_head = heads * head_dim, Share(head_dim)
         self.heads, self.head_dim, self.width = heads, head_dim, width
         self.qkv_proj = MergedLinear(
@@ -57,7 +71,8 @@ class KimiDeltaAttention(nn.Module):
         self.f_b_proj = Linear(head_dim, features, shard=OUT, share=by_head)
         self.g_b_proj = Linear(head_dim, features, shard=OUT, share=by_head)
         self.b_proj = Linear(hidden_size, heads, shard=OUT)
-        self.decay_factor = nn.Parameter(torch.empty(1, 1, heads, 1), requires_grad=False)
+        factor = torch.empty(heads) if lone_heads else torch.empty(1, 1, heads, 1)
+        self.decay_factor = nn.Parameter(factor, requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(features), requires_grad=False)
         self.o_norm = RMSNorm(head_dim, eps)
         self.o_proj = Linear(features, hidden_size, shard=IN, share=by_head)
@@ -74,7 +89,8 @@ class KimiDeltaAttention(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of the tensors that no part of the layer holds, in float32."""
         bias = Weight(("dt_bias",), "features", "features", dtype=torch.float32, share=Share(self.head_dim))
-        factor = attrs.evolve(bias, sources=("A_log",), axes="one two heads three", shard="heads", share=Share())
+        axes = "heads" if self.decay_factor.dim() == 1 else "one two heads three"
+        factor = attrs.evolve(bias, sources=("A_log",), axes=axes, shard="heads", share=Share())
         return {"dt_bias": bias, "decay_factor": attrs.evolve(factor, function=negative_exponential)}
 
     def split(self, tensor: Group) -> None:
@@ -101,7 +117,11 @@ class KimiDeltaAttention(nn.Module):
         query, key = ops.l2_norm(query_key, L2_EPS).chunk(2, dim=1)
         fade, gate = self.gates_proj(hidden).chunk(2, dim=-1)
         raw = (self.f_b_proj(fade).float() + self.dt_bias).unflatten(1, by_head)
-        decay = self.decay_factor.squeeze(0) * functional.softplus(raw)
+        factor = self.decay_factor.view(-1, 1)
+        if self.lower_bound is None:
+            decay = factor * functional.softplus(raw)
+        else:
+            decay = self.lower_bound * torch.sigmoid(-factor * raw)
         output = ops.channel_delta_rule(
             query,
             key,

@@ -24,7 +24,7 @@ from hal.step.batch import Batch
 from hal.step.state import TOKEN, LayerStates, State
 
 LATENT_EPS = 1e-6
-"""That of the norms of latents, which no key of config.json changes."""
+"""The epsilon of the norms of latents, which no key of config.json changes in most families."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,6 +78,11 @@ class LatentConfig(DecoderConfig):
     def scale(self) -> float:
         """The factor of scores, with that of the rope parameters."""
         return float(self.qk_head_dim**-0.5) * self.rope.score_scaling
+
+    @property
+    def latent_eps(self) -> float:
+        """The epsilon of the norms of latents."""
+        return LATENT_EPS
 
     def rotary(self) -> RotaryEmbedding | None:
         """Return the rotary embedding of the rotated part of a head; None if there is none."""
@@ -151,10 +156,10 @@ class LatentAttention(nn.Module):
             self.q_proj = Linear(hidden, heads * config.qk_head_dim, shard=OUT, share=by_head)
         else:
             parts = {"q_a_proj": config.q_lora_rank, **parts}
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
             self.q_b_proj = Linear(config.q_lora_rank, heads * config.qk_head_dim, shard=OUT, share=by_head)
         self.latent_proj = MergedLinear(hidden, {**parts, **index}, bias=config.attention_bias, shard=None)
-        self.kv_a_layernorm = RMSNorm(rank, LATENT_EPS)
+        self.kv_a_layernorm = RMSNorm(rank, config.latent_eps)
         self.kv_b_proj = AbsorbedLinear(rank, heads, config.qk_nope_head_dim, config.v_head_dim)
         self.o_proj = Linear(
             heads * config.v_head_dim,

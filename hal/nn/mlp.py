@@ -52,6 +52,22 @@ GATED_ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
 assert ACTIVATIONS.keys() == set(get_args(ActivationName))
 
 
+def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """Return ``silu(gate) * up``, where gate is at most ``limit``, and the magnitude of up: an activation of GatedMLP.
+
+    Args:
+        x: ``[..., 2 * width]``, floating: gate and up.
+        limit: the bound.
+
+    Returns:
+        ``[..., width]``, of x's dtype.
+
+    Source: DeepSeek-AI, *DeepSeek-V4*, 2026.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 class GatedMLP(nn.Module):
     """``down(activation(gate(x)) * up(x))``, with SiLU the SwiGLU of Shazeer, *GLU Variants Improve Transformer*, 2020.
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import published_configs
-from helpers.thorough import MODE, thorough
+from helpers.thorough import FAMILY, MODE, thorough
 from torch import Tensor
 
 import hal
@@ -22,11 +22,13 @@ from hal.step.block_allocator import BlockAllocator, PrefixCache, SavedStates
 VOCAB, INTERVAL = 96, 32
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = published_configs.write(tmp_path_factory.mktemp("saved") / "model", "Qwen3.5-0.8B")
+@pytest.fixture(scope="module", params=["Qwen3.5-0.8B", "GLM-5.3-Flash"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent layers; that of GLM-5.3 also keeps the incomplete groups of an index."""
+    path = published_configs.write(tmp_path_factory.mktemp("saved") / "model", request.param)
     config = json.loads((path / "config.json").read_text())
-    config["architectures"] = ["Qwen3_5ForCausalLM"]  # The text model: random texts have placeholders of images.
+    if "Qwen" in request.param:
+        config["architectures"] = ["Qwen3_5ForCausalLM"]  # The text model: random texts have placeholders of images.
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -66,7 +68,7 @@ def drawn(seed: int, count: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(count)]
 
 
-@thorough(MODE, r"\[piecewise")
+@thorough(MODE, r"piecewise|GLM-5.3-Flash-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 def test_a_resumed_prompt_gets_the_logits_of_a_whole_one(hybrid: Path, compiler: str) -> None:
     common = drawn(1, 70)
@@ -84,6 +86,7 @@ def test_a_resumed_prompt_gets_the_logits_of_a_whole_one(hybrid: Path, compiler:
     assert texts(open_runner(hybrid, saved=None, compiler=compiler), [second]) == expected
 
 
+@thorough(FAMILY, "GLM")
 def test_many_prompts_of_few_beginnings_get_the_tokens_that_they_get_alone(hybrid: Path) -> None:
     """Beginnings of one another, alone and together, with fewer slots than places, beside sequences that decode."""
     draw = random.Random(7)
@@ -175,7 +178,7 @@ def test_a_prefix_ends_where_states_are_saved(kept: tuple[SavedStates, dict[int,
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        ({}, "Qwen3_?5ForCausalLM keeps matrix per sequence, and cache.saved_states gives no room"),
+        ({}, r"\w+ keeps matrix per sequence, and cache.saved_states gives no room"),
         ({"saved_states": 0}, "saved_states must be at least 1, not 0"),
         ({"saved_states": 2, "saved_states_interval": 24}, "24, no multiple of the block size 16"),
     ],

@@ -13,7 +13,7 @@ from helpers.comparison import randomize
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear")
+FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear", "Glm5Next")
 SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
 
 
@@ -22,6 +22,8 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
     draw = random.Random(f"{family} {seed}")
     if family == "KimiLinear":
         return transformers.KimiLinearConfig(**_kimi(draw) | changes)
+    if family == "Glm5Next":
+        return transformers.Glm5NextConfig(text_config=_glm(draw) | changes, vision_config=_TOWER)
     kv_heads, key_heads = draw.choice((1, 2)), draw.choice((1, 2))
     layers = draw.randint(2, 4)
     # transformers needs one layer of each type.
@@ -102,9 +104,49 @@ def _kimi(draw: random.Random) -> dict[str, Any]:
     }
 
 
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 1,
+    "out_hidden_size": 16,
+    "intermediate_size": 16,
+    "projection_intermediate_size": 16,
+}
+
+
+def _glm(draw: random.Random) -> dict[str, Any]:
+    """Draw the keys of GLM-5.3-Flash's text model. A layer with attention may share the selection of that before it."""
+    given, pool = _kimi(draw), draw.choice((1, 2, 4, 16))
+    types, shares = given["layer_types"], ["full"] * given["num_hidden_layers"]
+    if draw.random() < 0.5:
+        types += ["indexed_attention"] * 2
+        shares += ["full", "shared"]
+    for key in ("num_local_experts", "qk_rope_head_dim"):
+        del given[key]
+    return {
+        **given,
+        "num_hidden_layers": len(types),
+        "mlp_layer_types": [draw.choice(("dense", "sparse")) for _ in types],
+        "indexer_types": shares,
+        "n_routed_experts": 8,
+        "q_lora_rank": draw.choice((16, 24)),
+        "swiglu_limit": draw.choice((0.5, 10.0)),
+        "linear_lower_bound": draw.choice((None, -5.0, -0.5)),
+        "index_kpool": pool,
+        "index_topk": pool * draw.choice((1, 3, 100)),
+        "index_n_heads": 24,  # of few, all may be negative, so that scores of 0 tie
+        "index_head_dim": draw.choice((16, 32)),
+        "hc_mult": draw.choice((2, 4)),
+        "hc_eps": draw.choice((1e-6, 1e-2)),
+        "hc_sinkhorn_iters": draw.choice((1, 5)),
+    }
+
+
 def build(folder: Path, family: str, seed: int, **changes: Any) -> Any:
     """Write a random checkpoint, and return its model in transformers."""
-    model = transformers.AutoModelForCausalLM.from_config(draw_config(family, seed, **changes)).eval()
+    config = draw_config(family, seed, **changes)
+    auto = transformers.AutoModelForImageTextToText if family == "Glm5Next" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config).eval()
     randomize(model, seed)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # some heads remember for long, others hardly

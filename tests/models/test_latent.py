@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
-from hal.errors import CheckpointError
+from hal.errors import CheckpointError, ConfigError
 from hal.nn import AbsorbedLinear, MergedLinear
 from hal.step import ALL
 
-NAME, SELECTING, SHARING = "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5.2"
+NAME, SELECTING, SHARING, POOLING = "DeepSeek-V3", "DeepSeek-V3.2", "GLM-5.2", "GLM-5.3-Flash"
 
 
 def logits(runner: hal.Runner) -> Tensor:
@@ -63,6 +63,19 @@ def test_a_token_takes_one_latent_one_rotary_row_and_one_index_key(name: str, in
     numbers = config["num_hidden_layers"] * row + indexed * config.get("index_head_dim", 0)
     runner = open_runner(published_configs.write(tmp_path / "model", name))
     assert runner.spec.token_bytes == numbers * torch.float32.itemsize
+
+
+def test_an_index_key_of_a_group_counts_as_a_part_of_one_for_each_token(tmp_path: Path) -> None:
+    config = published_configs.CONFIGS[POOLING]["text_config"]
+    runner = open_runner(published_configs.write(tmp_path / "model", POOLING))
+    numbers = config["kv_lora_rank"] + config["index_head_dim"] // config["index_kpool"]  # in one layer of five
+    assert runner.spec.token_bytes == numbers * torch.float32.itemsize
+
+
+def test_blocks_that_groups_do_not_fill_are_refused(tmp_path: Path) -> None:
+    path = published_configs.write(tmp_path / "model", POOLING)
+    with pytest.raises(ConfigError, match=r"its index for groups of 4 tokens, and a block has 6\n.*a multiple of 4"):
+        open_runner(path, block_size=6)
 
 
 def test_a_checkpoint_without_index_weights_is_refused(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ def theirs(config: dict[str, Any], *, sees: bool) -> Any:
     given = {key: value for key, value in copy.deepcopy(config).items() if key != "architectures"}
     if (given.get("rope_scaling") or {}).get("type") == "su":  # which this version of transformers does not read
         given["rope_scaling"]["type"] = "longrope"
+    made = transformers.AutoConfig.for_model(**given)
+    text = type(made) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not sees
     with torch.device("meta"):
-        maker = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-        return maker.from_config(transformers.AutoConfig.for_model(**given))
+        maker = transformers.AutoModelForCausalLM if text else transformers.AutoModelForImageTextToText
+        return maker.from_config(made)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -62,6 +64,8 @@ def test_it_runs(name: str, cpu: hal.Backend) -> None:
 
 KIMI = "Kimi-Linear-48B-A3B-Instruct"
 KIMI_TABLE = CONFIGS[KIMI]["linear_attn_config"]
+GLM = "GLM-5.3-Flash"
+GLM_TEXT = CONFIGS[GLM]["text_config"]
 THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and not config.get("rope_parameters")]
 
 
@@ -119,6 +123,22 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         ("MiniMax-M3", {"index_head_dim": 6}, "index_head_dim, 6, is less than the 8 rotated elements"),
         ("MiniMax-M3", {"layer_types": ["indexed_attention"] * 3}, "unknown value 'indexed_attention'.*layer_types"),
         ("MiniMax-M3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 3 layers"),
+        *(
+            (GLM, {"text_config": {**GLM_TEXT, **changes}}, message)
+            for changes, message in (
+                ({"index_topk": 6}, "index_topk is 6; it must be a multiple of index_kpool, 4"),
+                ({"qk_rope_head_dim": 8}, "qk_rope_head_dim"),
+                ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail"),
+                ({"linear_attn_config": {"kda_layers": [1, 2, 3]}}, "kda_layers is .* must be .1, 2, 3, 5"),
+                ({"linear_attn_config": {"full_attn_layers": [3]}}, "full_attn_layers is .* must be .4"),
+                ({"linear_attn_config": {"gate_lower_bound": 1.0}}, "'linear_lower_bound' must be < 0"),
+                ({"indexer_types": ["full"] * 3 + ["shared", "full"]}, "the first layer shares a selection"),
+                ({"index_topk_pattern": "FF"}, "index_topk_pattern has 2 letters for 5 layers"),
+                ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 5 layers"),
+                ({"layer_types": ["sliding_attention"] * 5}, "layer_types"),
+                ({"hc_sinkhorn_iters": 0}, "'hc_sinkhorn_iters' must be >= 1"),
+            )
+        ),
         *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),
     ],
 )

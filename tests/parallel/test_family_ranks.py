@@ -27,6 +27,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "DeepSeek-V3",
         "DeepSeek-V3.2",
         "GLM-5.2",
+        "GLM-5.3-Flash",
         "Kimi-Linear-48B-A3B-Instruct",
         "gemma-4-E2B-it",
         "gemma-4-26B-A4B-it",
