@@ -140,9 +140,10 @@ def pool_groups(
     result = pooled[number.clamp(min=0)].masked_fill(~completes.unsqueeze(-1), 0.0)
 
     # Of the tokens that share a place of the tail, all write the row of the last one. Those of no sequence write what
-    # the last token of one does.
+    # the last token of all does, or what is there if that is padding.
     writes = torch.where(position >= 0, token, starts[-1] - 1).clamp(min=0)
     owner = sequence[writes]
     source = writes + (starts[owner + 1] - 1 - writes).clamp(min=0) // width * width
-    tail[slots.long()[owner], position[writes] % width] = rows[source]
+    at = slots.long()[owner], position[writes] % width
+    tail[at] = torch.where((position[writes] >= 0).unsqueeze(-1), rows[source], tail[at])
     return result.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Python bindings of the C++ kernels of recurrent layers."""
+"""Python bindings of the C++ kernels of recurrent layers, and of other states per sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hal.errors import OperationError
 
-from .arguments import DTYPES, Bindings, addresses, empty, require, rows
+from .arguments import DTYPES, Bindings, addresses, empty, integers, require, rows
 
 RECURRENT_KERNELS = (
     "causal_conv1d",
@@ -19,6 +19,7 @@ RECURRENT_KERNELS = (
     "gated_delta_rule",
     "gated_rms_norm",
     "l2_norm",
+    "pool_groups",
 )
 WIDEST = 9
 """Tokens that the convolution can see."""
@@ -34,6 +35,7 @@ class RecurrentKernels(Bindings):
         self._conv = function("causal_conv1d", c_int64, *pointers[:8], c_int, c_int, *sizes[:7])
         self._delta = function("gated_delta_rule", c_int64, *pointers, *[c_int] * 3, *[c_int64] * 15, c_float)
         self._gates = function("delta_rule_gates", None, *pointers[:6], c_int, *sizes[:4])
+        self._pool = function("pool_groups", c_int64, *pointers[:8], c_int, c_int, *sizes[:8])
         self._l2 = function("l2_norm", None, *pointers[:2], c_int, *sizes[:5], c_float)
         self._gated = function("gated_rms_norm", None, *pointers[:4], c_int, c_int, *sizes[:7], c_float)
 
@@ -131,6 +133,47 @@ class RecurrentKernels(Bindings):
         return y
 
     channel_delta_rule = gated_delta_rule
+
+    def pool_groups(
+        self,
+        x: Tensor,
+        gate: Tensor | None,
+        bias: Tensor | None,
+        tail: Tensor,
+        slots: Tensor,
+        query_start_loc: Tensor,
+        kv_lens: Tensor,
+        group: int,
+        span: int = 1,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`hal.ops.pool_groups`.
+
+        Raises:
+            OperationError: a slot is outside the state, or shapes or dtypes differ.
+        """
+        (tokens, features), (sequences,) = x.shape, slots.shape
+        fits = features % span == 0 and query_start_loc.shape == (sequences + 1,) and kv_lens.shape == (sequences,)
+        fits = fits and (gate is None or (gate.shape == x.shape and gate.dtype is x.dtype))
+        fits = fits and tail.shape[1:] == (span * group, features * (1 if gate is None else 2))
+        fits = fits and tail.dtype is x.dtype and tail.is_contiguous()
+        fits = fits and (bias is None or (bias.shape == (group, features) and bias.dtype in (torch.float32, x.dtype)))
+        fits = fits and (bias is None or gate is not None)
+        indices = integers(slots, "slots"), integers(query_start_loc, "query_start_loc"), integers(kv_lens, "kv_lens")
+        require(fits, "pool_groups", x, tail, *filter(torch.is_tensor, (gate, bias)), indices=indices)
+        x, (_, stride, _) = rows(x)
+        gate, (_, gate_stride, _) = (None, (0, 0, 0)) if gate is None else rows(gate)
+        bias = None if bias is None else bias.contiguous()
+        y = empty((tokens, features // span), x) if out is None else out
+        wrong = self._pool(
+            *addresses(x, gate, bias, tail, *indices, y),
+            DTYPES[x.dtype],
+            bias is not None and bias.dtype is torch.float32,
+            *(tokens, sequences, tail.shape[0], features // span, group, span, stride, gate_stride),
+        )
+        _check("pool_groups", wrong, indices[0], indices[0][None], indices[1], tail.shape[0])
+        return y
 
     def delta_rule_gates(
         self, a: Tensor, b: Tensor, factor: Tensor, dt_bias: Tensor, *, out: tuple[Tensor, Tensor] | None = None
