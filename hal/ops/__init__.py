@@ -8,6 +8,7 @@ from hal.ops.attention import AttentionOptions, paged_attention
 from hal.ops.block_selection import attend_chosen, select_blocks
 from hal.ops.cache import quantized_paged_attention, store_kv_cache, store_quantized_kv_cache
 from hal.ops.collectives import all_gather, all_gather_rows, all_reduce, all_to_all, reduce_scatter
+from hal.ops.compressed_attention import attend_compressed
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import Operation, activate, catalogue, fused_op, op, operation, operation_of_node
@@ -16,6 +17,7 @@ from hal.ops.experts.dispatch import expert_combine, expert_dispatch
 from hal.ops.experts.grouped import expert_mlp, grouped_linear
 from hal.ops.experts.quantized import quant_expert_mlp_dynamic, quant_expert_mlp_static
 from hal.ops.experts.routing import expert_permute, expert_unpermute, topk_route
+from hal.ops.experts.table_routing import softplus_route
 from hal.ops.forms import FLOAT, Form, Numbers, declare_numbers
 from hal.ops.fused_collectives import (
     all_gather_linear,
@@ -72,6 +74,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "all_to_all",
     "attend_chosen",
+    "attend_compressed",
     "attend_selected",
     "catalogue",
     "causal_conv1d",
@@ -128,6 +131,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_dynamic_quantize",
     "silu_and_mul_quantize",
+    "softplus_route",
     "split_qkv_rmsnorm_rope",
     "split_qkv_rmsnorm_rope_cache",
     "store_index_cache",
