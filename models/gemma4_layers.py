@@ -47,7 +47,7 @@ class Gemma4Router(Router):
         scales = {"scale": Weight(("scale",), "in_features")}
         return {**super().weights, **scales, "per_expert_scale": Weight(("per_expert_scale",), "out_features")}
 
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
         weights, experts = super().choose(self.norm(hidden) * self.scale * self.root)
         return weights * ops.embedding(experts.flatten(), self.per_expert_scale[:, None]).view_as(weights), experts
 

@@ -121,11 +121,12 @@ class Router(Gate):
             axes = f"one {axes}"
         return {**super().weights, name: Weight((name,), axes, dtype=torch.float32)}
 
-    def choose(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of each token's experts.
 
         Args:
             hidden: ``[tokens, hidden_size]``.
+            further: not read; a subclass may choose by it.
 
         Returns:
             ``[tokens, top_k]``, of hidden's dtype or float32, and ``[tokens, top_k]``, int32.
@@ -182,9 +183,9 @@ class SparseMLP(nn.Module):
         self.experts = Experts(gate.out_features, gate.in_features, width, **options)
         self.shared_expert_gate = Gate(gate.in_features, 1) if shared_gate else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
-        routed = self.experts(hidden, *self.gate.choose(hidden))
+    def forward(self, hidden: Tensor, *further: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape. The router gets further arguments, too."""
+        routed = self.experts(hidden, *self.gate.choose(hidden, *further))
         if self.shared_experts is None:
             return routed
         shared: Tensor = self.shared_experts(hidden)

@@ -130,6 +130,10 @@ def randomize(model: Any, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("tid2eid"):  # distinct experts for each token
+            experts = model.get_submodule(name.rpartition(".")[0]).num_experts
+            order = torch.rand(len(buffer), experts, generator=generator).argsort(1)
+            buffer.copy_(order[:, : buffer.shape[1]])
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 

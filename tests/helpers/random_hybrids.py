@@ -13,7 +13,7 @@ from helpers.comparison import randomize
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear", "Glm5Next")
+FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear", "Glm5Next", "DeepseekV4")
 SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
 
 
@@ -24,6 +24,8 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
         return transformers.KimiLinearConfig(**_kimi(draw) | changes)
     if family == "Glm5Next":
         return transformers.Glm5NextConfig(text_config=_glm(draw) | changes, vision_config=_TOWER)
+    if family == "DeepseekV4":
+        return transformers.DeepseekV4Config(**_v4(draw) | changes)
     kv_heads, key_heads = draw.choice((1, 2)), draw.choice((1, 2))
     layers = draw.randint(2, 4)
     # transformers needs one layer of each type.
@@ -136,6 +138,47 @@ def _glm(draw: random.Random) -> dict[str, Any]:
         "index_topk": pool * draw.choice((1, 3, 100)),
         "index_n_heads": 24,  # of few, all may be negative, so that scores of 0 tie
         "index_head_dim": draw.choice((16, 32)),
+        "hc_mult": draw.choice((2, 4)),
+        "hc_eps": draw.choice((1e-6, 1e-2)),
+        "hc_sinkhorn_iters": draw.choice((1, 5)),
+    }
+
+
+def _v4(draw: random.Random) -> dict[str, Any]:
+    """Draw the keys of DeepSeek-V4, whose layers keep entries of groups, and the tokens of an incomplete one."""
+    kinds = ("compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention")
+    layers, groups, experts = draw.randint(3, 5), draw.choice((1, 2, 4)), draw.choice((4, 8))
+    types = [*kinds, *draw.choices(kinds, k=layers - 3)]
+    draw.shuffle(types)
+    head_dim, rope = draw.choice((24, 32)), {"rope_type": "default"}
+    if draw.random() < 0.5:
+        rope = {"rope_type": "yarn", "factor": draw.choice((2.0, 8.0)), "original_max_position_embeddings": 32}
+    return {
+        **SIZES,
+        "hidden_size": draw.choice((32, 48)),
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "mlp_layer_types": [draw.choice(("hash_moe", "moe")) for _ in types],
+        "compress_rates": {kinds[0]: draw.choice((1, 4, 8)), kinds[1]: draw.choice((2, 8, 16))},
+        "num_attention_heads": groups * draw.choice((1, 2)),
+        "head_dim": head_dim,
+        "partial_rotary_factor": draw.choice((8, 16)) / head_dim,
+        "rope_theta": draw.choice((100.0, 1e4)),
+        "compress_rope_theta": draw.choice((1e3, 1e5)),
+        "rope_parameters": rope,
+        "q_lora_rank": draw.choice((16, 24)),
+        "o_groups": groups,
+        "o_lora_rank": draw.choice((8, 12)),
+        "sliding_window": draw.choice((1, 5, 30)),
+        "index_topk": draw.choice((1, 3, 100)),  # less than most contexts, or more than all
+        "index_n_heads": 24,  # of few, all may be negative, so that scores of 0 tie
+        "index_head_dim": draw.choice((16, 32)),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": draw.randint(1, experts // 2),
+        "moe_intermediate_size": draw.choice((16, 24)),
+        "swiglu_limit": draw.choice((0.5, 10.0)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-3)),
         "hc_mult": draw.choice((2, 4)),
         "hc_eps": draw.choice((1e-6, 1e-2)),
         "hc_sinkhorn_iters": draw.choice((1, 5)),

@@ -91,9 +91,11 @@ def test_prefill_whole_and_in_chunks(saved: Any, tmp_path_factory: Any, family: 
         runner.slots.give_back([slot])
 
 
-@thorough(MODE, r"\[(graph-0|piecewise-0-(Qwen3N|Kimi|Glm)|piecewise_eager-0-Qwen3_5T|inductor-2-Qwen3_5T)")
+@thorough(MODE, r"\[(graph-0|piecewise-0-(Qwen3N|Kimi|Glm|Deep)|piecewise_eager-0-Qwen3_5T|inductor-2-Qwen3_5T)")
 @thorough(EXHAUSTIVE, r"\[(eager-[1-9]|[gp]\w+-[1-9]|\w+-\d\d-)")
-@thorough(EXHAUSTIVE, r"\[(piecewise-0-Qwen3_5|piecewise_eager-0-(Qwen3N|Qwen3_5M|Kimi|Glm)|inductor-(?!2-Qwen3_5T))")
+@thorough(
+    EXHAUSTIVE, r"\[(piecewise-0-Qwen3_5|piecewise_eager-0-(Qwen3N|Qwen3_5M|Kimi|Glm|Deep)|inductor-(?!2-Qwen3_5T))"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("mode", "seed"),
