@@ -28,6 +28,8 @@ class DeepseekV4Config(DecoderConfig):
 
     Attributes:
         layer_types: whether a layer attends to a window alone, beside it to entries that an index selects, or to all.
+        compress_ratios: the tokens of an entry of each layer, if there are no ``layer_types``.
+        num_hash_layers: the number of first layers with a table, if there are no ``mlp_layer_types``.
         compress_rates: the tokens of an entry, by the type of a layer.
         sliding_window: the window of all layers.
         index_topk: the number of selected entries.
@@ -44,6 +46,8 @@ class DeepseekV4Config(DecoderConfig):
     head_dim: int = 512
     qk_rope_head_dim: int = attrs.field(validator=SIZE)
     layer_types: tuple[LayerKind, ...] = attrs.field(validator=check_layer_types)
+    compress_ratios: tuple[int, ...] | None = attrs.field(default=None, eq=False)
+    num_hash_layers: int = attrs.field(default=3, validator=ge(0), eq=False)
     compress_rates: dict[str, int] = attrs.field(factory=dict)
     sliding_window: int = attrs.field(default=128, validator=SIZE)
     q_lora_rank: int = attrs.field(default=1024, validator=SIZE)
@@ -75,8 +79,9 @@ class DeepseekV4Config(DecoderConfig):
             raise ValueError(f"o_groups, {self.o_groups}, does not divide num_attention_heads")
         if missing := [each for each in self.layer_types if self.group(each) < 1 and each != SLIDING]:
             raise ValueError(f"compress_rates has no number of tokens, 1 or more, for {missing[0]}")
-        if self.qk_rope_head_dim > self.index_head_dim:
-            raise ValueError(f"index_head_dim, {self.index_head_dim}, is less than the rotated {self.qk_rope_head_dim}")
+        for name in ("head_dim", "index_head_dim"):
+            if (size := getattr(self, name)) < self.qk_rope_head_dim:
+                raise ValueError(f"{name}, {size}, is less than qk_rope_head_dim, {self.qk_rope_head_dim}")
 
     def group(self, layer_type: str) -> int:
         """Return the tokens of an entry in layers of a type; 0 for no entries."""
@@ -92,33 +97,36 @@ class DeepseekV4Config(DecoderConfig):
         """Read a checkpoint's config.json. Without types of layers, they are those of the published models."""
         given = {key: value for key, value in config.items() if value is not None}
         count, head_dim = _number(given, "num_hidden_layers", 0), _number(given, "head_dim", 512)
-        ratios, hashed = given.pop("compress_ratios", None), _number(given, "num_hash_layers", 3)
+        ratios, hashed = given.get("compress_ratios"), _number(given, "num_hash_layers", 3)
         kinds: list[Any] = [HEAVY, HEAVY, *[HEAVY, SPARSE] * count]
         if isinstance(ratios, list | tuple):
             kinds = [KINDS.get(each) if type(each) is int else each for each in ratios]
+        rotated = given.get("qk_rope_head_dim")
+        fits = type(rotated) is int and 1 <= rotated <= head_dim
+        if rotated is None or (fits and "partial_rotary_factor" in given):
+            given.pop("qk_rope_head_dim", None)
         given = cls.with_defaults(
             given,
             intermediate_size=given.get("moe_intermediate_size", 2048),
             layer_types=kinds[:count],
             mlp_layer_types=(["hash_moe"] * hashed + ["moe"] * count)[:count],
             compress_rates={SPARSE: given.pop("compress_rate_csa", 4), HEAVY: given.pop("compress_rate_hca", 128)},
-            partial_rotary_factor=_number(given, "qk_rope_head_dim", 64) / max(head_dim, 1),
+            partial_rotary_factor=rotated / head_dim if rotated is not None and fits else 64 / 512,
         )
         table, scaling = given.get("rope_parameters"), given.pop("rope_scaling", None)
         given["rope_parameters"] = _ropes(given, table or scaling or {})
         if table and scaling and table != scaling:
             given["rope_scaling"] = scaling  # which RopeParameters refuses, like a table that is none
-        unread = {"compress_rope_theta", "num_hash_layers"}
-        given = {key: value for key, value in given.items() if key not in unread}
+        given.pop("compress_rope_theta", None)
         rope, main = (RopeParameters.from_config(given, each) for each in (COMPRESS, MAIN))
-        given["qk_rope_head_dim"] = rope.width(head_dim)
+        given.setdefault("qk_rope_head_dim", max(rope.width(head_dim), 1))
         return attrs.evolve(super().from_config(given, COMPRESS), main_rope=main)
 
 
 def _number(given: Mapping[str, Any], key: str, default: int) -> int:
-    """Return a small number of config.json; 0 for something else, which the layers refuse."""
+    """Return a number of config.json; 0 for one that is none or too large, which the validators refuse."""
     found = given.get(key, default)
-    return min(max(found, 0), 1 << 16) if type(found) is int else 0
+    return found if type(found) is int and 0 <= found < 1 << 16 else 0
 
 
 def _ropes(given: Mapping[str, Any], flat: Any) -> Any:

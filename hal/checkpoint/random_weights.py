@@ -27,8 +27,9 @@ from hal.quantization.checkpoint_format import config_keys
 class RandomCheckpoint(Checkpoint):
     """A checkpoint whose values are generated on reading, and depend only on a tensor's name and shape.
 
-    Matrices are scaled to preserve the magnitude of hidden states; vectors are ones, as initial norm weights are. It
-    measures speed, or is loaded where a training loop brings the weights later (:func:`hal.replace_weights`).
+    Matrices are scaled to preserve the magnitude of hidden states; vectors are ones, as initial norm weights are.
+    Integers count along the last dimension, so that the experts of a token in a table differ. It measures speed, or is
+    loaded where a training loop brings the weights later (:func:`hal.replace_weights`).
     """
 
     @classmethod
@@ -62,14 +63,21 @@ class RandomCheckpoint(Checkpoint):
                 f"{name} has {key} in config.json, and random weights are not quantized",
                 "remove the key, or load the checkpoint's own weights",
             )
-        pieces = [piece for binding in bindings_of(meta_model(config)) for piece in binding.pieces()]
-        tensors = {piece.source: TensorInfo(Path(name), piece.source_shape, "BF16") for piece in pieces}
+        tensors = {
+            piece.source: TensorInfo(Path(name), piece.source_shape, "BF16" if floating else "I32")
+            for binding in bindings_of(meta_model(config))
+            for floating in [binding.tensor.is_floating_point()]
+            for piece in binding.pieces()
+        }
         return cls(Path(name), config, tensors)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors in that order, on the CPU in the checkpoint's dtype."""
         for name in names:
             shape = self.tensors[name].shape
+            if not self.tensors[name].is_floating_point:
+                yield name, torch.arange(shape[-1], dtype=torch.int32).expand(shape).contiguous()
+                continue
             values = torch.ones(shape, dtype=self.dtype)
             if len(shape) > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

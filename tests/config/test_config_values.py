@@ -86,6 +86,16 @@ LATENT = {
     "num_key_value_heads": CONFIG["num_attention_heads"],
 }
 """The sizes of families with latent attention, which have no defaults."""
+COMPRESSED = {
+    **dict.fromkeys(("index_head_dim", "index_n_heads", "index_topk", "moe_intermediate_size", "q_lora_rank"), 16),
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 1,
+    "o_groups": 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "num_hash_layers": 0,  # random weights are no table of experts
+}
+"""The sizes of attention to compressed entries, whose defaults are large."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 """The keys of sizes that are large by default."""
 LLAMA = "LlamaForCausalLM"
@@ -115,7 +125,9 @@ def config_of(architecture: str) -> dict[str, Any]:
     experts = {key: 8 for key in EXPERTS if key in declared(architecture)}
     latent = LATENT if "kv_lora_rank" in declared(architecture) else {}
     config |= {key: value for key, value in latent.items() if key in declared(architecture)}
-    if not latent and "index_n_heads" in declared(architecture):
+    if "compress_rates" in declared(architecture):
+        config |= COMPRESSED
+    elif not latent and "index_n_heads" in declared(architecture):
         config["index_n_heads"] = CONFIG["num_key_value_heads"]
     return config | experts | ({"num_experts_per_tok": 2} if experts else {})
 

@@ -41,6 +41,9 @@ def write(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     weights = {}
     for key, info in hal.RandomCheckpoint.of(name, config).tensors.items():
         noise = _noise(key, info.shape, seed)
+        if not info.is_floating_point:  # a table of experts
+            weights[key] = noise.argsort(-1).int()
+            continue
         if ".experts." in key:
             same = _noise(re.sub(r"\.\d+\.(?=\w+\.weight$)", ".", key), info.shape, seed)
             noise = (same[:1] if len(info.shape) == 3 else same) + DISTANCE * noise

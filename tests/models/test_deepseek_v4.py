@@ -67,7 +67,7 @@ def test_the_published_spelling_of_the_config() -> None:
         ("expert_dtype", "fp4", "expert_dtype"),
         ("scoring_func", "softmax", "scoring_func"),
         ("o_groups", 7, "o_groups, 7, does not divide num_attention_heads"),
-        ("index_head_dim", 32, "index_head_dim, 32, is less than the rotated 64"),
+        ("index_head_dim", 32, "index_head_dim, 32, is less than qk_rope_head_dim, 64"),
         ("compress_ratios", [0, 64, 4, 128, 4], "layer_types"),
         ("compress_rates", {"compressed_sparse_attention": 4}, "for heavily_compressed_attention"),
     ],

@@ -26,6 +26,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "MiniMax-M3",
         "DeepSeek-V3",
         "DeepSeek-V3.2",
+        "DeepSeek-V4-Flash",
         "GLM-5.2",
         "GLM-5.3-Flash",
         "Kimi-Linear-48B-A3B-Instruct",
