@@ -98,9 +98,13 @@ KERNELS: dict[str, Kernel] = {
 }
 
 INDUCTOR = (
+    "attend_chosen",
+    "attend_compressed",
     "attend_selected",
     "causal_conv1d",
     "channel_delta_rule",
+    "collapse_streams",
+    "expand_streams",
     "expert_mlp",
     "gated_delta_rule",
     "grouped_linear",
@@ -110,7 +114,9 @@ INDUCTOR = (
     "multi_head_latent_attention",
     "packed_attention",
     "paged_attention",
+    "pool_groups",
     "quantized_paged_attention",
+    "select_blocks",
     "select_keys",
     "store_kv_cache",
     "store_latent_cache",

@@ -87,11 +87,7 @@ def select_blocks(
 
     Source: MiniMax, the published code of MiniMax-M3, 2026.
     """
-    if top < 1 or group < 1 or not 0 <= local <= top:
-        raise OperationError(
-            f"select_blocks selects {top} blocks of {group} positions, with the last {local}",
-            "set top and group to 1 or more, and local to a number from 0 to top",
-        )
+    check_blocks(top, group, local)
     sequence, position = places_of(query.shape[0], query_start_loc, kv_lens)
     keys = index_cache[block_table.long()].flatten(1, 2)[sequence].float()
     number, last = torch.arange(keys.shape[1], device=query.device), position[:, None, None]
@@ -105,6 +101,15 @@ def select_blocks(
     found = chosen.unsqueeze(-1) * group + torch.arange(group, device=query.device)
     found = torch.where(found <= last.unsqueeze(-1), found, PAST_THE_END).flatten(2).to(torch.int32).sort(-1).values
     return torch.where(found == PAST_THE_END, -1, found)
+
+
+def check_blocks(top: int, group: int, local: int) -> None:
+    """Raise OperationError unless a selection can have these numbers of blocks, positions of each, and last ones."""
+    if top < 1 or group < 1 or not 0 <= local <= top:
+        raise OperationError(
+            f"select_blocks selects {top} blocks of {group} positions, with the last {local}",
+            "set top and group to 1 or more, and local to a number from 0 to top",
+        )
 
 
 def _attend_samples(draw: Draw) -> Iterator[Sample]:
@@ -176,11 +181,7 @@ def attend_chosen(
     Source: MiniMax, the published code of MiniMax-M3, 2026.
     """
     kv_heads, choices, block_size = key_cache.shape[2], positions.shape[1], key_cache.shape[1]
-    if kv_heads % choices or query.shape[1] % kv_heads:
-        raise OperationError(
-            f"attend_chosen has {choices} choices for {kv_heads} key heads and {query.shape[1]} heads",
-            "use numbers of which each divides the next",
-        )
+    check_choices(choices, kv_heads, query.shape[1])
     _, owner = owners(query.shape[0], query_start_loc)
     table = block_table.long()[owner.clamp(max=block_table.shape[0] - 1)]
     chosen = positions.long().repeat_interleave(kv_heads // choices, 1)  # [tokens, num_kv_heads, selected]
@@ -193,3 +194,12 @@ def attend_chosen(
     weights = scores.masked_fill(hidden.unsqueeze(2), float("-inf")).softmax(-1).masked_fill(hidden.unsqueeze(2), 0.0)
     result: Tensor = weights @ values
     return result.flatten(1, 2).to(query.dtype)
+
+
+def check_choices(choices: int, kv_heads: int, heads: int) -> None:
+    """Raise OperationError unless the choices divide the key heads, and these the heads."""
+    if kv_heads % choices or heads % kv_heads:
+        raise OperationError(
+            f"attend_chosen has {choices} choices for {kv_heads} key heads and {heads} heads",
+            "use numbers of which each divides the next",
+        )

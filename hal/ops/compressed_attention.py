@@ -100,12 +100,7 @@ def attend_compressed(
 
     Source: DeepSeek-AI, *DeepSeek-V4*, 2026.
     """
-    if window < 1 or latent_cache.shape[1] != group * entry_cache.shape[1]:
-        raise OperationError(
-            f"attend_compressed has a window of {window} tokens, blocks of {latent_cache.shape[1]}, and "
-            f"{entry_cache.shape[1]} entries in each for groups of {group}",
-            "set window to 1 or more, and group to the tokens of a block divided by its entries",
-        )
+    check_window(window, group, latent_cache, entry_cache)
     sequence, position = places_of(query.shape[0], query_start_loc, kv_lens)
     table, last = block_table.long()[sequence], position[:, None]
     near = last + torch.arange(1 - window, 1, device=query.device)
@@ -120,6 +115,16 @@ def attend_compressed(
     scores = (query.float() @ rows.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
     weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
     return (weights @ rows).to(query.dtype)
+
+
+def check_window(window: int, group: int, latent_cache: Tensor, entry_cache: Tensor) -> None:
+    """Raise OperationError unless there is a window, and a block has an entry for each of its groups."""
+    if window < 1 or latent_cache.shape[1] != group * entry_cache.shape[1]:
+        raise OperationError(
+            f"attend_compressed has a window of {window} tokens, blocks of {latent_cache.shape[1]}, and "
+            f"{entry_cache.shape[1]} entries in each for groups of {group}",
+            "set window to 1 or more, and group to the tokens of a block divided by its entries",
+        )
 
 
 def _rows(cache: Tensor, at: Tensor, table: Tensor) -> Tensor:
