@@ -89,9 +89,11 @@ def layer_keys(kind: str, layers: int) -> dict[str, Any]:
     halves = [name for name in ("encoder_layers", "decoder_layers") if hasattr(config, name)]
     whole = "num_layers" if "num_layers" in vars(config) else "num_hidden_layers"  # LongCat-Flash has two in a layer.
     keys: dict[str, Any] = dict.fromkeys(halves or [whole], layers)
-    for name in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types", "intermediate_size", "activation_sparsity_pattern"):
         if isinstance(each := getattr(config, name, None), list):
             keys[name] = each[-1:] * layers
+    if keys.get("mlp_layer_types", [])[-1:] == ["sparse"] and hasattr(config, "first_k_dense_replace"):
+        keys["first_k_dense_replace"] = 0
     if getattr(config, "num_kv_shared_layers", None):
         keys["num_kv_shared_layers"] = 0  # Equal layers have keys of their own.
     return keys

@@ -31,8 +31,16 @@ WIDE: dict[str, Any] = {
     "head_dim": 64,
 }
 """Sizes that the NPU's attention takes."""
-LATENT: dict[str, Any] = {"qk_nope_head_dim": 24, "qk_head_dim": 32}
-"""The same for keys of two parts, of which the other has 8 elements."""
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 128,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "index_head_dim": 128,
+}
+"""The same for latents, keys of two parts, and the keys of an index."""
 Tell = Callable[..., None]
 
 

@@ -122,7 +122,7 @@ def main() -> None:
     for check in given.checks.split(","):
         for kind in listed:
             known = facts.setdefault(kind, {})
-            runs = check == "eager" or (known.get("eager") == "yes" and (check != "beside" or known["native"]))
+            runs = check == "eager" or known["native" if check == "beside" else "eager"] in (True, "yes")
             if (CHECKS[check][0] in known and not given.kinds) or not runs:
                 continue
             if time.monotonic() > end:
