@@ -58,6 +58,13 @@ def sparse(**changes: Any) -> Any:
     return torch_npu.npu_sparse_flash_attention(**{**given, "layout_query": "TND", "layout_kv": "PA_BSND", **changes})
 
 
+def store(**changes: Any) -> Any:
+    """Write three tokens to caches of blocks of 16."""
+    given = {"kv": half(3, 1, 1, 576), "gamma": half(512), "cos": half(3, 1, 1, 64), "sin": half(3, 1, 1, 64)}
+    given |= {"index": torch.arange(3).npu(), "k_cache": half(4, 16, 1, 64), "ckv_cache": half(4, 16, 1, 512)}
+    return torch_npu.npu_kv_rmsnorm_rope_cache(**{**given, "cache_mode": "PA_BNSD", **changes})
+
+
 def lens(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32).npu()
 
@@ -114,9 +121,15 @@ def refusals() -> Iterator[Row]:
     yield sparse, {"sparse_block_size": 16}, "sparse_block_size other than 1 is not emulated"
     yield sparse, {"key": i8(8, 16, 1, 512)}, "key must have the query's dtype"
 
+    blocks = {"k_cache": half(4, 8, 1, 64), "ckv_cache": half(4, 8, 1, 512)}
+    yield store, blocks, "a multiple of 16, but have 8 and 8"
+    yield store, {"ckv_cache": half(4, 32, 1, 512)}, "equally many tokens, a multiple of 16, but have 16 and 32"
+    few = {"k_cache": half(2, 16, 1, 64), "ckv_cache": half(2, 16, 1, 512)}
+    yield store, few, r"at least ceil\(S / block_size\) \* B = 3 blocks, but have 2"
+
 
 def test_refusals() -> None:
-    check_works((decode, plain, indexer, sparse))
+    check_works((decode, plain, indexer, sparse, store))
     indexer(weights=f32(3, 8))
     packed(17)
     check_refused(refusals())

@@ -89,7 +89,8 @@ void QkvRmsNormRopeCache(In qkv, In q_gamma, In k_gamma, In cos, In sin, In slot
 
 DOCUMENTED(
     "ops-transformer: posembedding/kv_rms_norm_rope_cache/docs/aclnnKvRmsNormRopeCache.md"
-    "; ops-transformer: posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_ds_tiling.cpp (the widths)");
+    "; ops-transformer: posembedding/kv_rms_norm_rope_cache/op_host/kv_rms_norm_rope_cache_ds_tiling.cpp (the widths)"
+    "; op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_rmsnorm_rope_cache.md (the number of blocks)");
 // For multi-head latent attention. The first part of kv is normalized; the second, whose pairs are adjacent, is
 // rotated.
 void check_kv(In kv, In gamma, In cos, In sin, In index, InOut k_cache, InOut c_cache, In k_scale, In c_scale,
@@ -123,6 +124,14 @@ void check_kv(In kv, In gamma, In cos, In sin, In index, InOut k_cache, InOut c_
                 "k_cache and ckv_cache must be contiguous, with 4 dimensions, the last of 64 and 512 elements, but one "
                 "has shape " +
                 c10::str(cache->sizes()));
+    if (mode.value == "Norm") return;
+    int64_t block = k_cache.size(1), needed = (kv.size(2) + block - 1) / block * kv.size(0);
+    if (block % 16 || c_cache.size(1) != block)
+        throw Refused("the caches must have blocks of equally many tokens, a multiple of 16, but have " +
+                      number(block) + " and " + number(c_cache.size(1)));
+    if (k_cache.size(0) < needed)
+        throw Refused("the caches must have at least ceil(S / block_size) * B = " + number(needed) +
+                      " blocks, but have " + number(k_cache.size(0)));
 }
 
 at::Tensor kv_cache_rows(const In& cache, const Text& mode) {
