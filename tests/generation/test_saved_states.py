@@ -22,9 +22,9 @@ from hal.step.block_allocator import BlockAllocator, PrefixCache, SavedStates
 VOCAB, INTERVAL = 96, 32
 
 
-@pytest.fixture(scope="module", params=["Qwen3.5-0.8B", "GLM-5.3-Flash"])
+@pytest.fixture(scope="module", params=["Qwen3.5-0.8B", "GLM-5.3-Flash", "DeepSeek-V4-Flash"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with recurrent layers; that of GLM-5.3 also keeps the incomplete groups of an index."""
+    """A model with recurrent layers, or, like that of GLM-5.3 too, with tokens of incomplete groups."""
     path = published_configs.write(tmp_path_factory.mktemp("saved") / "model", request.param)
     config = json.loads((path / "config.json").read_text())
     if "Qwen" in request.param:
@@ -68,7 +68,7 @@ def drawn(seed: int, count: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(count)]
 
 
-@thorough(MODE, r"piecewise|GLM-5.3-Flash-graph")
+@thorough(MODE, r"piecewise|Flash-graph")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 def test_a_resumed_prompt_gets_the_logits_of_a_whole_one(hybrid: Path, compiler: str) -> None:
     common = drawn(1, 70)
@@ -86,7 +86,7 @@ def test_a_resumed_prompt_gets_the_logits_of_a_whole_one(hybrid: Path, compiler:
     assert texts(open_runner(hybrid, saved=None, compiler=compiler), [second]) == expected
 
 
-@thorough(FAMILY, "GLM")
+@thorough(FAMILY, "Flash")
 def test_many_prompts_of_few_beginnings_get_the_tokens_that_they_get_alone(hybrid: Path) -> None:
     """Beginnings of one another, alone and together, with fewer slots than places, beside sequences that decode."""
     draw = random.Random(7)
@@ -178,7 +178,7 @@ def test_a_prefix_ends_where_states_are_saved(kept: tuple[SavedStates, dict[int,
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        ({}, r"\w+ keeps matrix per sequence, and cache.saved_states gives no room"),
+        ({}, r"\w+ keeps (matrix|tail) per sequence, and cache.saved_states gives no room"),
         ({"saved_states": 0}, "saved_states must be at least 1, not 0"),
         ({"saved_states": 2, "saved_states_interval": 24}, "24, no multiple of the block size 16"),
     ],

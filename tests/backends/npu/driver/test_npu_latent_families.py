@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "DeepSeek-V3.2": ({**LATENTS, **INDEX}, {SELECT: 24, ATTEND: 24}),
     "GLM-5": (GLM, {SELECT: 24, ATTEND: 24}),
     "GLM-5.2": (GLM, {SELECT: 16, ATTEND: 32}),
+    "DeepSeek-V4-Flash": ({}, {}),
     "Kimi-Linear-48B-A3B-Instruct": (LATENTS, {DECODE: 6, PROMPT: 2}),
     "MiniMax-M3": ({}, {}),
 }
@@ -67,7 +68,7 @@ def generated(runner: hal.Runner) -> list[int]:
     return tokens
 
 
-@thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|GLM-5\]|Kimi|MiniMax)")
+@thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|DeepSeek-V4|GLM-5\]|Kimi|MiniMax)")
 @thorough(MODE, r"\[(graph|npugraph_ex)-(DeepSeek-V3\.2|GLM-5\.2)")
 @thorough(EXHAUSTIVE, r"\[(graph|npugraph_ex)-(DeepSeek-V2|GLM-5\])")
 @pytest.mark.parametrize("name", FAMILIES)
