@@ -101,6 +101,11 @@ class Fp8Blocks(CheckpointFormat):
             return None
         if (kind := section.value("fmt", default="e4m3")) != "e4m3":
             raise ConfigError(f"{section.name} has fmt {kind!r:.60}, which hal does not support", "use e4m3")
+        if (kind := section.value("expert_dtype", default="fp8")) != "fp8":
+            raise ConfigError(
+                f"{section.name} has expert_dtype {kind!r:.60}, which hal does not read beside float8",
+                "use a checkpoint whose experts are in fp8, or unquantized",
+            )
         block = section.value("weight_block_size")
         strategy, scales = ("tensor", "weight_scale") if block is None else ("block", "weight_scale_inv")
         form = in_blocks({"strategy": strategy, "block_structure": block})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hal.models.deepseek_v4_config import DeepseekV4Config
-from helpers.comparison import TOLERANCE, difference, their_logits
+from helpers.comparison import TOLERANCE, difference, rewritten, their_logits
 from helpers.random_hybrids import build, draw_config
 from helpers.reference import open_runner
 from safetensors.torch import load_file, save_file
@@ -75,6 +75,17 @@ def test_the_published_spelling_of_the_config() -> None:
 def test_what_is_refused(key: str, value: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         DeepseekV4Config.from_config({**PUBLISHED, key: value})
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_experts_in_fp4_are_refused(beside: bool, tmp_path: Path) -> None:
+    """The published config.json says it beside the table, that of version 4.1 in it."""
+    build(tmp_path / "model", FAMILY, 0)
+    table, experts = {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"expert_dtype": "fp4"}
+    changes = {"quantization_config": table, **experts} if beside else {"quantization_config": {**table, **experts}}
+    path = rewritten(tmp_path / "model", tmp_path, lambda config: config.update(changes))
+    with pytest.raises(ConfigError, match="expert_dtype"):
+        open_runner(path)
 
 
 @pytest.mark.parametrize("spelling", ["published", "module names"])
