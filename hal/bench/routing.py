@@ -17,6 +17,8 @@ from hal.nn.weights.weight import Weight
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 
+ROUTES = ("softplus_route", "topk_route")
+"""The operations that choose the experts of tokens, as their second results."""
 EXPERTS = "num_experts"
 """Axis of the declared weights that hold one matrix per expert."""
 
@@ -41,7 +43,7 @@ def recorded() -> Iterator[list[Routing]]:
     found: list[Routing] = []
 
     def wrap(operation: Operation, kernel: Kernel) -> Kernel:
-        if operation.name != "topk_route":
+        if operation.name not in ROUTES:
             return kernel
 
         def recording(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +162,7 @@ def _routed(model: nn.Module, routings: Sequence[Routing]) -> Iterator[tuple[str
         raise BenchmarkError(
             f"the model has {len(projections)} projections with the axis {EXPERTS}, but a step chose experts "
             f"{len(routings)} times, so the floor cannot count the weights that it read",
-            "call topk_route once in each sparse layer, and give each the same number of such projections",
+            f"call {' or '.join(ROUTES)} once in each sparse layer, and give each the same number of such projections",
         )
     for index, (path, tensors) in enumerate(projections.items()):
         yield path, tensors, routings[index * len(routings) // len(projections)]

@@ -527,6 +527,9 @@ class TestFloor:
             for logits in (alike, apart):
                 hal.ops.topk_route(logits, None, 1, False, True, 1.0, 1, 1, 1)
         assert found == [routing.Routing(1, 4), routing.Routing(4, 4)]
+        with routing.recorded() as found:
+            ops.softplus_route(torch.zeros(2, 4), None, torch.tensor([[0, 3], [3, 1]]).int(), 2, 1.0)
+        assert found == [routing.Routing(3, 4)]
 
     def test_quantized_weights_have_their_own_size(self, tmp_path: Path) -> None:
         plain = hal.Checkpoint.open(ROOT / "checkpoints/tiny-python")
