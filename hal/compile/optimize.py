@@ -15,6 +15,7 @@ from torch import fx
 from hal import ops
 from hal.compile.collective_calls import called, collectives_of_one
 from hal.compile.fx.clean import CLEANUPS, common_subexpressions
+from hal.compile.fx.symbolic_sizes import value
 from hal.compile.lower import hoist_preparations, lower, source_of
 from hal.compile.pass_manager import PassManager, Report
 from hal.compile.recognize.recognition import recognition_passes
@@ -55,7 +56,7 @@ def unsupported_options(graph: fx.Graph, backend: Backend) -> Counter[tuple[str,
     """Return the calls that a :class:`~hal.vendor.PartialKernel` of the backend does not support.
 
     Returns:
-        The number of calls, by the operation's name and the options that its kernel lacks.
+        The number of calls, by the operation's name and what its kernel lacks: options, else what it composes itself.
     """
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for node, operation in called(graph):
@@ -63,7 +64,10 @@ def unsupported_options(graph: fx.Graph, backend: Backend) -> Counter[tuple[str,
         if isinstance(kernel, PartialKernel | FormKernels):
             given = operation.node_form.signature.bind(*node.args, **node.kwargs)
             given.apply_defaults()
-            if lacks := kernel.unsupported(given.arguments):
+            lacks = kernel.unsupported(given.arguments)
+            if not lacks and isinstance(kernel, PartialKernel) and kernel.composes is not None:
+                lacks = kernel.composes(*map(value, operation.node_arguments(node.args, node.kwargs).values()))
+            if lacks:
                 found[operation.name, lacks] += 1
     return found
 

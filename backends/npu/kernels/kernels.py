@@ -45,6 +45,7 @@ def kernels(device: torch.device, generation: Generation, *, attention: str) -> 
             latent_attention.FusedLatentAttention(fused, prompts=generation.latent_prompts),
             supports=latent_attention.OPTIONS,
             otherwise=latent_attention.composed,
+            composes=latent_attention.lacks,
         ),
         "layer_norm": torch_kernels.layer_norm,
         "mask_logits": MaskLogits(device),

@@ -45,6 +45,29 @@ MOST_QUERIES = 16
 composed = reads_on_device(joining(ComposedAttention()))
 
 
+def lacks(query: Tensor, query_rope: Tensor, latent_cache: Tensor, *rest: Any) -> tuple[str, ...]:
+    """Return what npu_fused_infer_attention_score does not take of a call of ``latent_attention``."""
+    _, heads, rank = query.shape
+    return lacking(
+        (rank == RANK, "latents of {} elements", rank),
+        (query_rope.shape[2] == ROPE_DIM, "rotary rows of {} elements", query_rope.shape[2]),
+        (0 < heads <= MOST_HEADS, "{} heads", heads),
+        (query.dtype is not torch.float32, "queries in {}", query.dtype),
+        blocks_taken(latent_cache),
+    )
+
+
+def blocks_taken(cache: Tensor) -> tuple[bool, str, object]:
+    """Return the check of a cache's block size for :func:`lacking`."""
+    size = cache.shape[1]
+    return size % LEAST_BLOCK == 0 and size <= MOST_BLOCK, "blocks of {} tokens", size
+
+
+def lacking(*checks: tuple[bool, str, object]) -> tuple[str, ...]:
+    """Return the texts of the checks that do not hold, with their values."""
+    return tuple(text.format(value) for holds, text, value in checks if not holds)
+
+
 class FusedLatentAttention:
     """``latent_attention`` with npu_fused_infer_attention_score.
 
@@ -61,13 +84,9 @@ class FusedLatentAttention:
 
     def chosen(self, query: Tensor, query_rope: Tensor, latent_cache: Tensor, *rest: Any) -> Kernel:
         """Return the kernel of a call."""
-        starts, block_size = rest[4].tolist(), latent_cache.shape[1]
+        starts = rest[4].tolist()
         fits = (
-            (query.shape[2], query_rope.shape[2]) == (RANK, ROPE_DIM)
-            and 0 < query.shape[1] <= MOST_HEADS
-            and block_size % LEAST_BLOCK == 0
-            and block_size <= MOST_BLOCK
-            and query.dtype is not torch.float32
+            not lacks(query, query_rope, latent_cache)
             and len(starts) - 1 <= MAX_PACKED
             and (self._prompts or max(after - before for before, after in pairwise(starts)) <= MOST_QUERIES)
         )

@@ -20,7 +20,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.vendor import PreparingKernel
 
 from ..soc import Generation
-from .latent_attention import LEAST_BLOCK, MOST_BLOCK, MOST_HEADS, RANK, ROPE_DIM
+from .latent_attention import MOST_HEADS, RANK, ROPE_DIM, blocks_taken, lacking
 from .recurrence import Constants
 
 INDEX_DIM, MOST_INDEX_HEADS = 128, 64
@@ -53,16 +53,6 @@ def _rows(slot_mapping: Tensor) -> Tensor:
 def store_index_cache(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :func:`hal.ops.store_index_cache`. Slots are int64, in rows of one."""
     torch_npu.npu_scatter_nd_update_(index_cache.view(-1, index_cache.shape[-1]), slot_mapping, key)
-
-
-def _blocks(cache: Tensor) -> tuple[bool, str, object]:
-    size = cache.shape[1]
-    return size % LEAST_BLOCK == 0 and size <= MOST_BLOCK, "blocks of {} tokens", size
-
-
-def _lacking(*checks: tuple[bool, str, object]) -> tuple[str, ...]:
-    """Return the texts of the checks that do not hold, with their values."""
-    return tuple(text.format(value) for holds, text, value in checks if not holds)
 
 
 class SparseAttention:
@@ -211,12 +201,12 @@ class SparseAttention:
         """Return what npu_lightning_indexer does not support of a call of ``select_keys``."""
         most, *further = LARGEST_BUDGETS
         _, heads, width = query.shape
-        return _lacking(
+        return lacking(
             (width == INDEX_DIM, "index keys of {} elements", width),
             (heads in self._generation.index_heads, "{} index heads", heads),
             (query.dtype is not torch.float32, "queries in {}", query.dtype),
             (weights.dtype is query.dtype or self._generation.wide_index_weights, "weights in {}", weights.dtype),
-            _blocks(index_cache),
+            blocks_taken(index_cache),
             (group == 1, "groups of {} tokens", group),
             (0 < budget <= most or budget in further, "the budget {}", budget),
         )
@@ -225,12 +215,12 @@ class SparseAttention:
         """Return what npu_sparse_flash_attention does not support of a call of ``attend_selected``."""
         _, heads, rank = query.shape
         power = heads & (heads - 1) == 0 or self._generation.any_sparse_heads
-        return _lacking(
+        return lacking(
             (rank == RANK, "latents of {} elements", rank),
             (query_rope.shape[2] == ROPE_DIM, "rotary rows of {} elements", query_rope.shape[2]),
             (heads <= MOST_HEADS and power, "{} heads", heads),
             (query.dtype is not torch.float32, "queries in {}", query.dtype),
-            _blocks(latent_cache),
+            blocks_taken(latent_cache),
         )
 
     def _indexed(

@@ -26,6 +26,8 @@ class PartialKernel:
         supports: the names of the options that it supports. Options that a later version of hal adds are not among
             them, so that the kernel does not ignore them.
         otherwise: the kernel of other calls; None for the operation's body.
+        composes: for reports, a function of the operation's arguments, whose tensors may be fake and have symbolic
+            sizes. It returns what ``kernel`` itself runs in smaller operations, such as ``3 heads``; None for nothing.
 
     Raises:
         OperationError: the operation does not have an option in ``supports``.
@@ -35,6 +37,7 @@ class PartialKernel:
     kernel: Kernel
     supports: Collection[str]
     otherwise: Kernel | None = None
+    composes: Callable[..., tuple[str, ...]] | None = None
     _function: Kernel = attrs.field(init=False, repr=False)
 
     @_function.default

@@ -207,6 +207,15 @@ def test_explain_names_what_the_operators_do_not_take(changes: dict[str, Any], r
     assert f"3 x {reason}\n" in result.stdout
 
 
+def test_explain_names_the_sizes_of_latents_that_are_composed(tmp_path: Path) -> None:
+    path = published_configs.write(tmp_path / "model", "DeepSeek-V3", kv_lora_rank=512)
+    result = CliRunner().invoke(main, ["explain", str(path), "--backend", "npu", "--compiler", "graph"])
+    found = (
+        "3 calls of latent_attention run another kernel: the driver's kernel does not support rotary rows of 8 elements"
+    )
+    assert found in result.stdout
+
+
 @thorough(FAMILY, r"\[(?!DeepSeek-V3.2)")
 @pytest.mark.parametrize("label", latent_launches.ROWS)
 def test_the_page_has_the_launches_of_a_layer(label: str, tmp_path: Path) -> None:
