@@ -184,10 +184,11 @@ def _capturing_only(on: Backend, size: int) -> Iterator[None]:
 
 def spec_of_blocks(model: CausalLM, on: Backend, num_blocks: int) -> StateSpec:
     """Return the spec of states of so many blocks."""
+    from hal.execution.state_spec import block_size_for
     from hal.step import StateSpec
 
     dtype = next(model.parameters()).dtype
-    return StateSpec(tuple(model.states), dtype, num_blocks, on.block_size, num_slots=num_blocks)
+    return StateSpec(tuple(model.states), dtype, num_blocks, block_size_for(model, on), num_slots=num_blocks)
 
 
 def print_rewrites(step: OptimizedStep, on: Backend) -> None:

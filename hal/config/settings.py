@@ -138,7 +138,8 @@ class CacheConfig:
             with a scale for each token and head; fp8 is float8 (e4m3). ``auto``: as the checkpoint says, with its
             scales, or else as ``model``.
         num_tokens: the tokens that all sequences together can hold; rounded up to whole blocks.
-        block_size: tokens per block; None (``null``) means the backend's preferred size.
+        block_size: tokens per block; None (``null``) means the backend's preferred size, or the least multiple of it
+            that suits states which groups of tokens share.
         num_sequences: concurrent sequences, for models that keep a state per sequence. Other models have no limit.
         reuse_prefixes: ``generate`` keeps finished prompts in the cache, and a new prompt skips the prefix it shares
             with one of them. The rounding of its logits then depends on earlier prompts, so it is off by default.

@@ -22,7 +22,7 @@ from hal.execution.capture.capture_sizes import (
     queries_to_capture,
 )
 from hal.execution.encoding import most_tokens
-from hal.execution.state_spec import check_fits, check_placed, longest_sequence, spec_of
+from hal.execution.state_spec import block_size_for, check_fits, check_placed, longest_sequence, spec_of
 from hal.nn import CausalLM
 from hal.nn.model import flat_outputs
 from hal.step import LAST, Batch, StateMemory, StateSpec
@@ -189,7 +189,7 @@ def _growths(model: CausalLM, backend: Backend, steps: Sequence[list[int]], long
 
     The steps are padding, on a cache of as many blocks as they name: some kernels check the number.
     """
-    size, device = backend.block_size, backend.device
+    size, device = block_size_for(model, backend), backend.device
     cached = [[longest - lengths[0], *[0] * (len(lengths) - 1)] for lengths in steps]
     blocks = max(
         sum(math.ceil((start + new) / size) for start, new in zip(starts, lengths, strict=True))

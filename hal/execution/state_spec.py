@@ -16,6 +16,7 @@ from hal.device.device import Device
 from hal.device.group import SOLO, Group
 from hal.device.host_capacity import host_memory
 from hal.drivers.backend import Backend
+from hal.drivers.backend_checks import check_block_size
 from hal.errors import ConfigError
 from hal.nn import CausalLM
 from hal.step import StateMemory, StateSpec
@@ -73,6 +74,20 @@ def states_per_sequence(model: CausalLM) -> list[str]:
     return [name for layer in model.states for name, state in layer.items() if state.per is SEQUENCE]
 
 
+def block_size_for(model: CausalLM, backend: Backend) -> int:
+    """Return the tokens per block: those of the configuration, or the fewest that suit the backend and all groups.
+
+    Args:
+        model: the model, whose states may have an entry for each group of tokens.
+        backend: the backend.
+    """
+    size = backend.block_size
+    if backend.config.cache.block_size is None:
+        size = math.lcm(size, *(state.group for layer in model.states for state in layer.values()))
+        check_block_size(backend.name, size, backend.limits.block_sizes)
+    return size
+
+
 def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) -> StateSpec:
     """Return the specification of a model's states, for the tokens and sequences that the backend's config sets.
 
@@ -96,11 +111,12 @@ def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) ->
                 "set cache.saved_states to the number of prefixes to keep, or leave cache.reuse_prefixes out",
             )
         saved = cache.saved_states
+    size = block_size_for(model, backend)
     spec = StateSpec(
         tuple(model.states),
         dtype=next(model.parameters()).dtype,
-        num_blocks=num_blocks or math.ceil(cache.num_tokens / backend.block_size) + DUMMY_BLOCK + 1,
-        block_size=backend.block_size,
+        num_blocks=num_blocks or math.ceil(cache.num_tokens / size) + DUMMY_BLOCK + 1,
+        block_size=size,
         num_slots=cache.num_sequences + DUMMY_SLOT + 1 + saved if in_slots else 0,
         num_saved=saved,
     )

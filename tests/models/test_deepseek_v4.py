@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -117,5 +118,10 @@ def test_a_table_that_names_no_expert_is_refused(tmp_path: Path) -> None:
 
 def test_blocks_are_whole_groups(tmp_path: Path) -> None:
     build(tmp_path, FAMILY, 0)
+    backend = hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 500}})
+    spec = hal.Runner(hal.load_model(tmp_path, backend), backend).spec
+    groups = {state.group for _, _, state in spec.states()}
+    assert len(groups) > 1
+    assert spec.block_size == math.lcm(backend.block_size, *groups)
     with pytest.raises(ConfigError, match=r"for groups of \d+ tokens, and a block has 7"):
         open_runner(tmp_path, block_size=7)
