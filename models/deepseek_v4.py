@@ -1,4 +1,13 @@
-"""DeepSeek-V4, its text model: residual streams, attention to a window and to compressed entries, and experts.
+"""DeepSeek-V4: residual streams, attention to a window and to entries that stand for groups of tokens, and experts.
+
+| part | layers | where |
+|---|---|---|
+| residual | all: streams that hyper-connections mix, and a weighted sum at the end | `HyperDecoderLayer`, `StreamHead` |
+| mixer | those with entries of 4 tokens, some of which an index selects | `CompressedAttention` |
+| mixer | those with entries of 128 tokens, all of which are read | `CompressedAttention` |
+| mixer | those with a window alone | `CompressedAttention` |
+| MLP | the first ones: the experts that a table has for each token, and a shared one | `V4Router`, `SparseMLP` |
+| MLP | the others: the experts with the highest scores, and a shared one | `V4Router`, `SparseMLP` |
 
 Source: DeepSeek-AI, *DeepSeek-V4*, 2026.
 """
