@@ -2,7 +2,7 @@
 
 | part | layers | where |
 |---|---|---|
-| residual | all: streams that hyper-connections mix, and a weighted sum at the end | `HyperDecoderLayer`, `StreamHead` |
+| residual | all: streams that hyper-connections mix, and their weighted sum last | `HyperDecoderLayer`, `StreamHead` |
 | mixer | those with entries of 4 tokens, some of which an index selects | `CompressedAttention` |
 | mixer | those with entries of 128 tokens, all of which are read | `CompressedAttention` |
 | mixer | those with a window alone | `CompressedAttention` |
