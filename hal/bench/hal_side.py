@@ -205,13 +205,23 @@ def _steps(setting: Setting) -> dict[tuple[int, str], Counter[str]]:
     return found
 
 
+PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+"""Keys of config.json with an entry for each layer."""
+
+
 def config_of_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return a config.json for the first layers of a model, or of its text model."""
     if isinstance(text := config.get("text_config"), Mapping):
         return {**config, "text_config": config_of_layers(text, layers)}
     cut: dict[str, Any] = {**config, "num_hidden_layers": layers}
-    if types := cut.get("layer_types"):
-        cut["layer_types"] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    for key in PER_LAYER:
+        if types := cut.get(key):
+            cut[key] = [types[min(index, len(types) - 1)] for index in range(layers)]
+    if isinstance(table := cut.get("linear_attn_config"), Mapping):  # It may list layers by numbers from 1 on.
+        cut["linear_attn_config"] = {
+            key: [number for number in value if number <= layers] if isinstance(value, list) else value
+            for key, value in table.items()
+        }
     return cut
 
 

@@ -1102,3 +1102,13 @@ def test_the_layers_of_a_text_model_in_a_table() -> None:
     text = {"num_hidden_layers": 4, "layer_types": ["a", "b", "a", "b"]}
     cut = config_of_layers({"vision_config": {"depth": 3}, "text_config": text}, 2)
     assert cut == {"vision_config": {"depth": 3}, "text_config": {"num_hidden_layers": 2, "layer_types": ["a", "b"]}}
+
+
+def test_every_list_with_an_entry_for_each_layer_is_cut() -> None:
+    from hal.bench.hal_side import config_of_layers
+
+    table = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "head_dim": 16}
+    types = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "indexer_types": ["full"] * 4}
+    cut = config_of_layers({"num_hidden_layers": 4, **types, "linear_attn_config": table}, 2)
+    assert cut["linear_attn_config"] == {"kda_layers": [1], "full_attn_layers": [2], "head_dim": 16}
+    assert (cut["mlp_layer_types"], cut["indexer_types"]) == (["dense", "sparse"], ["full"] * 2)
