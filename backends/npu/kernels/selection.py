@@ -99,10 +99,11 @@ class SparseAttention:
         kv_lens: Tensor,
         budget: int,
         scale: float,
+        group: int = 1,
     ) -> str | None:
         """Return what CANN's operators do not take of a call of ``select_and_attend``; None if they take it."""
         lacks = {
-            "npu_lightning_indexer": self._selection_lacks(index_query, weights, index_cache, budget, 1),
+            "npu_lightning_indexer": self._selection_lacks(index_query, weights, index_cache, budget, group),
             "npu_sparse_flash_attention": self._attention_lacks(query, query_rope, latent_cache),
         }
         return "; ".join(f"{name} does not take {', '.join(each)}" for name, each in lacks.items() if each) or None
@@ -173,14 +174,15 @@ class SparseAttention:
         kv_lens: Tensor,
         budget: int,
         scale: float,
+        group: int = 1,
     ) -> Tensor:
         """See :func:`hal.ops.select_and_attend`. Two launches, without the sort of :meth:`select_keys`."""
         of_sequences = block_table, query_start_loc[0], kv_lens
         latents = query, query_rope, latent_cache, rope_cache
-        selects = self._selects(index_query, weights, index_cache, kv_lens, budget, 1)
+        selects = self._selects(index_query, weights, index_cache, kv_lens, budget, group)
         if not selects or not self._attends(query, query_rope, latent_cache):
             selected = self.select_keys(
-                index_query, weights, index_cache, block_table, query_start_loc, kv_lens, budget
+                index_query, weights, index_cache, block_table, query_start_loc, kv_lens, budget, group
             )
             return self.attend_selected(*latents, selected, block_table, query_start_loc, scale)
         chosen = self._indexed(index_query, weights, index_cache, *of_sequences, budget)

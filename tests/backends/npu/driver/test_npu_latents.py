@@ -109,13 +109,13 @@ def selections(draw: Draw, query_lens: Sequence[int], kv_lens: Sequence[int], bu
     query, rope, latent_cache, rope_cache, table, starts, lens, *_ = latents(draw, query_lens, kv_lens, heads)
     tokens, block_size = sum(query_lens), latent_cache.shape[1]
     index = draw.normal(tokens, 8, 128), draw.normal(tokens, 8), draw.normal(len(latent_cache), block_size, 128)
-    return *index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, (RANK + ROPE_DIM) ** -0.5
+    return *index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, (RANK + ROPE_DIM) ** -0.5, 1
 
 
 def margins(sample: Sample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the positions that the reference selects, all scores in float32, and each token's least selected one."""
     on_cpu = [each.cpu() if isinstance(each, torch.Tensor) else each for each in sample]
-    query, weights, cache, *_, table, starts, lens, budget, _ = on_cpu
+    query, weights, cache, *_, table, starts, lens, budget, _, _ = on_cpu
     chosen = SELECT.reference(query, weights, cache, table, starts, lens, budget)
     owner = torch.searchsorted(starts[1:].long(), torch.arange(len(query)), right=True)
     keys = cache[table.long()].flatten(1, 2)[owner].float()
@@ -156,7 +156,7 @@ class TestSelection:
     ) -> None:
         backend, sample = npu(), selections(Draw(dtype, "npu"), query_lens, kv_lens, budget)
         chosen, _, _ = margins(sample)
-        attending = (*sample[3:7], chosen.to("npu"), *sample[7:9], sample[-1])
+        attending = (*sample[3:7], chosen.to("npu"), *sample[7:9], sample[-2])
         with backend.counting_launches() as launched:
             check_kernel(ATTEND, dtype, backend.ops.attend_selected, attending)
         assert launched["SparseFlashAttention"] == 1
@@ -167,11 +167,11 @@ class TestSelection:
 
     def test_rows_of_no_sequence(self, npu: Opened) -> None:
         backend = npu()
-        *index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, scale = selections(
+        *index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, scale, group = selections(
             Draw(torch.bfloat16, "npu"), [3, 2], [40, 50], 16
         )
         starts[-1] = 3
-        sample = (*index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, scale)
+        sample = (*index, query, rope, latent_cache, rope_cache, table, starts, lens, budget, scale, group)
         check_kernel(SELECT, torch.bfloat16, backend.ops.select_keys, (*index, table, starts, lens, budget, 1))
         check_kernel(BOTH, torch.bfloat16, backend.ops.select_and_attend, sample)
 
