@@ -17,7 +17,7 @@ import hal
 from hal import ops
 from hal.bench.plan import BenchmarkError, Setting
 from hal.bench.routing import Routing, expert_projections, recorded
-from hal.bench.workload import STORED, Contender, Inputs, Side, prefill, stored_by
+from hal.bench.workload import STORED, Contender, Inputs, Side, prefill, rows_of, stored_by
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import shrink
 from hal.checkpoint.random_weights import RandomCheckpoint, meta_model
@@ -112,6 +112,10 @@ def _fill(runner: hal.Runner, inputs: Inputs, blocks: list[list[int]], in_slots:
             held, declared = inputs.cached(layer), runner.spec.layers[layer]
             for name in (name for name, each in declared.items() if each.per is SEQUENCE):
                 state[name][in_slots] = held[name]
+            for name in rows_of(declared):
+                group = declared[name].group
+                last = slots.view(inputs.batch_size, -1)[:, group - 1 :: group].flatten()
+                ops.store_index_cache(held[name].flatten(0, 1), state[name], last // group)
             for operation in stored_by(declared):
                 names, first = STORED[operation], STORED[operation][0]
                 none = held[first].flatten(0, 1)[..., :0], state[first][..., :0]  # A latent may have no rotated part.

@@ -185,9 +185,9 @@ def model_of(library: Any, config: Mapping[str, Any], dtype: torch.dtype | None 
     keys = dict(config)
     try:
         known = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
+        return library.AutoModelForCausalLM.from_config(known, dtype=dtype)
     except (KeyError, ValueError) as error:
-        raise BenchmarkError(f"transformers does not support the model: {error}", "omit --against") from error
-    return library.AutoModelForCausalLM.from_config(known, dtype=dtype)
+        raise BenchmarkError(f"transformers does not support the model: {error!s:.300}", "omit --against") from error
 
 
 @contextmanager

@@ -40,17 +40,22 @@ SCALES = frozenset({"key_scale", "value_scale"})
 
 
 def stored_by(states: LayerStates) -> list[str]:
-    """Return the operations of :data:`STORED` that write a layer's states per token.
+    """Return the operations of :data:`STORED` that write a layer's states of each token, except those of rows."""
+    return [name for name, written in STORED.items() if written[0] in states and states[written[0]].group == 1]
+
+
+def rows_of(states: LayerStates) -> list[str]:
+    """Return the other states per token, or per group of tokens, each of which ``store_index_cache`` writes.
 
     Raises:
-        BenchmarkError: none writes one of them.
+        BenchmarkError: it does not write one of them.
     """
-    found = [name for name, written in STORED.items() if written[0] in states]
-    known = SCALES.union(*(STORED[name] for name in found))
-    if unknown := [name for name, each in states.items() if each.per is TOKEN and name not in known]:
+    known = SCALES.union(*(STORED[name] for name in stored_by(states)))
+    found = [name for name, each in states.items() if each.per is TOKEN and name not in known]
+    if wrong := [name for name in found if len(states[name].shape) != 1]:
         raise BenchmarkError(
-            f"a layer keeps the state {unknown[0]!r} of each token, which the benchmark cannot fill",
-            f"measure a model whose layers keep {', '.join(sorted(set().union(*STORED.values())))}",
+            f"a layer has the state {wrong[0]!r} of shape {states[wrong[0]].shape}, which the benchmark cannot fill",
+            "measure a model whose other states than keys and values are rows",
         )
     return found
 
@@ -124,7 +129,7 @@ class Inputs:
         """Return what a layer keeps of the sequences, by name.
 
         These are its states: per sequence, each ``[batch, ...]``; per token, each ``[batch, length, ...]`` in the
-        model's dtype, without the scales of quantized ones.
+        model's dtype, without the scales of quantized ones; per group, ``[batch, length // group, ...]``.
 
         Raises:
             BenchmarkError: no operation of :data:`STORED` writes a state.
@@ -138,12 +143,14 @@ class Inputs:
         drawn = min(self.batch_size, DRAWN)
         states, dtype = model.states[layer], self.setting.dtype
         kept = {name: (each.shape, each.dtype or dtype) for name, each in states.items() if each.per is SEQUENCE}
+        others = {name: states[name] for name in rows_of(states)}
+        kept |= {name: ((self.length // each.group, *each.shape), dtype) for name, each in others.items()}
         for operation in stored_by(states):
             names = [name for name in STORED[operation] if name in states]
             kept |= {name: ((self.length, *states[name].shape), dtype) for name in names}
-        rows = torch.arange(self.batch_size, device=device) % drawn
+        repeated = torch.arange(self.batch_size, device=device) % drawn
         return {
-            name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[rows]
+            name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[repeated]
             for name, (shape, kind) in kept.items()
         }
 

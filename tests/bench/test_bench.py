@@ -251,6 +251,9 @@ class TestCheckpoints:
         torch.testing.assert_close(*found)
 
 
+ARCHITECTURES = {"Glm5Next": "Glm5NextForConditionalGeneration", "DeepseekV4": "DeepseekV4ForCausalLM"}
+
+
 def latents(shapes: str) -> dict[str, Any]:
     """Return a small config of one of the shapes of DeepSeek."""
     sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "index_head_dim": 12}
@@ -324,6 +327,21 @@ class TestLatents:
         runner = hal.Runner(hal.load_model(folder, setting.backend), setting.backend)
         blocks = [runner.blocks.take(runner.spec.blocks_for(21)) or [] for _ in texts]
         torch.testing.assert_close(step.step(), runner.step(runner.batch(texts, blocks)).logits, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("family", ["Glm5Next", "DeepseekV4"])
+    def test_entries_of_groups(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers", reason="transformers makes the config")
+        from helpers.random_hybrids import draw_config
+
+        config = {**draw_config(family, 1).to_dict(), "architectures": [ARCHITECTURES[family]]}
+        monkeypatch.setattr(plan, "SHAPES", {"groups": config})
+        setting = plan.prepare(tiny(shapes="groups", length=150, dtype="float32", compilers=("eager", "graph")))
+        ours, inputs = HalSide(setting), Inputs(setting, 3)
+        contenders = [ours.contender(mode, inputs) for mode in ours.modes]
+        for _ in range(2):
+            assert timing.check(contenders, setting.dtype)[0].difference < 1e-4
+        with pytest.raises(BenchmarkError, match="omit --against"):
+            transformers_side.TransformersSide(setting).contender("eager", inputs)
 
     def test_the_floor_reads_what_is_selected(self) -> None:
         """16 + 8 elements of 7 tokens, and 12 of the index of all; queries of 8 + 8 elements and values of 8."""
