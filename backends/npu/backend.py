@@ -27,6 +27,7 @@ from .graph import NpuGraph
 from .kernels import (
     experts,
     fractal,
+    hyper_connections,
     packed_attention,
     quantized,
     quantized_cache,
@@ -102,6 +103,7 @@ class NpuBackend(Backend):
         table = kernels(device.torch, generation, attention=options.attention) | quantized.kernels(device.torch)
         sparse = selection.SparseAttention(device.torch, generation)
         table |= {**recurrence.kernels(device.torch, generation), **sparse.kernels}
+        table |= hyper_connections.kernels(generation)
         self._prepare: dict[Kernel, Prepare] = {table["causal_conv1d"]: recurrence.prepared}
         for name, forms in form_kernels(device.torch, generation, nz=options.nz_weights).items():
             table[name] = FormKernels(name, [(each.takes, each.kernel) for each in forms])

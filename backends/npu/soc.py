@@ -51,6 +51,7 @@ class Generation:
         index_heads: the numbers of heads that npu_lightning_indexer takes; empty without sparse attention.
         wide_index_weights: whether it takes float32 weights.
         any_sparse_heads: whether npu_sparse_flash_attention takes other numbers of heads than powers of two.
+        hyper_connections: whether npu_mhc_pre, npu_mhc_sinkhorn and npu_mhc_post are available.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Generation:
     index_heads: Collection[int] = ()
     wide_index_weights: bool = False
     any_sparse_heads: bool = False
+    hyper_connections: bool = False
 
     def limits(self, max_streams: int | None = None) -> Limits:
         """Return the limits of a backend on this generation."""
@@ -130,6 +132,7 @@ GENERATIONS = (
         expert_groups=(32, 64, 128, 256),
         index_heads=(8, 16, 24, 32, 64),
         any_sparse_heads=True,
+        hyper_connections=True,
     ),
 )
 

@@ -62,7 +62,7 @@ class TestOptions:
     def test_every_operation_has_a_kernel(self, npu: Opened) -> None:
         # CANN has no operators that choose blocks for each key head, pool groups, or attend to these beside a window.
         composed = {"attend_chosen", "attend_compressed", "pool_groups", "select_blocks"}
-        # Those of hyper-connections and of this routing are not yet called.
+        # Those of hyper-connections are for 950 alone, and that of this routing is not yet called.
         composed |= {"collapse_streams", "expand_streams", "softplus_route"}
         assert {each.name for each in ops.catalogue().values() if each.namespace == "hal" and not each.fused} == (
             {each for each in npu().kernels if each in ops.catalogue() and not ops.operation(each).fused} | composed
@@ -210,6 +210,28 @@ for columns in (256, 512):
             "('eager', 'graph', 'npugraph_ex', 'piecewise', 'piecewise_eager')",
             *["True"] * 2,
         ]
+
+    @thorough(PROCESSES)
+    def test_hyper_connections_on_a_950(self) -> None:
+        """Three launches each, unless the operators do not take the streams."""
+        program = """
+from hal.ops import Draw, operation
+from hal.ops.tolerance import assert_agree
+
+backend, taken = opened(dtype="bfloat16"), 0
+for name in ("collapse_streams", "expand_streams"):
+    for given in operation(name).samples(Draw(torch.bfloat16, "npu")):
+        with backend.counting_launches() as launches:
+            found = getattr(hal.ops, name)(*given)
+        own = {each: count for each, count in launches.items() if each.startswith("Mhc")}
+        taken += own in ({"MhcPreV2": 1, "MhcSinkhorn": 1}, {"MhcPost": 1})
+        on_cpu = [each.cpu() if isinstance(each, torch.Tensor) else each for each in given]
+        expected = operation(name).reference(*on_cpu)
+        for one, other in zip(*((each if isinstance(each, tuple) else (each,)) for each in (found, expected))):
+            assert_agree(operation(name), one.dtype, one.cpu(), other)
+print(taken)
+"""
+        assert on_a_soc("Ascend950PR_9599", program) == "5\n"
 
     @thorough(PROCESSES)
     def test_a_310p(self) -> None:
