@@ -37,10 +37,8 @@ from .qwen3_next import HybridConfig, HybridLM, HybridMoeConfig
 class Predictor(Decoder):
     """A decoder that reads the embeddings of the next tokens beside the target's hidden states."""
 
-    def __init__(
-        self, config: DecoderConfig, layers: Iterable[DecoderLayer], *, norm: Norm, embedding_multiplier: float = 1.0
-    ) -> None:
-        super().__init__(config, layers, norm=norm, embedding_multiplier=embedding_multiplier)
+    def __init__(self, config: DecoderConfig, layers: Iterable[DecoderLayer], *, norm: Norm, **options: Any) -> None:
+        super().__init__(config, layers, norm=norm, **options)
         width = config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width), norm(width)
         self.fc = Linear(2 * width, width)

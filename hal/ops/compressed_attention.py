@@ -17,7 +17,7 @@ from hal.ops.selection import paged_places, places_of
 def _samples(draw: Draw) -> Iterator[Sample]:
     for query_lens, kv_lens, heads, head_dim, block_size, group, window, selected in (
         ([1], [1], 4, 32, 16, 4, 5, 3),
-        ([5, 17, 1], [5, 17, 1], 2, 64, 16, 4, 7, 2),  # prefill
+        ([5, 17, 1], [5, 17, 1], 2, 48, 16, 4, 7, 2),  # prefill
         ([3, 16], [21, 48], 1, 96, 16, 4, 8, 6),  # prefill after a cached prefix
         ([1, 1, 1], [33, 16, 90], 16, 512, 16, 8, 20, 4),  # decode
         ([1, 1, 1], [20, 0, 0], 3, 72, 8, 2, 100, 12),  # decode with padding rows, and a window for all

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hal.errors import OperationError
 from hal.ops.declaration.constraints import Draw, Sample
@@ -24,6 +25,7 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         ([9, 2, 0], [11, 24, 8], 40, 4, 1, "mean"),
         ([2, 7, 1], [2, 29, 8], 48, 4, 2, "gate and bias"),  # with the group before
         ([14, 3], [14, 131], 32, 3, 2, "gate"),
+        ([0, 0], [5, 0], 16, 4, 1, "gate and bias"),  # no tokens
     ):
         tokens, features = sum(query_lens), span * dim
         rows = draw.normal(tokens, 2 * features)
@@ -110,8 +112,9 @@ def pool_groups(
         )
     (tokens, features), width = x.shape, span * group
     starts = query_start_loc.long()
-    sequence, position = places_of(tokens, query_start_loc, kv_lens)
-    token = torch.arange(tokens, device=x.device)
+    rows = functional.pad(rows, (0, 0, 0, 1))  # with a token of no sequence, so that there is one
+    sequence, position = places_of(tokens + 1, query_start_loc, kv_lens)
+    token = torch.arange(tokens + 1, device=x.device)
 
     # The tokens that complete a group, in front: sequence i has at most 1 + tokens of i // group of them.
     completes = (position >= 0) & ((position + 1) % group == 0)
@@ -146,4 +149,4 @@ def pool_groups(
     source = writes + (starts[owner + 1] - 1 - writes).clamp(min=0) // width * width
     at = slots.long()[owner], position[writes] % width
     tail[at] = torch.where((position[writes] >= 0).unsqueeze(-1), rows[source], tail[at])
-    return result.to(x.dtype)
+    return result[:tokens].to(x.dtype)

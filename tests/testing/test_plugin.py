@@ -92,7 +92,7 @@ def run(
 
 
 def test_a_passing_run_and_its_table(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "devices/ or streams/")
+    result = run(pytester, "devices/ or [streams/")
     result.assert_outcomes(passed=20)
     result.stdout.fnmatch_lines(
         [
@@ -107,7 +107,7 @@ def test_a_passing_run_and_its_table(pytester: pytest.Pytester) -> None:
 
 @thorough(PROCESSES)
 def test_the_table_of_several_workers(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "streams/", "", "", "cpu", "-n", "2", apart=True)
+    result = run(pytester, "[streams/", "", "", "cpu", "-n", "2", apart=True)
     result.stdout.fnmatch_lines(["streams * 7 * 7 * 0 * 0 * 0"])
 
 
@@ -120,7 +120,7 @@ def test_unsupported_is_tried_and_counts_as_skipped_with_its_reason(pytester: py
 
 
 def test_unsupported_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "streams/", 'unsupported={"streams/o*": "one queue only"}')
+    result = run(pytester, "[streams/", 'unsupported={"streams/o*": "one queue only"}')
     result.assert_outcomes(passed=6, failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -159,14 +159,14 @@ def test_failing_is_expected_to_fail_and_the_smallest_shapes_are_shown(pytester:
 
 
 def test_an_expected_failure_that_passes_is_an_error(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "streams/", 'failing={"streams/order": "issue 12"}')
+    result = run(pytester, "[streams/", 'failing={"streams/order": "issue 12"}')
     result.assert_outcomes(passed=6, failed=1)
     result.stdout.fnmatch_lines(["*XPASS(strict)*issue 12*", "streams * 7 * 6 * 0 * 0 * 1"])
 
 
 @pytest.mark.parametrize("kind", ["untried", "unsupported", "failing"])
 def test_a_pattern_that_matches_nothing_is_an_error(pytester: pytest.Pytester, kind: str) -> None:
-    result = run(pytester, "streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
+    result = run(pytester, "[streams/", f'{kind}={{"operations/rms_nrm/*": "typed in haste"}}')
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
         [

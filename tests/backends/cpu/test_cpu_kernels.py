@@ -28,6 +28,7 @@ from hal.backends.cpu.native.latent_kernels import LATENT_KERNELS
 from hal.backends.cpu.native.processor import processor_flags
 from hal.backends.cpu.native.recurrent_kernels import RECURRENT_KERNELS
 from hal.backends.cpu.native.selection_kernels import SELECTION_KERNELS
+from hal.backends.cpu.native.stream_kernels import STREAM_KERNELS
 from hal.backends.cpu.packing import ROWS, Layout, Measured, Packing, linear
 from helpers.attending import paged_sample
 from helpers.reference import prompts
@@ -349,7 +350,8 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     calls["sample"] += [(*columns[:at], columns[at][:0], *columns[at + 1 :]) for at in range(7)]
     calls["sample"] += [(columns[0][:, :0], *columns[1:]), (columns[0][0], *columns[1:])]
     of_caches = "latent_attention", "quantized_paged_attention", "store_quantized_kv_cache"
-    for name in (*LATENT_KERNELS, *RECURRENT_KERNELS, *SELECTION_KERNELS, "packed_attention", *of_caches):
+    together = *LATENT_KERNELS, *RECURRENT_KERNELS, *SELECTION_KERNELS, *STREAM_KERNELS
+    for name in (*together, "packed_attention", *of_caches):
         first, *others = next(iter(ops.operation(name).samples(Draw())))
         calls[name] = [(first.double(), *others)]
     rule = next(iter(ops.operation("gated_delta_rule").samples(Draw())))
