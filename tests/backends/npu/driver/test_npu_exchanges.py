@@ -59,7 +59,7 @@ def test_where_a_projection_is_fused_with_its_sum(
 
 def test_conditions_of_fused_collectives(npu: Callable[..., hal.Backend], pair: Group) -> None:
     conditions = npu(options={"mc2_rows": 4}).conditions
-    assert set(conditions) == set(FUSED)
+    assert set(conditions) == {*FUSED, "select_and_attend"}
     x, weight, bias = torch.ones(8, 256).half(), torch.ones(16, 256).half(), torch.ones(16).half()
     three = Group("three", 0, 3, object())
     register_group(three)
