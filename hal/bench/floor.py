@@ -2,10 +2,9 @@
 
 A decode step reads every weight and every cached key and value once, at the memory read bandwidth, and reads and writes
 the states per sequence; of a mixture of experts, only the weights of the experts that the batch chooses, and of a cache
-with an index, only what it selects. If their
-products take longer than reading the weights, at the device's highest rate, this time counts in place of the reading. A
-prefill multiplies, at the device's highest rate, or that of a large matmul where the driver does not offer it.
-All rates are measured in the same rounds as the contenders.
+with an index, only what it selects. If the products of the weights take longer than reading them, at the device's
+highest rate, this time counts in place of the reading. A prefill multiplies, at the device's highest rate, or that of a
+large matmul where the driver does not offer it. All rates are measured in the same rounds as the contenders.
 """
 
 from __future__ import annotations

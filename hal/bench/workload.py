@@ -132,7 +132,7 @@ class Inputs:
         model's dtype, without the scales of quantized ones; per group, ``[batch, length // group, ...]``.
 
         Raises:
-            BenchmarkError: no operation of :data:`STORED` writes a state.
+            BenchmarkError: a state is none that the benchmark can fill; see :func:`rows_of`.
         """
         model, device = self.setting.meta, self.setting.backend.device.torch
         if self.prefilled:
@@ -188,6 +188,11 @@ def _kept(
     runner: hal.Runner, written: Mapping[str, Sequence[tuple[Tensor, ...]]], slots: Sequence[int], length: int
 ) -> list[dict[str, Tensor]]:
     """Return what each layer keeps of a sequence, on the CPU."""
+    if others := [name for layer in runner.spec.layers for name in rows_of(layer)]:
+        raise BenchmarkError(
+            f"a layer keeps the state {others[0]!r}, which the benchmark cannot take from a checkpoint's prefill",
+            "measure shapes with random weights (--shapes)",
+        )
     used = [stored_by(layer) for layer in runner.spec.layers]
     rows = {name: iter(_by_layer(name, written[name], sum(name in each for each in used), length)) for name in STORED}
     found: list[dict[str, Tensor]] = []

@@ -343,6 +343,15 @@ class TestLatents:
         with pytest.raises(BenchmarkError, match="omit --against"):
             transformers_side.TransformersSide(setting).contender("eager", inputs)
 
+    def test_entries_of_groups_are_not_taken_from_a_prefill(self, tmp_path: Path) -> None:
+        pytest.importorskip("transformers", reason="transformers makes the checkpoint")
+        from helpers.random_hybrids import build
+
+        build(tmp_path, "Glm5Next", 1)
+        setting = plan.prepare(tiny(shapes=None, checkpoint=str(tmp_path), length=40, compilers=("eager",)))
+        with pytest.raises(BenchmarkError, match="keeps the state 'index', which the benchmark cannot take"):
+            HalSide(setting).prefilled(2)
+
     def test_the_floor_reads_what_is_selected(self) -> None:
         """16 + 8 elements of 7 tokens, and 12 of the index of all; queries of 8 + 8 elements and values of 8."""
         model = random_weights.meta_model({**latents("v3.2"), "first_k_dense_replace": 2})

@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;   // elements; for fewer, starting threads costs more than it gains
-constexpr int64_t kChannels = 64;     // that are pooled at a time
+constexpr int64_t kGrain = 1 << 15;  // elements; for fewer, starting threads costs more than it gains
+constexpr int64_t kChannels = 64;    // that are pooled at a time
 
 // Where a token of a group has its values, the logits of their weights, and what is added to these.
 template <class T, class B>
@@ -34,7 +34,7 @@ void pool(const std::vector<Row<T, B>>& rows, int64_t dim, T* to) {
         };
         for (const auto& row : rows) {
             read(row);
-            for (int64_t i = 0; i < count; i++) most[i] = logits[i] <= most[i] ? most[i] : logits[i];  // keeps a NaN
+            for (int64_t i = 0; i < count; i++) most[i] = std::max(most[i], logits[i]);
         }
         for (const auto& row : rows) {
             read(row);
