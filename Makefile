@@ -18,7 +18,7 @@ VLLM ?= 0.32.0
 VLLM_VENV ?= $(VENV)/vllm-$(VLLM)
 SGLANG ?= 0.5.23
 SGLANG_VENV ?= $(VENV)/sglang-$(SGLANG)
-CUDA_TESTS ?= tests/backends/cuda/emulated $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
+CUDA_TESTS ?= $(wildcard tests/backends/cuda/test_cuda_gpu_*.py)
 
 BIN = $(VENV)/bin
 NPU_BIN = $(NPU_VENV)/bin
@@ -87,13 +87,14 @@ demo-npu: $(NPU_VENV)/.npu
 # last run, it uses to begin with the longest.
 TEST_PYTHON = $(if $(LINUX),$(NPU_BIN),$(BIN))/python
 PYTEST = $(TEST_PYTHON) -m pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-# `make test AREA=ops` runs the tests of one folder: of a room of hal/, or cpu, cuda, npu, driver, emulator.
+# `make test AREA=ops` runs the tests of one folder: of a room of hal/, or cpu, cuda, npu, driver, emulated-cann.
 AREA ?=
-FOLDER = $(or $(patsubst %/,%,$(firstword $(wildcard tests/$(AREA) tests/backends/$(AREA) tests/backends/npu/$(AREA)))),\
+FOLDER = $(or $(patsubst %/,%,$(firstword \
+  $(wildcard tests/$(AREA) tests/backends/$(AREA) tests/backends/npu/$(AREA) $(AREA)/tests))),\
   $(error there is no folder of tests for AREA=$(AREA): see tests/ and tests/backends/))
-# Each needs a process of its own; pytest leaves them out of that of the folder they are in.
-SEPARATE = tests/backends/npu/driver tests/backends/npu/emulator
-RUNS = $(FOLDER) $(filter $(FOLDER)/%,$(SEPARATE))
+# It needs a process of its own; pytest leaves it out of that of the folder it is in.
+SEPARATE = tests/backends/npu/driver
+RUNS = $(FOLDER) $(filter $(FOLDER)/%,$(SEPARATE)) $(if $(AREA),,$(if $(LINUX),emulated-cann/tests))
 
 # Some of each room, of what takes no process of its own, nor a trained model for long.
 UNITS = config/test_config.py device/test_closing.py::test_uses_nest_and_count_by_thread ops/test_declarations.py step nn/test_weights.py \
@@ -130,11 +131,13 @@ test-processors: $(VENV)/.test
 	$(ARM_PYTHON) -m pytest -q tests/backends/cpu/test_cpu_conformance.py -k 'devices or (operations and float32)'
 	ARM_PYTHON=$(ARM_PYTHON) $(TEST_PYTHON) -m pytest -q -rs tests/backends/cpu/test_older_processors.py
 
-# Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone.
+# Downloads some 3 GB: no part of `make test`. CUDA_TESTS='tests/backends/cuda/test_cuda_gpu_graph.py -k memory' runs some alone,
+# and not the emulator's own tests.
+CUDA_PYTEST = $(CUDA_VENV)/bin/emulated-cuda pytest -q -n auto --maxprocesses 8 --dist worksteal
 test-cuda-emulated: export EMULATED_CUDA_DEVICES ?= 2
 test-cuda-emulated: $(CUDA_VENV)/.test
-	PYTHONPATH=tests/backends/cuda $(CUDA_VENV)/bin/python -m emulated \
-	  pytest -q -p emulated.plugin -n auto --maxprocesses 8 --dist worksteal $(CUDA_TESTS)
+	$(if $(filter file,$(origin CUDA_TESTS)),$(CUDA_PYTEST) emulated-cuda/tests)
+	PYTHONPATH=tests/backends/cuda $(CUDA_PYTEST) -p deselected_on_emulator $(CUDA_TESTS)
 
 # Downloads some 3 GB: no part of `make test`.
 test-cuda-build: $(VENV)/.test $(CUDA_BUILD_VENV)/.test
@@ -173,6 +176,7 @@ types: $(VENV)/.dev
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
+	cd emulated-cann && $(abspath $(BIN))/lint-imports
 
 # By the Python of the tests: the tables of the NPU driver's kernels and cases need torch-npu. `.test` is made after `.dev`,
 # and not beside it, because both install into the same environment.
@@ -187,7 +191,7 @@ checkpoint: $(VENV)/.test
 	$(BIN)/python tools/checkpoints/train.py
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info
+	rm -rf $(VENV) docs/_build $(foreach folder,. emulated-cann emulated-cuda,$(addprefix $(folder)/,build dist *.egg-info))
 
 # Older checkouts installed torch-npu here, and beside it `import torch` fails.
 $(VENV)/.base: setup.cfg pyproject.toml
@@ -198,14 +202,15 @@ $(VENV)/.base: setup.cfg pyproject.toml
 	@$(BIN)/python -m pip uninstall --quiet --quiet --yes torch-npu
 	@touch $@
 
-# It sees the packages of $(VENV), and adds torch-npu and hal. pip stops if torch-npu needs another torch than that of $(VENV),
+# It sees the packages of $(VENV), and adds torch-npu, the emulated CANN and hal. pip stops if torch-npu needs another torch than that of $(VENV),
 # and would install that one as well if the command did not name it.
-$(NPU_VENV)/.npu: $(VENV)/.base
-	@echo '== installing torch-npu into $(NPU_VENV)'
+$(NPU_VENV)/.npu: $(VENV)/.base emulated-cann/pyproject.toml
+	@echo '== installing torch-npu and the emulated CANN into $(NPU_VENV)'
 	@test -x $(NPU_BIN)/python || $(BIN)/python -m venv --without-pip $(NPU_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$($(NPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
-	@$(NPU_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --editable '.[npu]' \
+	@$(NPU_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile \
+	  --editable emulated-cann --editable '.[npu]' \
 	  "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 	@touch $@
 
@@ -223,10 +228,10 @@ $(VENV)/.dev: $(VENV)/.base
 # Of the extra `test`, what these tests import. Of what FlashInfer names, only what its Python imports. numpy 2.4
 # takes no array of one element for an integer, and Triton's interpreter has Inductor's loop bounds in such.
 $(CUDA_VENV)/.test: PIP = $(CUDA_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
-$(CUDA_VENV)/.test: setup.cfg pyproject.toml
+$(CUDA_VENV)/.test: setup.cfg pyproject.toml emulated-cuda/pyproject.toml
 	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
 	$(PIP) torch==2.11.0
-	$(PIP) --editable '.[testing,cuda]' hypothesis 'numpy<2.4' pytest-benchmark pytest-xdist \
+	$(PIP) --editable emulated-cuda --editable '.[testing,cuda]' hypothesis 'numpy<2.4' pytest-benchmark pytest-xdist \
 	  transformers
 	$(PIP) --no-deps flashinfer-python==0.7.2.post1 apache-tvm-ffi
 	$(PIP) einops ninja nvidia-ml-py requests tabulate
@@ -235,11 +240,11 @@ $(CUDA_VENV)/.test: setup.cfg pyproject.toml
 $(CUDA_BUILD_VENV)/.test: PIP = $(CUDA_BUILD_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 $(CUDA_BUILD_VENV)/.test: setup.cfg pyproject.toml
 	test -x $(CUDA_BUILD_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_BUILD_VENV)
-	$(PIP) --editable '.[npu]' torch===2.13.0
+	$(PIP) --editable emulated-cann --editable '.[npu]' torch===2.13.0
 	touch $@
 
 # Beside a build of torch for CUDA, the tests on the emulated NPU are skipped.
-WITH_TORCH_NPU = if $(1)/bin/python -c "$$CHECK_BUILD"; then $(PIP) --no-deps torch-npu==2.13.0; fi
+WITH_TORCH_NPU = if $(1)/bin/python -c "$$CHECK_BUILD"; then $(PIP) --no-deps torch-npu==2.13.0 --editable emulated-cann; fi
 
 # torchvision's kernels need the build of torch that it was built with.
 WITH_TORCHVISION = $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) torchvision==0.28.0$(findstring +cpu,$(TORCH)) || { \

@@ -6,10 +6,8 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # These are read when torch is imported, or before. torch would import torch_npu, which fails without CANN.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -20,11 +18,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 
 pytest.register_assert_rewrite("helpers")
+pytest_plugins = ["helpers.thorough_plugin"]
 
-from helpers import ROOT, TESTS, separate, thorough  # noqa: E402
+from helpers import ROOT, separate  # noqa: E402
 from helpers.catalogue import forgetting_operations  # noqa: E402
 from helpers.checkpoints import first_layers  # noqa: E402
-from helpers.durations import Durations  # noqa: E402
 
 import hal  # noqa: E402
 from hal.config.compile_cache import CACHE_DIR, cache_folder  # noqa: E402
@@ -37,15 +35,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Kernels are compiled once, for tests and processes with another home folder, too.
+# Kernels are compiled once, for tests and processes with another home folder, too. The emulated CANN's libraries are
+# where its own tests have them.
 os.environ.setdefault(CACHE_DIR, str(cache_folder("any").parent))
+separate.keep_cache()
 
 # Tracing creates millions of long-lived objects. Garbage collection every 700 objects, the default, takes a tenth of
 # the suite's time.
 gc.set_threshold(20_000, 10, 10)
-
-
-THOROUGH: pytest.StashKey[tuple[Counter[tuple[str, str]], int]] = pytest.StashKey()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,8 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
             # A refused operation must not stop torch_npu's queue for later tests.
             os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
         separate.activate()
-    if config.pluginmanager.hasplugin("cacheprovider"):
-        config.pluginmanager.register(Durations(config), "hal-durations")
 
 
 def pytest_unconfigure() -> None:
@@ -74,14 +69,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if separate.kind_of(module_path) == separate.CORE or not separate.unavailable():
         return None
     return separate.Unavailable.from_parent(parent, path=module_path)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that `make test` leaves out, before -m selects by mark."""
-    ours = [item for item in items if item.path.is_relative_to(TESTS)]
-    thorough.mark(ours, complete=not any("::" in argument for argument in config.args))
-    config.stash[THOROUGH] = thorough.reasons(ours), len(ours)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -149,17 +136,3 @@ def toys_installed() -> Iterator[None]:
 
     with toys.installed(), forgetting_operations(toys.OPERATIONS):
         yield
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--thorough``."""
-    parser.addoption("--thorough", action="store_true", help="count what `make test` leaves to `make test-all`")
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the number of thorough cases, by file and reason."""
-    if config.option.thorough:
-        found, total = config.stash[THOROUGH]
-        for (file, reason), count in sorted(found.items()):
-            terminalreporter.write_line(f"{count:5}  {file}: {reason}")
-        terminalreporter.write_line(f"{found.total():5}  of {total} tests")

@@ -12,6 +12,6 @@ import os
 def autoload() -> None:
     """Activate the emulated CANN if HAL_NPU_EMULATOR is set. It must run before torch_npu's own entry point."""
     if os.environ.get("HAL_NPU_EMULATOR", "0") not in ("", "0"):  # the activation parses other values
-        from .emulator import activate_from_environment
+        from .emulation import activate_from_environment
 
         activate_from_environment()

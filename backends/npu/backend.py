@@ -22,7 +22,7 @@ from hal.ops.kernels.kernel_table import Kernel
 from hal.vendor import FormKernels
 
 from .device import NpuDevice
-from .emulator import is_active, trace
+from .emulation import emulated_cann, is_active
 from .graph import NpuGraph
 from .kernels import (
     experts,
@@ -213,7 +213,7 @@ class NpuBackend(Backend):
             )
         found: Counter[str] = Counter()
         self.device.synchronize()  # excludes earlier launches from the count
-        with trace() as tracing:
+        with emulated_cann().trace() as tracing:
             yield found
         for record in tracing.records:
             if record.phase != "capture" and record.kind != "update":

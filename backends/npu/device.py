@@ -17,7 +17,7 @@ from hal.device.device import Device, MemoryStats
 from hal.device.host_capacity import host_memory
 from hal.errors import HalError
 
-from .emulator.activation import is_active
+from .emulation import is_active
 from .failures import EXECUTION, explain
 
 _THREAD_LEVEL = 0

@@ -17,7 +17,8 @@ from hal.drivers.driver import Driver, Probe
 from hal.drivers.torch_build import FindSpec
 from hal.errors import ConfigError, DriverUnavailable
 
-from .emulator.activation import switch_of
+from . import emulation
+from .installed_cann import installed_cann
 from .options import NpuOptions, number_of
 from .soc import Generation, generation_of
 from .torch_build import check_build, refused_build
@@ -46,15 +47,13 @@ def probe(
     access: Callable[[Path, int], bool] = os.access,
 ) -> Probe:
     """Check for torch_npu, a build of torch that fits it, CANN, an NPU and access to it; report the first failure."""
-    from .emulator.activation import is_active, real_cann
-
     if find_spec("torch_npu") is None:
         return Probe(False, "torch_npu is not installed", f"{INSTALL}; {EMULATE}")
     if (refused := refused_build(find_spec)) is not None:
         return refused
-    if is_active():
+    if emulation.is_active():
         return Probe(True, "the emulated CANN is active")
-    if next(real_cann(environ), None) is None:
+    if installed_cann(environ) is None:
         return Probe(
             False,
             "torch_npu is installed, but no CANN: libascendcl.so was not found",
@@ -85,16 +84,13 @@ def probe_emulated(
     find_spec: FindSpec = importlib.util.find_spec, which: Callable[[str], str | None] = shutil.which
 ) -> Probe:
     """Check for the prerequisites of an emulated NPU."""
-    from .emulator.activation import is_active
-    from .emulator.build import compiler
-
     if find_spec("torch_npu") is None:
         return Probe(False, "torch_npu is not installed, and the emulated NPU requires it", INSTALL)
     if (refused := refused_build(find_spec)) is not None:
         return refused
-    if not is_active():
+    if not emulation.is_active():
         try:
-            compiler(which)
+            emulation.check_compiler(which)
         except DriverUnavailable as error:
             return Probe(False, error.problem, error.remedy)
     return Probe(True, "an emulated NPU")
@@ -110,7 +106,7 @@ class NpuDriver(Driver):
     api_version = (4, 0)
     priority = 20
     requires = ("torch==2.13.*", "torch-npu==2.13.0")
-    variables = ("ASCEND", "TORCH_NPU", "TASK_QUEUE_ENABLE")
+    variables = ("ASCEND", "EMULATED_CANN", "TORCH_NPU", "TASK_QUEUE_ENABLE")
 
     def probe(self) -> Probe:
         """Check for torch_npu, CANN, an NPU and access to it, without importing torch_npu."""
@@ -129,12 +125,10 @@ class NpuDriver(Driver):
         """
         chosen = self._read(options)
         if chosen.emulator != "off":
-            from . import emulator
-
-            if chosen.emulator_options or not emulator.is_active():
+            if chosen.emulator_options or not emulation.is_active():
                 # The ranks of this machine have a device each, whose number is LOCAL_RANK.
                 asked = {"devices": _ranks_here(), **chosen.emulator_options}
-                emulator.activate(force=chosen.emulator == "force", **asked)
+                emulation.activate(force=chosen.emulator == "force", **asked)
         elif chosen.emulator_options:
             raise ConfigError(
                 f"emulator_options are {chosen.emulator_options}, but the option emulator is not set",
@@ -164,9 +158,9 @@ class NpuDriver(Driver):
         return tuple({**options, "device": index} for index in range(_import_torch_npu().npu.device_count()))
 
     def _read(self, options: Mapping[str, Any]) -> NpuOptions:
-        given = {**options}
-        if "emulator" in given:  # may be 1 or true: HAL_NPU_EMULATOR=1, or {"emulator": true} in a config
-            given["emulator"] = switch_of(given["emulator"])
+        default = "on" if emulation.is_active() else "off"
+        # May be 1 or true: HAL_NPU_EMULATOR=1, or {"emulator": true} in a config.
+        given = {**options, "emulator": emulation.switch_of(options.get("emulator", default))}
         return read(NpuOptions, given, "options of the npu driver")
 
 

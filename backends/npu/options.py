@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
-from .emulator.activation import Switch
+from .emulation import Switch
 
 
 def _at_least_0(instance: Any, attribute: attrs.Attribute[Any], value: int | None) -> None:
@@ -37,7 +37,8 @@ class NpuOptions:
         device: the NPU's index among the devices visible to the process. By default, the variable ``LOCAL_RANK``, which
             ``torchrun`` sets for each rank, or 0.
         emulator: ``on`` (or true, or 1) runs on an emulated NPU; ``force`` does so even where a real CANN is installed.
-        emulator_options: the fields of :class:`hal.backends.npu.emulator.Options`.
+            By default, ``on`` in a process for which the emulated CANN is active, and else ``off``.
+        emulator_options: the fields of :class:`emulated_cann.Options`.
         attention: the decode kernel. ``fused`` is npu_fused_infer_attention_score, ``atb`` is ATB's paged attention.
             Prefill and sliding windows always use ``fused``.
         nz_weights: store the weights of projections in FRACTAL_NZ, which matrix products read without reordering.

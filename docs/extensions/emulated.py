@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from docutils import nodes
-from hal.backends.npu.emulator.build import SOURCES
-from hal.backends.npu.emulator.read_refusals import ORGANIZATIONS, Refusal, families, references, refusals
+from emulated_cann.build import SOURCES
+from emulated_cann.read_refusals import ORGANIZATIONS, Refusal, families, references, refusals
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -48,7 +48,7 @@ class EmulatedRefusals(SphinxDirective):
                 "",
                 f".. rubric:: {_literal(title)}",
                 "",
-                f"``backends/npu/emulator/src/{file}``",
+                f"``emulated-cann/emulated_cann/src/{file}``",
                 "",
                 *_table(group),
             ]

@@ -14,8 +14,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -129,11 +129,10 @@ class CompileCache:
 
     Args:
         folder: created on first use, with its parents, with access for this user only.
-        kept_seconds: entries and workspaces unused for longer are removed. None keeps them.
     """
 
-    def __init__(self, folder: Path, kept_seconds: float | None = None) -> None:
-        self.folder, self._kept_seconds = folder, kept_seconds
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = FileLock(folder / LOCK, mode=0o600)
 
     def get(self, key: str) -> Path | None:
@@ -181,7 +180,7 @@ class CompileCache:
                 if os.path.lexists(entry):
                     entry.rename(Path(scratch) / "replaced")
                 made.rename(entry)
-                self._sweep(entry)
+                self._sweep()
         return entry
 
     def get_or_put(self, key: str, write: Callable[[Path], None]) -> Path:
@@ -196,29 +195,6 @@ class CompileCache:
             with self._lock:
                 found = self.get(key) or self.put(key, write)
         return found
-
-    @contextmanager
-    def workspace(self, name: str) -> Iterator[Path]:
-        """Yield a folder that successive builds share. It is emptied if another user could have written to it.
-
-        The folder is not locked: use it in the ``write`` of :meth:`get_or_put`.
-
-        Raises:
-            ConfigError: another user may write in the cache's folder.
-            OSError: the folder cannot be made.
-        """
-        self._require_private()
-        folder = self.folder / name
-        if os.path.lexists(folder) and (problem := written_by_others(folder)):
-            log.warning("%s; hal recreates it", problem)
-            with tempfile.TemporaryDirectory(prefix=".old-", dir=self.folder, ignore_cleanup_errors=True) as scratch:
-                folder.rename(Path(scratch) / "refused")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        os.utime(folder)
-        try:
-            yield folder
-        finally:
-            close_to_others(folder)
 
     def _look_up(self, key: str, level: int) -> Path | None:
         self._require_private()
@@ -241,13 +217,10 @@ class CompileCache:
                 f"set {CACHE_DIR} to a folder that belongs to you",
             )
 
-    def _sweep(self, kept: Path) -> None:
-        """Remove abandoned and expired entries. A process that has loaded a library keeps its mapping."""
-        now = time.time()
-        for each in self.folder.iterdir():
-            hidden = each.name.startswith(".")
-            age = ABANDONED_SECONDS if hidden else self._kept_seconds
-            if age is not None and each not in (kept, self.folder / LOCK) and each.lstat().st_mtime < now - age:
+    def _sweep(self) -> None:
+        """Remove the temporary folders of processes that died."""
+        for each in self.folder.glob(".*"):
+            if each.name != LOCK and each.lstat().st_mtime < time.time() - ABANDONED_SECONDS:
                 shutil.rmtree(each, ignore_errors=True)
 
 

@@ -108,11 +108,7 @@ def test_a_cache_in_anothers_folder_is_refused(cache: CompileCache) -> None:
     cache.put(KEY, write())
     os.chown(cache.folder, 12345, 12345)
 
-    def workspace() -> None:
-        with cache.workspace("build"):
-            pass
-
-    for use in (lambda: cache.get(KEY), lambda: cache.put(KEY, write()), lambda: cache.latest(""), workspace):
+    for use in (lambda: cache.get(KEY), lambda: cache.put(KEY, write()), lambda: cache.latest("")):
         with pytest.raises(ConfigError, match=f"the cache folder {cache.folder} belongs to user 12345") as caught:
             use()
         assert "set HAL_CACHE_DIR" in caught.value.remedy
@@ -233,39 +229,10 @@ def test_the_latest_that_can_be_taken(cache: CompileCache) -> None:
     assert cache.latest("c-") is None
 
 
-def test_what_nobody_used_for_long_is_removed(tmp_path: Path) -> None:
-    swept, kept = CompileCache(tmp_path / "swept", kept_seconds=1000), CompileCache(tmp_path / "kept")
-    for cache in (swept, kept):
-        cache.put("unused", write())
-        cache.put("used", write())
-        (cache.folder / ".new-left").mkdir()
-        for each in cache.folder.iterdir():
-            os.utime(each, (time.time() - 100_000,) * 2)
-        cache.get("used")
-        cache.put("new", write())
-    assert {each.name for each in swept.folder.iterdir()} == {".lock", "used", "new"}
-    assert {each.name for each in kept.folder.iterdir()} == {".lock", "unused", "used", "new"}
-
-
-class TestWorkspace:
-    def test_it_stays_and_is_closed(self, cache: CompileCache, caplog: pytest.LogCaptureFixture) -> None:
-        with umask(0), cache.workspace("build") as folder:
-            (folder / "object.o").write_text("1")
-            (folder / "torch").symlink_to("/usr")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "object.o").stat().st_mode) == 0o600
-        with cache.workspace("build") as again:
-            assert again == folder
-            assert (again / "object.o").read_text() == "1"
-        assert not caplog.records
-
-    @pytest.mark.parametrize("opened", [".", "object.o"])
-    def test_one_that_others_may_write_in_is_emptied(
-        self, opened: str, cache: CompileCache, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        with cache.workspace("build") as folder:
-            (folder / "object.o").write_text("1")
-        (folder / opened).chmod(0o777)
-        with cache.workspace("build") as folder:
-            assert not list(folder.iterdir())
-        assert f"another user could have written {folder / opened}" in caplog.text
+def test_what_a_process_left_is_removed(cache: CompileCache) -> None:
+    cache.put("unused", write())
+    (cache.folder / ".new-left").mkdir()
+    for each in cache.folder.iterdir():
+        os.utime(each, (time.time() - 100_000,) * 2)
+    cache.put("new", write())
+    assert {each.name for each in cache.folder.iterdir()} == {".lock", "unused", "new"}

@@ -1,4 +1,4 @@
-"""A fresh clone, and an environment with hal installed from it, without a network."""
+"""A fresh clone, and an environment with hal and the emulated CANN installed from it, without a network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from pathlib import Path
 import attrs
 from hal.backends.npu.torch_build import refused_build
 
-WAYS = {"folder": ["."], "editable": ["--editable", "."], "wheel": []}
-"""The arguments of ``pip install`` in the documented ways to install hal; for a wheel, the wheel."""
+EMULATED_CANN = "./emulated-cann"
+WAYS = {
+    "folder": [".", EMULATED_CANN],
+    "editable": ["--editable", ".", "--editable", EMULATED_CANN],
+    "wheel": [],
+}
+"""The arguments of ``pip install`` in the documented ways to install hal; for a wheel, the wheels."""
 
 
 @attrs.frozen
@@ -84,8 +89,8 @@ def clone(repository: Path, folder: Path, way: str) -> Clone:
     pip = ("python", "-m", "pip")
     what = WAYS[way]
     if way == "wheel":
-        made.check(root, *pip, "wheel", *offline, "--wheel-dir", str(home), ".")
-        what = [str(next(home.glob("*.whl")))]
+        made.check(root, *pip, "wheel", *offline, "--wheel-dir", str(home), ".", EMULATED_CANN)
+        what = [*map(str, home.glob("*.whl"))]
     made.check(root, *pip, "install", *offline, "--ignore-installed", *what)
     return made
 

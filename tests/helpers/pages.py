@@ -13,6 +13,8 @@ from helpers.distributions import install
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts)]
+READMES = [ROOT / folder / "README.md" for folder in ("emulated-cann", "emulated-cuda")]
+"""Those of the other distributions."""
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULE = re.compile(r"# (\w+\.py)\n")
 

@@ -51,15 +51,15 @@ def on_npus(function: str, ranks: int, **arguments: Any) -> list[Any]:
     The server has imported torch_npu, for :data:`NPUS` devices, but opened none. The ranks have this process's
     environment.
     """
-    given = os.environ["HAL_NPU_EMULATOR_OPTIONS"]
+    given = os.environ["EMULATED_CANN_OPTIONS"]
     devices = json.dumps({**json.loads(given), "devices": NPUS})
-    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HAL_NPU_EMULATOR_OPTIONS": devices}
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "EMULATED_CANN_OPTIONS": devices}
     rank_processes.CONTEXT.set_forkserver_preload([*rank_processes.PRELOADED, *rank_processes.PRELOADED_FOR_NPUS])
-    os.environ["HAL_NPU_EMULATOR_OPTIONS"] = devices  # The emulated CANN reads it where it is loaded.
+    os.environ["EMULATED_CANN_OPTIONS"] = devices  # The emulated CANN reads it where it is loaded.
     try:
         forkserver.ensure_running()
     finally:
-        os.environ["HAL_NPU_EMULATOR_OPTIONS"] = given
+        os.environ["EMULATED_CANN_OPTIONS"] = given
     return _results(rank_processes.run(_forked, ranks, function, arguments, timeout=LIMIT, environ=environ))
 
 

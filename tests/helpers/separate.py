@@ -12,7 +12,7 @@ import pytest
 
 from helpers import ROOT, TESTS
 
-SEPARATE = ("backends/npu/driver", "backends/npu/emulator")
+SEPARATE = ("backends/npu/driver",)
 """Folders, under tests/, one to a process. `norecursedirs` in setup.cfg keeps them out of the others' process."""
 CORE = "tests"
 """The kind of all other folders."""
@@ -37,8 +37,7 @@ def check(arguments: Iterable[str], invoked_in: Path) -> str:
         commands = "\n".join(f"  pytest {' '.join(given)}" for given in by_kind.values())
         raise pytest.UsageError(
             "these tests cannot run in one process: the emulated CANN is loaded for torch_npu in a whole process, "
-            "and tests of the NPU driver, of the emulator, and all others need different setups. Run separately:\n"
-            + commands
+            "and tests of the NPU driver and all others need different setups. Run separately:\n" + commands
         )
     return next(iter(by_kind), CORE)
 
@@ -49,19 +48,30 @@ def unavailable() -> str:
         return f"the emulated CANN needs Linux, and this is {sys.platform}"
     if importlib.util.find_spec("torch_npu") is None:
         return (
-            "torch_npu is not installed: run .venv/npu/bin/python, which make test creates, or pip install -e '.[npu]'"
+            "torch_npu is not installed: run .venv/npu/bin/python, which make test creates, or pip install -e "
+            "emulated-cann -e '.[npu]'"
         )
+    if importlib.util.find_spec("emulated_cann") is None:
+        return "emulated_cann is not installed: run make .venv/.test, or pip install -e emulated-cann"
     from hal.backends.npu.torch_build import refused_build
 
     refused = refused_build()
     return f"{refused.reason}: {refused.hint}" if refused else ""
 
 
+def keep_cache() -> None:
+    """Have the emulated CANN keep its libraries where its own tests keep them, if it is installed."""
+    if importlib.util.find_spec("emulated_cann") is not None:
+        from emulated_cann.library_cache import CACHE_DIR, cache_folder
+
+        os.environ.setdefault(CACHE_DIR, str(cache_folder()))
+
+
 def activate() -> None:
     """Load the emulated CANN for torch_npu in this process and its subprocesses."""
-    from hal.backends.npu import emulator
+    import emulated_cann
 
-    emulator.activate(devices=2)
+    emulated_cann.activate(devices=2)
 
 
 class Unavailable(pytest.Module):

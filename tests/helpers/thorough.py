@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TESTS
+from helpers import ROOT
 
 DTYPE = "another dtype; `make test` runs one"
 DRAW = "another draw of arguments or orders; `make test` runs the first"
@@ -65,14 +65,14 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
             raise pytest.UsageError(f"no case of a test in {path} matches {cases!r}: mend the expression, or remove it")
     for file, tests in by_file.items():
         if complete and all(item.get_closest_marker("thorough") for item in tests):
-            name = file.relative_to(TESTS)
-            raise pytest.UsageError(f"`make test` would run nothing of tests/{name}: leave one case in")
+            name = file.relative_to(ROOT)
+            raise pytest.UsageError(f"`make test` would run nothing of {name}: leave one case in")
 
 
 def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:
     """Return the number of thorough cases, by file and reason."""
     return Counter(
-        (str(item.path.relative_to(TESTS)), marker.args[0])
+        (str(item.path.relative_to(ROOT)), marker.args[0])
         for item in items
         if (marker := item.get_closest_marker("thorough"))
     )

@@ -29,7 +29,7 @@ NOT_RUN = {
     r"--backend cuda|HAL_CUDA|cuda/bin": "it needs a GPU, or an emulated one in a separate environment",
 }
 """Commands that are not run, and why."""
-NPU = re.compile(r"npu|hal emulate|emulator")
+NPU = re.compile(r"npu|hal emulate|emulat(or|ed-cann)")
 GUIDES = [page for page in PAGES if page.is_relative_to(DOCS / "how-to")]
 TUTORIALS = [page for page in PAGES if page.is_relative_to(DOCS / "tutorials")]
 LEARNT = [PAGES[0], *TUTORIALS]

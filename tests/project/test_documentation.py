@@ -26,7 +26,7 @@ import pytest
 from families import page as families_page
 from helpers import ROOT, clones
 from helpers.forked_scripts import run_script
-from helpers.pages import DOCS, MODULE, PAGES, blocks, lay_out
+from helpers.pages import DOCS, MODULE, PAGES, READMES, blocks, lay_out
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
@@ -35,7 +35,7 @@ from hal.nn.rope_parameters import ROPE_TYPES
 
 # Pages whose Python another test file runs, and why.
 ELSEWHERE = {
-    "use-the-emulated-cann.md": "tests/backends/npu/emulator runs it: it needs torch_npu, and a process of its own",
+    "use-the-emulated-cann.md": "emulated-cann/tests runs it: it needs torch_npu, and a process of its own",
     "run-on-an-npu.md": "tests/backends/npu/driver runs it, for the same reason",
     "use-with-transformers.md": "tests/engines runs it: transformers imports torch_npu, which fails without CANN",
     "run-other-models.md": "tests/sources runs it, for the same reason",
@@ -114,7 +114,7 @@ def _value(name: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # Code has no links.
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
@@ -164,7 +164,10 @@ def test_configuration_page_has_every_environment_variable() -> None:
         r'(?:environ(?:\.get\(|\[)|getenv\()"(\w+)"|^(?:CACHE_DIR|SWITCH|OPTIONS) = "(\w+)"', re.MULTILINE
     )
     sources = [
-        file for folder in ("hal", "backends") for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".cpp")
+        file
+        for folder in ("hal", "backends", "emulated-cann/emulated_cann")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".cpp")
     ]
     found = {one or other for file in sources for one, other in read.findall(file.read_text(encoding="utf-8"))}
     assert {"CXX", "HAL_CACHE_DIR", "HAL_NPU_EMULATOR_OPTIONS"} <= found

@@ -21,7 +21,9 @@ from helpers.thorough import AGAIN, thorough
 
 import hal
 
-VENDORS = frozenset({"torch_npu", "torchair", "flashinfer", "triton", "vllm", "sglang", "transformers"})
+VENDORS = frozenset(
+    {"torch_npu", "torchair", "emulated_cann", "flashinfer", "triton", "vllm", "sglang", "transformers"}
+)
 VENDOR_NAMES = frozenset({"torch.npu", "torch.cuda", "torch.xpu", "torch.mps"})
 # In names, and in strings that are names. Sentences may mention a vendor as an example.
 VENDOR_WORD = re.compile(

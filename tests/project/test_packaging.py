@@ -128,6 +128,30 @@ def test_every_file_is_in_the_wheel_and_nothing_else_on_top(wheel: Path, reposit
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.parametrize("name", ["emulated-cann", "emulated-cuda"])
+def test_the_archives_of_an_emulator(name: str, repository: Path, tmp_path: Path) -> None:
+    """They have every file of the package, and the license, of which the folder has a link."""
+    source, package = tmp_path / "source", name.replace("-", "_")
+    files = checked(["git", "ls-files", "-co", "--exclude-standard", name], repository).splitlines()
+    for file in filter(lambda file: (repository / file).exists(), files):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_bytes((repository / file).read_bytes())
+    program = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    checked([sys.executable, "-c", program], source / name)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    checked([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    inside = (file.removeprefix(f"{name}/") for file in files if file.startswith(f"{name}/{package}/"))
+    wanted = {file for file in inside if not Path(file).name.startswith(".")}
+    assert len(wanted) > 20
+    assert wanted - names == set()
+    assert {each.partition("/")[0] for each in names if ".dist-info" not in each} == {package}
+    assert any(each.endswith("licenses/LICENSE") for each in names)
+
+
 @thorough(PROCESSES)
 def test_the_version_is_the_same_everywhere(sdist: Path, wheel: Path, installed: Environment, repository: Path) -> None:
     assert str(Version(hal.__version__)) == hal.__version__

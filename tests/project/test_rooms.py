@@ -14,7 +14,7 @@ def rooms(repository: Path) -> set[str]:
     folders = [each for parent in ("hal", "backends") for each in (repository / parent).iterdir()]
     folders = [each for each in folders if each.is_dir() and not each.is_symlink()]
     found = {each.relative_to(repository).as_posix() for each in folders} - set(NO_ROOM)
-    return found | {"models", "backends/npu/emulator"}
+    return found | {"models", "emulated-cann", "emulated-cuda"}
 
 
 def first_cells(page: Path) -> set[str]:
@@ -37,7 +37,10 @@ def test_every_room_decides_something(repository: Path) -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/reference/rooms.md"])
 def test_what_is_named_exists(repository: Path, page: str) -> None:
-    named = re.findall(r"`((?:hal|backends|models|tests)/[\w./-]+)`", (repository / page).read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`((?:hal|backends|models|tests|emulated-cann|emulated-cuda)/[\w./-]+)`",
+        (repository / page).read_text(encoding="utf-8"),
+    )
     assert len(named) > 10
     assert [path for path in named if not (repository / path).exists()] == []
 
@@ -45,11 +48,11 @@ def test_what_is_named_exists(repository: Path, page: str) -> None:
 def test_areas_are_the_folders_of_tests(repository: Path) -> None:
     text = (repository / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = text[text.index("| `AREA` | tests |") :].partition("\n\n")[0]
-    listed = set(re.findall(r"`([a-z]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    listed = set(re.findall(r"`([a-z-]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
     tests = repository / "tests"
     parents = (tests, tests / "backends", tests / "backends" / "npu")
     folders = {each.name for parent in parents for each in parent.iterdir() if any(each.glob("**/test_*.py"))}
-    assert listed == folders - {"backends", "helpers"}
+    assert listed == folders - {"backends", "helpers"} | {"emulated-cann"}
 
 
 def test_links_of_contributing_lead_to_files(repository: Path) -> None:

@@ -168,14 +168,14 @@ def _on_npu() -> dict[str, Any]:
 
 def _eager_launches(model: Any) -> int:
     """Return the launches of a decode step of a model of transformers."""
-    from hal.backends.npu import emulator
+    import emulated_cann
 
     model, prompt = model.bfloat16().to("npu"), torch.tensor([[5, 6, 7]], device="npu")
     with torch.inference_mode():
         for _ in range(2):
             cache = model(prompt, use_cache=True).cache
             torch.accelerator.synchronize()
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 model(prompt[:, :1], cache=cache, use_cache=True)
                 torch.accelerator.synchronize()
     return sum(trace.counts().values())

@@ -3,8 +3,8 @@
     python tools/processors/arm_root.py FOLDER
     ARM_CPU=max FOLDER/bin/python -m hal doctor
 
-FOLDER is replaced. Debian's apt fetches Python, and pip the rest. hal is not copied: its sources are read where they
-are. Compilers and ninja are those of this machine.
+FOLDER is replaced. Debian's apt fetches Python, and pip the rest. hal and the emulated CANN are not copied: their
+sources are read where they are. Compilers and ninja are those of this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from importlib.metadata import requires
 from pathlib import Path
 
-from hal.backends.npu.emulator.ninja_build import ninja_program
+from emulated_cann.ninja_build import ninja_program
 from packaging.requirements import Requirement
 
 DEBIAN = """
@@ -58,8 +58,9 @@ def main(folder: Path) -> None:
     needed = [*(str(each) for each in ours if not each.marker), *TORCH_NEEDS, *TESTS_NEED, "ninja"]
     if not _install(packages, *needed, deps=True):
         sys.exit(f"{', '.join(needed)} cannot be had for Arm")
-    for path in Path(sysconfig.get_path("purelib")).glob("*torch_hal*"):
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, packages / path.name)
+    for name in ("torch_hal", "emulated_cann"):
+        for path in Path(sysconfig.get_path("purelib")).glob(f"*{name}*"):
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, packages / path.name)
     for path in (folder / "bin", folder / "usr/local/bin"):
         path.mkdir(exist_ok=True)
     shutil.copy(ninja_program(), folder / "usr/local/bin")  # This machine's: it starts compilers.

@@ -11,7 +11,7 @@ from typing import Any
 
 from hal.errors import ConfigError, nearest
 
-from ..emulator import is_active
+from ..emulation import is_active
 from ..failures import first_line
 from ..options import NpuOptions
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hal.backends.cpu.native import prebuilt, processor
 from hal.backends.cpu.native.compiler import sources_key
-from hal.backends.npu.emulator.build import LIBRARIES, TORCH_NPU
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from safetensors.torch import load_file
 
@@ -195,7 +194,9 @@ def test_bfloat16_claimed_where_onednn_refuses_it(trained: Path) -> None:
 
 @thorough(EXHAUSTIVE)
 def test_the_emulated_cann_is_compiled_for_arm() -> None:
-    built = output_of([*emulating("neoverse-n1"), "-m", "hal.backends.npu.emulator.build"])
+    from emulated_cann.build import LIBRARIES
+
+    built = output_of([*emulating("neoverse-n1"), "-m", "emulated_cann.command", "build"])
     libraries = {path.name: path.read_bytes() for path in Path(built.strip(), "lib64").glob("*.so")}
     assert set(libraries) == {f"lib{each.name}.so" for each in LIBRARIES}
     of_arm = (183).to_bytes(2, "little")
@@ -204,6 +205,8 @@ def test_the_emulated_cann_is_compiled_for_arm() -> None:
 
 @thorough(EXHAUSTIVE)
 def test_an_emulated_npu_on_arm(trained: Path) -> None:
+    from emulated_cann.build import TORCH_NPU
+
     python = emulating("neoverse-n1")
     release = output_of([*python, "-c", "from importlib.metadata import version; print(version('torch'))"]).strip()
     if not release.startswith(f"{TORCH_NPU.rpartition('.')[0]}."):

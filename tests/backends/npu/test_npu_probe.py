@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -11,23 +10,23 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+from hal.backends.npu import emulation
 from hal.backends.npu.autoload import autoload
 from hal.backends.npu.driver import NpuDriver, probe, probe_emulated
-from hal.backends.npu.emulator import activation, build
+from hal.backends.npu.installed_cann import installed_cann
 from hal.backends.npu.torch_build import install_command
-from helpers import ROOT
 
-from hal.config import environment_options, load
-from hal.errors import ConfigError
+from hal.config import environment_options
+from hal.errors import ConfigError, DriverUnavailable
 
-DOCS = ROOT / "docs"
 CUDA_BUILD = "CUDA_BUILD_PYTHON"
 """The variable that names the Python of an environment with hal, torch_npu and a build of torch for CUDA."""
 
 pytestmark = pytest.mark.skipif(
-    activation.is_active() or next(activation.real_cann({}), None) is not None,
+    emulation.is_active() or installed_cann({}) is not None,
     reason="a real or emulated CANN is installed, which the probe always finds",
 )
+needs_emulated_cann = pytest.mark.skipif(not emulation.is_installed(), reason="emulated_cann is not installed")
 
 
 def installed(name: str) -> object:
@@ -114,7 +113,7 @@ def test_the_build_of_torch(
         "-m hal doctor --backend npu",
         """-c "import hal; hal.open({'backend': 'npu', 'options': {'emulator': True}})" """,
         """-c "import hal; hal.open('npu')" """,
-        """-c "from hal.backends.npu import emulator; emulator.activate()" """,
+        """-c "import emulated_cann; emulated_cann.activate()" """,
     ],
 )
 def test_a_build_for_cuda_is_refused_before_it_aborts(command: str, trained: Path, tmp_path: Path) -> None:
@@ -138,8 +137,11 @@ def test_cann_is_found_by(variable: str, cann: dict[str, str], devices: Path) ->
     assert found.reason == "CANN and 2 NPUs"
 
 
+@needs_emulated_cann
 def test_the_emulated_cann_is_not_taken_for_an_installed_one(tmp_path: Path, cann: dict[str, str]) -> None:
-    (tmp_path / "cann" / "lib64" / activation.MARK).touch()
+    from emulated_cann.build import MARK
+
+    (tmp_path / "cann" / "lib64" / MARK).touch()
     assert "no CANN" in probe(cann, tmp_path, installed).reason
 
 
@@ -184,18 +186,18 @@ def test_the_permission_is_that_of_the_files(cann: dict[str, str], devices: Path
 def test_a_switch_that_is_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The switch affects the driver, activation by the environment, and the import of torch."""
     monkeypatch.setenv("HAL_NPU_EMULATOR", text)
-    assert not activation.activate_from_environment()
+    emulation.activate_from_environment()
     autoload()
-    assert not activation.is_active()
+    assert not emulation.is_active()
     assert NpuDriver()._read(environment_options("npu")).emulator == "off"
 
 
 @pytest.mark.parametrize(("text", "emulator"), [("1", "on"), ("on", "on"), ("true", "on"), ("force", "force")])
 def test_a_switch_that_is_on(text: str, emulator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(activation, "activate", lambda *, force, **options: asked.append(force))
+    monkeypatch.setattr(emulation, "activate", lambda *, force, **options: asked.append(force))
     monkeypatch.setenv("HAL_NPU_EMULATOR", text)
-    activation.activate_from_environment()
+    emulation.activate_from_environment()
     autoload()
     assert asked == [emulator == "force"] * 2
     assert NpuDriver()._read(environment_options("npu")).emulator == emulator
@@ -209,22 +211,28 @@ def test_a_switch_that_is_neither(text: str, monkeypatch: pytest.MonkeyPatch) ->
             read()
 
 
-def test_flags_of_the_emulators_compiler_are_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = DOCS / "how-to" / "use-the-emulated-cann.md"
-    name = re.search(r"`(\w*CXXFLAGS)` adds flags", page.read_text(encoding="utf-8"))
-    assert name is not None
-    monkeypatch.setenv(name[1], "-DADDED -g")
-    assert build.compiler_flags()[-2:] == ("-DADDED", "-g")
-    NpuDriver()._read(environment_options("npu"))
-    assert load(None, driver_names=["npu"]).backend == "auto"
-
-
+@needs_emulated_cann
 def test_what_an_emulated_npu_needs() -> None:
     assert probe_emulated(installed, lambda name: f"/usr/bin/{name}").available
     assert "torch_npu is not installed" in probe_emulated(missing).reason
     no_compiler = probe_emulated(installed, lambda name: None)
     assert "there is no g++ on the PATH" in no_compiler.reason
     assert "install g++" in no_compiler.hint
+
+
+def test_without_the_emulated_cann(cann: dict[str, str], devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "emulated_cann", None)
+    assert probe(cann, devices, installed).reason == "CANN and 2 NPUs"
+    driver = NpuDriver()
+    assert not driver.probe_for({"emulator": True}).available
+    with pytest.raises(DriverUnavailable, match="requires the package emulated-cann, which is not installed") as caught:
+        driver.open({"emulator": True})
+    assert "pip install emulated-cann" in caught.value.remedy
+    program = "import sys; sys.modules['emulated_cann'] = None; from hal.cli import main; main()"
+    for given, status in ((["emulate", "--", "true"], 2), (["emulate", "--help"], 2), (["--help"], 0)):
+        ran = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, check=False)
+        assert ran.returncode == status, ran.stderr
+        assert status == 0 or "pip install emulated-cann" in ran.stderr
 
 
 def test_the_option_decides_what_is_probed() -> None:

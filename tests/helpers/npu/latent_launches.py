@@ -116,9 +116,9 @@ def row(folder: Path, label: str) -> str:
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
 @click.argument("names", nargs=-1, type=click.Choice([*ROWS]))
 def main(names: tuple[str, ...]) -> None:
-    from hal.backends.npu import emulator
+    import emulated_cann
 
-    emulator.activate()
+    emulated_cann.activate()
     torch.set_num_threads(1)
     for name in names or ROWS:
         with tempfile.TemporaryDirectory() as folder:

@@ -6,11 +6,20 @@ import os
 import subprocess
 import sys
 
-from hal.backends.npu.emulator import activation
+from emulated_cann import options
+from hal.backends.npu.installed_cann import HOMES
 
 from helpers import ROOT
 
-OURS = {"LD_LIBRARY_PATH", "ASCEND_OPP_PATH", "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD", *activation.HOMES}
+OURS = {
+    options.SWITCH,
+    options.OPTIONS,
+    "LD_LIBRARY_PATH",
+    "ASCEND_OPP_PATH",
+    "TASK_QUEUE_ENABLE",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    *HOMES,
+}
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -188,9 +188,9 @@ def prefill_table(path: Path) -> list[str]:
 @click.command(help=str(__doc__).split("\n", maxsplit=1)[0])
 @click.option("--experts", is_flag=True, help="those of the mixture of experts")
 def main(experts: bool) -> None:
-    from hal.backends.npu import emulator
+    import emulated_cann
 
-    emulator.activate()
+    emulated_cann.activate()
     torch.set_num_threads(1)
     with checkpoints(EXPERTS if experts else TRAINED) as made:
         tables = (expert_table,) if experts else (launch_table, mode_table, lambda of: prefill_table(of.source))

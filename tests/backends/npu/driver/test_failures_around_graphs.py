@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.attending import LENGTHS
 from helpers.npu.attending import Attend
 from torch import Tensor
@@ -33,8 +33,8 @@ def test_a_failure_that_the_caller_caught_leaves_nothing_behind(npu: Opened, see
     output, wanted = graph.capture(attend.twice), expected(attend, LONG)
     graph.replay(**attend.host_values(SHORT))
     output.cpu()
-    with emulator.schedule(seed):
-        with emulator.faults.execution("FusedInferAttentionScoreV3"):
+    with emulated_cann.schedule(seed):
+        with emulated_cann.faults.execution("FusedInferAttentionScoreV3"):
             graph.replay(**attend.host_values(LENGTHS[1]))
             with pytest.raises(RuntimeError, match="507015"):
                 torch.npu.synchronize()  # without hal
@@ -72,7 +72,7 @@ def test_every_thread_that_lost_work_is_told(npu: Opened) -> None:
     npu()
     x, y, z = (torch.zeros(4).npu() for _ in range(3))
     torch.npu.synchronize()
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, emulator.faults.execution():
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second, emulated_cann.faults.execution():
         first.submit(x.add_, 1).result()
         second.submit(y.add_, 1).result()
         for thread in (second, first):
@@ -91,7 +91,7 @@ def test_a_replay_tells_what_its_thread_lost(npu: Opened) -> None:
     output, wanted = graph.capture(attend.twice), expected(attend, LONG)
     x, y = (torch.zeros(4).npu() for _ in range(2))
     torch.npu.synchronize()
-    with ThreadPoolExecutor(1) as other, emulator.faults.execution():
+    with ThreadPoolExecutor(1) as other, emulated_cann.faults.execution():
         x.add_(1)
         other.submit(y.add_, 1).result()
         with pytest.raises(DeviceError):

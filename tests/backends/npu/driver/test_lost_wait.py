@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import emulated_cann
 import pytest
-from hal.backends.npu import emulator
 from hal.backends.npu.device import NpuDevice
 from hal.backends.npu.driver import NpuDriver
 from helpers.thorough import DRAW, thorough
@@ -67,7 +67,7 @@ def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: i
         True: deaf.case("streams/wait-stream").run,
         False: deaf.case("events/wait").run,
     }
-    with emulator.schedule(seed):
+    with emulated_cann.schedule(seed):
         twin.case("streams/wait-stream").run()
         twin.case("events/wait").run()
         lost[not streams]()  # the other wait works
@@ -78,6 +78,6 @@ def test_it_is_caught_in_any_order(deaf: Conformance, twin: Conformance, seed: i
 @thorough(DRAW, r"seed=[2-9]\]")
 @pytest.mark.parametrize("seed", range(10), ids="seed={}".format)
 def test_an_event_that_holds_back_none_of_several(twin: Conformance, seed: int) -> None:
-    with emulator.schedule(seed):
+    with emulated_cann.schedule(seed):
         twin.case("events/across").run()
         twin.case("events/record-again").run()

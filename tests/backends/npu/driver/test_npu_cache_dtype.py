@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.checkpoints import random_checkpoint
 from helpers.quantized import error
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
@@ -72,7 +72,7 @@ def test_a_decode_reads_an_int8_cache_as_it_is(tmp_path: Path) -> None:
         with on, hal.Runner(hal.load_model(folder, on), on) as runner:
             runner.step(runner.batch([PROMPT, PROMPT[:3]], [[1], [2]]))
             torch.npu.synchronize()
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 runner.step(runner.batch([[5], [9]], [[1], [2]], cached=[len(PROMPT), 3]))
                 torch.npu.synchronize()
             found[cache] = trace.counts()
@@ -97,7 +97,7 @@ def test_one_launch_writes_numbers_and_scales(cache: str, most: int, npu: Callab
     assert isinstance(kernel, PreparingKernel)
     prepared = kernel.prepare["slot_mapping"](slots.npu(), caches[0])
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         kernel.kernel(*given, None, None, *caches, prepared)
         torch.npu.synchronize()
     assert trace.counts()["ScatterPaKvCache"] == 1

@@ -129,7 +129,7 @@ def test_dispatch_and_combine_of_an_a3(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int, native: bool
 ) -> None:
     """Rows of a documented width take one launch in each direction."""
-    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
+    monkeypatch.setenv("EMULATED_CANN_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
     found = started("exchange", 2, tmp_path, on={"backend": "npu"}, width=width, tokens=5, seed=3)
     for rank in found:
         assert rank["wrong"] == []
@@ -140,7 +140,7 @@ def test_dispatch_and_combine_of_an_a3(
 @thorough(PROCESSES)
 def test_whole_experts_on_each_rank_of_an_a3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model of a documented width dispatches and combines in one launch each, in every mode."""
-    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
+    monkeypatch.setenv("EMULATED_CANN_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')
     checkpoint = random_checkpoint(tmp_path / "checkpoint", **EXPERTS, hidden_size=1024, head_dim=64, dtype="float16")
     compilers = ["eager", "graph", "piecewise"]
     found = started(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
 import torch_npu
-from hal.backends.npu import emulator
 from hal.backends.npu.kernels import quantized
 from helpers.kernel_checks import on_cpu
 from helpers.thorough import DTYPE, thorough
@@ -87,7 +87,7 @@ def arguments(draw: Draw, name: str, form: Form, tokens: int, *, width: int = WI
 
 def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         found = run()
         torch.npu.synchronize()
     assert not trace.ran("copy")
@@ -130,7 +130,7 @@ def test_a_lookup_widens_its_rows_only(npu: Opened, form: Form) -> None:
     given = prepare_weights(backend, operation, arguments(Draw(dtype, "npu"), "embedding", form, 3), dtype)
     graph = backend.graph()
     graph.capture(lambda: operation.function(*given))
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         graph.replay()
     written = [math.prod(to.shape) for each in trace.ran() for to in each.operands if to.access != "read"]
     assert max(written) == 3 * WIDTH, written

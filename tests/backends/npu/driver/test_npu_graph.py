@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers import TESTS
 from helpers.attending import HEADS, KV_HEADS, LENGTHS, ROWS, SCALE
 from helpers.npu.attending import BLOCK, Attend
@@ -52,7 +52,7 @@ class TestHostValues:
     def test_under_any_schedule(self, npu: Opened, seed: int) -> None:
         attend = Attend(npu())
         graph = attend.backend.graph()
-        with emulator.schedule(seed):
+        with emulated_cann.schedule(seed):
             self.check(attend, graph, graph.capture(attend.twice))
 
     @thorough(EXHAUSTIVE, r"\[([4-9]|1\d)\]")
@@ -62,7 +62,7 @@ class TestHostValues:
         attend = Attend(npu())
         graph, results = attend.backend.graph(), []
         output = graph.capture(attend.twice)
-        with emulator.schedule(seed):
+        with emulated_cann.schedule(seed):
             for lens in LENGTHS:
                 graph.replay(**attend.host_values(lens))
                 results.append(output.clone())
@@ -76,7 +76,7 @@ class TestHostValues:
         output = graph.capture(attend.twice)
         values = attend.host_values(LENGTHS[1])
         expected = attend.twice(values["kv_lens_host"].clone()).cpu()
-        with emulator.faults.delay("", 0.02, count=None):
+        with emulated_cann.faults.delay("", 0.02, count=None):
             graph.replay(**values)
             values["kv_lens_host"].fill_(3)
         torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=0)
@@ -112,7 +112,10 @@ class TestHostValues:
         graph = attend.backend.graph()
         graph.capture(attend.twice)
         values = attend.host_values(LENGTHS[0])
-        with emulator.trace() as trace, pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"):
+        with (
+            emulated_cann.trace() as trace,
+            pytest.raises(HostValueError, match=r"query_start_loc_host .* no replay can"),
+        ):
             graph.replay(**values | {"query_start_loc_host": torch.tensor([0, 2, 2, 3, 4, 5], dtype=torch.int32)})
         assert not trace.records
 
@@ -175,7 +178,7 @@ class TestCapture:
     ) -> None:
         backend = npu()
         x = torch.ones(8, device="npu", dtype=torch.float16)
-        graph, stream, handles = backend.graph(), torch.npu.current_stream(), emulator.live_handles()["graph"]
+        graph, stream, handles = backend.graph(), torch.npu.current_stream(), emulated_cann.live_handles()["graph"]
 
         def function() -> Tensor:
             y = x + 1
@@ -194,7 +197,7 @@ class TestCapture:
         assert output.cpu().tolist() == [3.0] * 8
         del output
         graph.reset()
-        assert emulator.live_handles()["graph"] == handles
+        assert emulated_cann.live_handles()["graph"] == handles
 
     @pytest.mark.parametrize("make", [KeyError, RuntimeError, KeyboardInterrupt])
     def test_what_the_function_raises_wins_over_the_captures_end(self, npu: Opened, make: type[BaseException]) -> None:
@@ -327,7 +330,7 @@ def test_a_replay_that_failed_half_way_leaves_nothing_behind(npu: Opened) -> Non
         with attend.backend.translating_errors():
             output.cpu()
 
-    with emulator.faults.execution("Add"), pytest.raises(DeviceError, match="507015"):
+    with emulated_cann.faults.execution("Add"), pytest.raises(DeviceError, match="507015"):
         step()
     TestHostValues().check(attend, graph, output)
 
@@ -343,7 +346,7 @@ def test_update_and_replay_overlap(npu: Opened) -> None:
     graph.capture(lambda: torch.tanh(attend.query * 2) + function())
     orders = set()
     for seed in range(20):
-        with emulator.schedule(seed), emulator.trace() as trace:
+        with emulated_cann.schedule(seed), emulated_cann.trace() as trace:
             graph.replay(**attend.host_values(LENGTHS[1]))
             torch.npu.synchronize()
         kinds = [(record.kind, record.name) for record in trace.records]
@@ -359,8 +362,8 @@ def test_update_and_replay_overlap(npu: Opened) -> None:
 QUEUED = """
 import sys
 sys.path[:0] = {folders!r}
-from hal.backends.npu import emulator
-emulator.activate(devices=2)
+import emulated_cann
+emulated_cann.activate(devices=2)
 import hal, test_npu_graph
 for options in ({{}}, {{"attention": "atb"}}):
     attend = test_npu_graph.Attend(hal.open({{"backend": "npu", "options": options}}))

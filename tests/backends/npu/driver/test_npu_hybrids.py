@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.npu.emulator import trace
+from emulated_cann import trace
 from helpers import repeated_names, toys
 from helpers.npu import processes
 from helpers.thorough import DTYPE, EXHAUSTIVE, MODE, thorough

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.kernel_checks import check_kernel, draw_on, on_cpu
 from helpers.npu.drawn import attention_arguments, drawn_attention
 from helpers.thorough import EXHAUSTIVE, thorough
@@ -41,7 +41,7 @@ def each_operation() -> pytest.MarkDecorator:
 def test_under_any_schedule(npu: Opened, seed: int, operation: Operation) -> None:
     backend = npu()
     for sample in list(draw_on("npu", operation, torch.float16, 1))[:3]:
-        with emulator.schedule(seed):
+        with emulated_cann.schedule(seed):
             check_kernel(operation, torch.float16, getattr(backend.ops, operation.name), sample)
 
 
@@ -143,7 +143,7 @@ class TestAttention:
     ) -> None:
         backend = npu()
         sample = attention_arguments(Draw(dtype, "npu"), [5, 7], [5, 200], head_dim=head_dim)
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             backend.ops.paged_attention(*sample)
         queries = [each.operands[0].shape for each in trace.ran() if each.name == "FusedInferAttentionScoreV3"]
         assert queries == ([(12, 4, head_dim)] if packed else [(1, n, 4 * head_dim) for n in (5, 7)])
@@ -214,7 +214,7 @@ def test_heads_that_are_turned_in_one_launch(
         heads - 4,
         4,
     )
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         check_kernel(operation, dtype, backend.ops.split_qkv_rmsnorm_rope, sample)
     assert trace.counts()["ApplyRotaryPosEmbV2" if turned == 1 else "RotaryPositionEmbeddingV2"] == turned
 
@@ -248,13 +248,13 @@ class TestSharedBlocks:
         self, npu: Opened, dtype: torch.dtype, new: list[int], given: dict[str, Any], launches: int
     ) -> None:
         backend, sample = npu(), self.sample(dtype, new, [300, 299, 270], **given)
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             check_kernel(ATTENTION, dtype, backend.ops.paged_attention, sample)
         assert trace.counts()["FusedInferAttentionScoreV3"] == launches
 
     def test_one_call_where_they_fit(self, npu: Opened) -> None:
         backend, sample = npu(), self.sample(torch.bfloat16, [3, 3, 9], [300, 9, 128])
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             check_kernel(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
         assert trace.counts()["FusedInferAttentionScoreV3"] == 1
 
@@ -271,7 +271,7 @@ class TestSharedBlocks:
         graph = backend.graph()
         found = graph.capture(lambda: ops.paged_attention(*sample))
         with (
-            emulator.trace() as trace,
+            emulated_cann.trace() as trace,
             pytest.raises(HostValueError, match=r"captured over 5 blocks, .* the 3 sequences"),
         ):
             graph.replay(kv_lens_host=[300, 299, 270], query_start_loc_host=starts_host)
@@ -301,7 +301,7 @@ class TestLongerThanTheCache:
         self, npu: Opened, dtype: torch.dtype, new: list[int], launches: int
     ) -> None:
         backend, sample = npu(), self.sample(dtype, new)
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             check_kernel(ATTENTION, dtype, backend.ops.paged_attention, sample)
         assert trace.counts().get("FusedInferAttentionScoreV3", 0) == launches
 
@@ -363,7 +363,7 @@ class TestLaunches:
         backend = npu()
         sample = list(draw_on("npu", ops.operation(name), torch.float16, 0))[number]
         torch.npu.synchronize()
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             getattr(backend.ops, name)(*sample)
         assert trace.counts() == expected
         assert not trace.ran("copy")
@@ -391,7 +391,7 @@ class TestLaunches:
             sample = prepare_weights(backend, operation, sample, torch.bfloat16)
             getattr(backend.ops, name)(*sample)  # makes its constants
             torch.npu.synchronize()
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 getattr(backend.ops, name)(*sample)
             assert trace.counts() == Counter(expected), name
             assert not trace.ran("copy")
@@ -422,7 +422,7 @@ class TestLaunches:
         ):
             sample = attention_arguments(draw, new, lens, **given)
             torch.npu.synchronize()
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 backend.ops.paged_attention(*sample)
             assert trace.counts() == expected, (new, given)
 
@@ -430,7 +430,7 @@ class TestLaunches:
         backend, draw = npu(), Draw(torch.bfloat16, "npu")
         for new, lens in (([1, 1, 1], [9, 200, 0]), ([9, 20], [9, 200])):
             sample = attention_arguments(draw, new, lens, softcap=2.0)
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 check_kernel(ATTENTION, torch.bfloat16, backend.ops.paged_attention, sample)
             assert not [name for name in trace.counts() if "Attention" in name]
         with pytest.raises(CaptureError, match="composed of smaller operations"):
@@ -441,7 +441,7 @@ class TestLaunches:
         backend = npu()
         sample = list(draw_on("npu", ops.operation("sample"), torch.float16, 0))[-1]
         torch.npu.synchronize()
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             expected = backend.ops.sample(*sample)
         assert not trace.ran("copy")
         graph = backend.graph()
@@ -473,7 +473,7 @@ class TestFractalWeights:
         memory.zero_()
         expected = ops.operation("linear").reference(x.cpu(), before)
         torch.npu.synchronize()
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             found = backend.ops.linear(x, prepared)
         assert_agree(ops.operation("linear"), torch.float16, found, expected)
         assert not any("TransData" in name for name in trace.counts()), "the layout must not change back"

@@ -6,9 +6,9 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
@@ -47,14 +47,14 @@ def test_a_runner_gives_all_back_at_once(npu: Opened, trained: Path, compiler: s
     model = hal.load_model(trained, backend)
     with hal.Runner(model, backend) as warm:  # one-time allocations of a process, such as masks and workspaces
         list(hal.generate(warm, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
-    loaded, graphs, reserved = allocated(), emulator.live_handles()["graph"], torch.npu.memory_reserved()
+    loaded, graphs, reserved = allocated(), emulated_cann.live_handles()["graph"], torch.npu.memory_reserved()
     runner = hal.Runner(model, backend)
     list(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=3)))
     assert allocated() >= loaded + runner.spec.nbytes
     assert (backend.streams_in_graphs > 0) == (compiler != "eager")
     runner.close()
     assert backend.streams_in_graphs == 0
-    assert emulator.live_handles()["graph"] == graphs
+    assert emulated_cann.live_handles()["graph"] == graphs
     assert allocated() == loaded
     assert torch.npu.memory_reserved() <= reserved
     del model, warm
@@ -64,13 +64,13 @@ def test_a_runner_gives_all_back_at_once(npu: Opened, trained: Path, compiler: s
 
 @pytest.mark.usefixtures("uncollected")
 def test_a_backend_closes_its_runners_and_graphs(npu: Opened, trained: Path) -> None:
-    graphs = emulator.live_handles()["graph"]
+    graphs = emulated_cann.live_handles()["graph"]
     with opened_for(npu, "graph") as backend:
         runner = hal.Runner(hal.load_model(trained, backend), backend)
         x, graph = torch.ones(1 << 20, device="npu"), backend.graph()
         graph.capture(lambda: x * 2)
-        assert emulator.live_handles()["graph"] == graphs + 3
-    assert emulator.live_handles()["graph"] == graphs
+        assert emulated_cann.live_handles()["graph"] == graphs + 3
+    assert emulated_cann.live_handles()["graph"] == graphs
     assert (backend.streams_in_graphs, runner.closed) == (0, True)
     with pytest.raises(ClosedError, match="replay was called on a closed graph"):
         graph.replay()
@@ -78,16 +78,16 @@ def test_a_backend_closes_its_runners_and_graphs(npu: Opened, trained: Path) -> 
 
 def test_work_that_failed_is_said_and_all_is_freed(npu: Opened, trained: Path) -> None:
     backend = opened_for(npu, "graph")
-    runner, graphs = hal.Runner(hal.load_model(trained, backend), backend), emulator.live_handles()["graph"]
+    runner, graphs = hal.Runner(hal.load_model(trained, backend), backend), emulated_cann.live_handles()["graph"]
     batch = runner.batch([[5]], [[1]])
     runner.step(batch)
     backend.device.synchronize()
-    with emulator.faults.execution("FusedInferAttentionScoreV3"):
+    with emulated_cann.faults.execution("FusedInferAttentionScoreV3"):
         runner.step(batch)
         with pytest.raises(DeviceError, match="507015"):
             backend.close()
     assert runner.closed
-    assert emulator.live_handles()["graph"] == graphs - 2
+    assert emulated_cann.live_handles()["graph"] == graphs - 2
     backend.close()
 
 
@@ -111,7 +111,7 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
             "compilation": {"compiler": compiler, **compilation},
         }
     )
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         runner = hal.Runner(hal.load_model(trained, backend), backend)
     caches = [cache for _, cache in runner.states.tensors()]
     assert sum(cache.nbytes for cache in caches) >= 128 << 20
@@ -122,7 +122,7 @@ def test_a_cache_is_never_copied(trained: Path, compiler: str, nz_cache: bool) -
     largest = [each for each in made if each.bytes >= one and each.name not in WRITES_OR_READS_A_CACHE]
     assert len(largest) == len(caches), [(each.kind, each.name, each.bytes) for each in largest]
 
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         blocks = [[row + 1] for row in range(2)]
         runner.step(runner.batch([[5] * 20] * 2, blocks))
         for step in range(3):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers import published_configs
 from helpers.npu import compare
 from helpers.npu.compare import DTYPES, Case
@@ -41,7 +41,7 @@ def test_random_configurations(family: str, seed: int, dtype: str, mode: str, tm
     free = compare.run(compare.new_runner(model, backend), case.plan, case.rounded.texts)
     compare.compare(free, case)
     for schedule in (3, 17):
-        with emulator.schedule(schedule):
+        with emulated_cann.schedule(schedule):
             runner = compare.new_runner(model, backend)
             part = compare.run(runner, case.plan.first(30), case.rounded.texts)
         compare.same_bits(part, free)

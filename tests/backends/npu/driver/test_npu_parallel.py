@@ -57,8 +57,8 @@ def one_npu(checkpoints: Callable[[str], Path]) -> Callable[[str, str], OneDevic
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Give processes that start from now on as many emulated NPUs."""
-    options = {**json.loads(os.environ["HAL_NPU_EMULATOR_OPTIONS"]), "devices": count}
-    monkeypatch.setenv("HAL_NPU_EMULATOR_OPTIONS", json.dumps(options))
+    options = {**json.loads(os.environ["EMULATED_CANN_OPTIONS"]), "devices": count}
+    monkeypatch.setenv("EMULATED_CANN_OPTIONS", json.dumps(options))
 
 
 Job = tuple[str, str, dict[str, Any], list[str]]

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
 import torch_npu  # noqa: F401 (it brings torch.npu)
-from hal.backends.npu import emulator
 from helpers.pieces import drawn, eagerly, form_of, marked, tokens_of, uncaptured
 from helpers.thorough import MODE, thorough
 from torch import Tensor
@@ -82,7 +82,7 @@ def assert_attention_is_launched(runner: hal.Runner) -> None:
     batch = drawn(runner, 1, [1] * 3, [9, 100, 0])
     runner.step(batch)
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         runner.step(batch)
         torch.npu.synchronize()
     assert sum(record.kind == "graph" for record in trace.records) == 4
@@ -158,16 +158,16 @@ def test_a_step_of_prompts_and_running_sequences_replays(opened: Opened, markers
     runner = marked(Deep(), backend) if markers else hal.Runner(Deep(), backend)
     batch = drawn(runner, 1, [1, 6, 1], [9, 0, 100])
 
-    def of_layers(trace: emulator.Trace) -> int:
+    def of_layers(trace: emulated_cann.Trace) -> int:
         counts = trace.counts(phase="eager").items()
         return sum(count for name, count in counts if any(part in name for part in ("Mat", "Rms", "Swi")))
 
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         expected = eagerly(runner, batch).cpu()
     assert of_layers(trace) >= 3 * 6
     runner.step(batch)
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         found = runner.step(batch).logits
         torch.npu.synchronize()
     assert sum(record.kind == "graph" for record in trace.records) == 4
@@ -194,10 +194,10 @@ class TestFaults:
 
     def test_out_of_streams(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
         model = Deep()
-        with emulator.faults.streams(), pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
+        with emulated_cann.faults.streams(), pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
             hal.Runner(model, opened())
         caplog.set_level(logging.WARNING)
-        with emulator.faults.streams(first=6):
+        with emulated_cann.faults.streams(first=6):
             runner = hal.Runner(model, opened(on_capture_error="eager"))
         assert "decode batches of 2 tokens run in a larger bucket or uncaptured" in caplog.text
         check(runner, (9,))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
 import torch_npu
-from hal.backends.npu import emulator
 from helpers.pieces import eagerly
 from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 from torch import Tensor
@@ -171,10 +171,10 @@ class TestMemory:
         model = Toy(vocab_size=100_000)
         hal.Runner(model, backend)  # one-time allocations: workspaces, and torch_npu's own
         settle()
-        before = emulator.memory_in_use()
+        before = emulated_cann.memory_in_use()
         runner = hal.Runner(model, backend)
         settle()
-        taken = emulator.memory_in_use() - before
+        taken = emulated_cann.memory_in_use() - before
         assert sum(tensor.nbytes for _, tensor in runner.states.tensors()) < 0.02 * taken
         return taken
 
@@ -202,7 +202,7 @@ class TestDebug:
             layer: Any = runner.states.layers[0]
             layer["value"] = layer["value"].clone()
         named = {"weight": r"out\.weight has another address", "cache": "state 0.value has another address"}[what]
-        with emulator.trace() as trace, pytest.raises(GraphError, match=named):
+        with emulated_cann.trace() as trace, pytest.raises(GraphError, match=named):
             runner.step(step(runner, blocks))
         assert "graph" not in {record.kind for record in trace.records}
 
@@ -215,7 +215,7 @@ class TestFaults:
         model.out = Wasteful(model.out)
         check(hal.Runner(model, backend))
         taken = cached()
-        with emulator.faults.allocation(first=2), pytest.raises(CaptureError, match="no memory left") as caught:
+        with emulated_cann.faults.allocation(first=2), pytest.raises(CaptureError, match="no memory left") as caught:
             hal.Runner(model, backend)
         del taken
         assert "max_capture_size" in caught.value.remedy
@@ -232,7 +232,7 @@ class TestFaults:
         batch = step(runner, blocks)
         if phase == "prefill":
             batch = runner.batch([[1, 2], [3]], blocks[:2], cached=[150, 3])
-        with emulator.faults.allocation(), pytest.raises(DeviceOutOfMemory, match="no memory left") as caught:
+        with emulated_cann.faults.allocation(), pytest.raises(DeviceOutOfMemory, match="no memory left") as caught:
             runner.step(batch)
         del taken
         assert "cache.num_tokens" in caught.value.remedy
@@ -241,11 +241,14 @@ class TestFaults:
     def test_out_of_streams(self, opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
         model = Toy()
         check(hal.Runner(model, opened()))
-        with emulator.faults.streams(), pytest.raises(CaptureError, match=r"no stream left for it \(207008") as caught:
+        with (
+            emulated_cann.faults.streams(),
+            pytest.raises(CaptureError, match=r"no stream left for it \(207008") as caught,
+        ):
             hal.Runner(model, opened())
         assert "compilation.max_capture_size" in caught.value.remedy
         caplog.clear()
-        with emulator.faults.streams(first=2):
+        with emulated_cann.faults.streams(first=2):
             runner = hal.Runner(model, opened(on_capture_error="eager"))
         told = "decode batches of 2 sequences run in a larger bucket or uncaptured: the captured function cannot be"
         assert told in caplog.text
@@ -277,7 +280,7 @@ class TestFaults:
             return [token.token_id for token in hal.generate(runner, [[5, 6, 7], [8] * 140], params)]
 
         expected = generated()
-        with emulator.faults.hang(kernel, 0.05, first=9), pytest.raises(DeviceError, match="507014") as caught:
+        with emulated_cann.faults.hang(kernel, 0.05, first=9), pytest.raises(DeviceError, match="507014") as caught:
             generated()
         assert "timed out" in caught.value.problem
         assert generated() == expected
@@ -295,7 +298,7 @@ def test_a_step_is_one_graph_and_one_update(opened: Opened, trained: Path) -> No
     batch = step(runner, blocks)
     runner.step(batch)
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         sys.setprofile(count)
         runner.step(batch)
         sys.setprofile(None)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.npu import compare, processes, schemes
 from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
 
@@ -79,7 +79,9 @@ def test_only_the_quantising_fusions_round_otherwise(made: Any, int8: str, train
 STEPS = 40
 
 
-def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[list[torch.Tensor], list[emulator.Record]]:
+def random_steps(
+    path: Path, dtype: str, steps: int, **config: Any
+) -> tuple[list[torch.Tensor], list[emulated_cann.Record]]:
     """Run decode steps of random tokens of two sequences. Return the logits and the trace of all but the first step."""
     backend = hal.open({"backend": "npu", "dtype": dtype, "cache": {"num_tokens": 1024}, **config})
     tokens = torch.randint(0, 4096, (steps, 2), generator=torch.Generator().manual_seed(0)).tolist()
@@ -88,7 +90,7 @@ def random_steps(path: Path, dtype: str, steps: int, **config: Any) -> tuple[lis
         runner.step(runner.batch([[5, 6, 7], [8, 9]], blocks))
         runner.step(runner.batch([[1], [2]], blocks, cached=[3, 2]))
         backend.device.synchronize()
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             for number, new in enumerate(tokens):
                 batch = runner.batch([[each] for each in new], blocks, cached=[4 + number, 3 + number])
                 logits.append(runner.step(batch).logits.clone())
@@ -117,7 +119,7 @@ def test_one_capture_serves_any_routing_without_the_host(made: Any, scheme: str,
         assert rms((other - one).flatten()) < 0.05 * rms(one.flatten())
 
 
-def copies_of(records: list[emulator.Record]) -> Counter[tuple[str, int]]:
+def copies_of(records: list[emulated_cann.Record]) -> Counter[tuple[str, int]]:
     """Count copies by name and size."""
     return Counter((each.name, each.bytes) for each in records if each.kind == "copy")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.npu.emulator import trace
+from emulated_cann import trace
 from helpers.comparison import randomize
 from helpers.npu import processes
 from helpers.npu.schemes import count_launches

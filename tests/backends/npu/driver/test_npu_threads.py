@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.attending import LENGTHS
 from helpers.npu.attending import Attend
 from helpers.thorough import AGAIN, MODE, thorough
@@ -93,7 +93,7 @@ def test_each_gets_its_own_tokens(threads: Threads) -> None:
     for streams in (False, True):
         assert threads.run(streams=streams) == (threads.expected, [])
     for seed in (1, 2):
-        with emulator.schedule(seed):
+        with emulated_cann.schedule(seed):
             assert threads.run() == (threads.expected, [])
 
 
@@ -101,9 +101,9 @@ def test_each_gets_its_own_tokens(threads: Threads) -> None:
 def test_after_faults_too(threads: Threads) -> None:
     """Kernels fail, launches are refused, and kernels hang. Every thread without an error has the right tokens."""
     faults = [
-        emulator.faults.execution("FusedInferAttentionScoreV3", first=30),
-        emulator.faults.launch("FusedInferAttentionScoreV3", first=50),
-        emulator.faults.hang("SwiGlu", 0.05, first=40),
+        emulated_cann.faults.execution("FusedInferAttentionScoreV3", first=30),
+        emulated_cann.faults.launch("FusedInferAttentionScoreV3", first=50),
+        emulated_cann.faults.hang("SwiGlu", 0.05, first=40),
     ]
     for fault in faults:
         with fault as armed:
@@ -153,7 +153,7 @@ def test_a_replay_on_every_stream_of_the_pool(npu: Opened, priority: int) -> Non
     wanted = attend.twice(torch.tensor(LENGTHS[2], dtype=torch.int32)).cpu()
     torch.npu.synchronize()
     for _ in range(33):
-        with emulator.limits(stall=2), torch.npu.stream(torch.npu.Stream(priority=priority)):
+        with emulated_cann.limits(stall=2), torch.npu.stream(torch.npu.Stream(priority=priority)):
             graph.replay(**attend.host_values(LENGTHS[2]))
             assert torch.equal(output.cpu(), wanted)
 
@@ -169,7 +169,7 @@ def test_no_thread_computes_on_a_stream_of_the_drivers(npu: Opened) -> None:
 def test_a_copy_arrives_behind_the_work_that_computes_it(npu: Opened) -> None:
     backend = npu()
     values = torch.arange(4.0).half().npu()
-    with emulator.faults.delay("Add", 0.3):
+    with emulated_cann.faults.delay("Add", 0.3):
         copy = hal.HostCopy(backend, values + values)
         values.zero_()  # later in the stream
         assert not copy.arrived
@@ -184,7 +184,7 @@ def test_a_copy_arrives_behind_the_work_that_computes_it(npu: Opened) -> None:
 def test_a_failure_before_the_copy_is_raised_where_the_host_waits(npu: Opened) -> None:
     backend = npu()
     values = torch.arange(4.0).half().npu()
-    with emulator.faults.execution("Add"):
+    with emulated_cann.faults.execution("Add"):
         copy = hal.HostCopy(backend, values + values)
         with pytest.raises(DeviceError, match="507015"):
             copy.wait()

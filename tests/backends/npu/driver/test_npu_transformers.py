@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers import transformers_families
 from helpers.thorough import EXHAUSTIVE, FAMILY, LONG, thorough
 from helpers.tiny_transformers import FAMILIES, generate, model_of, prompts_of
@@ -36,7 +36,7 @@ def launches(family: str, prepare: Callable[[Any], object], *, queries: int) -> 
                 cache = model(prompt, use_cache=True).cache if queries == 1 else None
                 tokens = prompt[:, :queries]
                 torch.npu.synchronize()
-                with emulator.trace() as trace:
+                with emulated_cann.trace() as trace:
                     model(tokens, cache=cache, use_cache=cache is not None)
         found.append(trace.counts())
     return found[1] - found[0]

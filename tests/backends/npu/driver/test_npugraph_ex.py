@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import emulated_cann
 import pytest
 import torch
 from click.testing import CliRunner
-from hal.backends.npu import emulator
 from hal.backends.npu.npugraph_ex.compiled_code import CodeCache
 from helpers.checkpoints import random_checkpoint
 from helpers.pieces import eagerly
@@ -178,12 +178,12 @@ class TestTokens:
         bucket.static.fill(three)
         graph, host_values = bucket.graphs[0], bucket.static.host_values(three)
         with (
-            emulator.trace() as trace,
+            emulated_cann.trace() as trace,
             pytest.raises(HostValueError, match=r"captured over 4 blocks, .* counting shared"),
         ):
             graph.replay(**{name: each for name, each in host_values.items() if name in graph.host_values})
         assert not trace.ran(kind="graph")
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             for _ in range(2):
                 same(runner.step(three).logits.cpu(), eagerly(runner, three).cpu())
         assert not trace.ran(kind="graph")
@@ -198,7 +198,7 @@ class TestTrace:
         """Growing, shrinking and permuted lengths; each result is that of an eager step."""
         backend = opened()
         model = hal.load_model(small, backend)
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             runner = hal.Runner(model, backend)
         assert trace.counts(phase="capture")[ATTENTION] == len(SIZES) * len(model.states)
         blocks = prefilled(runner, [300] * 4)
@@ -207,7 +207,7 @@ class TestTrace:
         sets += [[280 - 30 * step - row for row in range(4)] for step in range(6)]
         sets += [draw.sample([1, 127, 128, 257], 4) for _ in range(6)]
         batches = [runner.batch([[9], [8], [7], [6]], blocks, cached=lengths) for lengths in sets]
-        with emulator.trace() as trace:
+        with emulated_cann.trace() as trace:
             for lengths, batch in zip(sets, batches, strict=True):
                 found = runner.step(batch).logits.cpu()
                 assert torch.equal(found, eagerly(runner, batch).cpu()), lengths
@@ -227,7 +227,7 @@ class TestTrace:
             batch = runner.batch([[1]] * 4, prefilled(runner, [8] * 4), cached=[8] * 4)
             runner.step(batch)
             torch.npu.synchronize()
-            with emulator.trace() as trace:
+            with emulated_cann.trace() as trace:
                 runner.step(batch)
             counts.append(trace.counts(phase="replay"))
         graph, ex = counts
@@ -382,7 +382,7 @@ class TestErrors:
         backend = opened(on_capture_error=policy)
         model = hal.load_model(small, backend)
         # torch_npu begins two captures for each graph; the first is empty.
-        with emulator.faults.streams(first=2):
+        with emulated_cann.faults.streams(first=2):
             if policy == "raise":
                 with pytest.raises(CaptureError, match=r"no stream left for it \(207008"):
                     hal.Runner(model, backend)
@@ -412,7 +412,7 @@ class TestErrors:
             blocks = prefilled(runner, [20, 30])
             batch = runner.batch([[1], [2]], blocks, cached=[20, 30])
             with (
-                emulator.faults.hang(kernel, 0.05),
+                emulated_cann.faults.hang(kernel, 0.05),
                 pytest.raises(DeviceError, match="507014"),
                 runner.backend.translating_errors(),
             ):

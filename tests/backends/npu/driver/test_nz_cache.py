@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.checkpoints import random_checkpoint
 from helpers.kernel_checks import on_cpu
 from helpers.npu.drawn import attention_arguments, drawn_attention
@@ -170,6 +170,6 @@ def test_launches(fractal: hal.Backend) -> None:
     draw = Draw(torch.float16, "npu")
     sample = samples_of_128(draw)[0]
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         fractal.ops.split_qkv_rmsnorm_rope_cache(*sample)
     assert trace.counts() == {"QkvRmsNormRopeCache": 1, "InplaceCopy": 1}

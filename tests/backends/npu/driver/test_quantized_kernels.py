@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import emulated_cann
 import pytest
 import torch
-from hal.backends.npu import emulator
 from helpers.kernel_checks import on_cpu
 from helpers.thorough import DTYPE, thorough
 from torch import Tensor
@@ -67,7 +67,7 @@ def reference(name: str, sample: Sample) -> Any:
 
 def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     torch.npu.synchronize()
-    with emulator.trace() as trace:
+    with emulated_cann.trace() as trace:
         found = run()
         torch.npu.synchronize()
     assert not trace.ran("copy")

@@ -1,0 +1,64 @@
+"""An emulated CANN, on which the unmodified torch_npu runs on a CPU.
+
+ninja_build.py compiles src/, and build.py caches the libraries in library_cache.py's folders. symbols.py generates
+stubs for functions that are not emulated. activation.py makes torch_npu load the libraries, options.py reads the
+machine's options, tracing.py traces launches, control.py injects faults, and command.py is ``emulated-cann``.
+
+This file imports nothing: `import torch` imports the package, to see whether it is to be activated.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .activation import activate, activate_from_environment, installed_canns, is_active, is_emulated
+    from .build import compiler
+    from .control import Fault, faults, limits, live_handles, memory_in_use, schedule, seed
+    from .errors import EmulationError, InvalidOption, Unavailable
+    from .options import Options
+    from .tracing import Operand, Record, Trace, trace
+
+_HOME = {
+    **dict.fromkeys(
+        ("activate", "activate_from_environment", "installed_canns", "is_active", "is_emulated"), ".activation"
+    ),
+    **dict.fromkeys(("EmulationError", "InvalidOption", "Unavailable"), ".errors"),
+    **dict.fromkeys(("Fault", "faults", "limits", "live_handles", "memory_in_use", "schedule", "seed"), ".control"),
+    **dict.fromkeys(("Operand", "Record", "Trace", "trace"), ".tracing"),
+    "Options": ".options",
+    "compiler": ".build",
+}
+"""The modules that define the public names."""
+
+__all__ = [
+    "EmulationError",
+    "Fault",
+    "InvalidOption",
+    "Operand",
+    "Options",
+    "Record",
+    "Trace",
+    "Unavailable",
+    "activate",
+    "activate_from_environment",
+    "compiler",
+    "faults",
+    "installed_canns",
+    "is_active",
+    "is_emulated",
+    "limits",
+    "live_handles",
+    "memory_in_use",
+    "schedule",
+    "seed",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name], __name__), name)
+    return value

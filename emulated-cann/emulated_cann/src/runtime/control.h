@@ -1,0 +1,39 @@
+// The interface between the runtime and Python, which is not part of CANN; see control.py.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Sets an option. "devices", "memory" (bytes per device), "streams" and "tasks" (limits per device) and "stall"
+// (seconds without progress after which a wait of the host fails) are decimal numbers; "soc" and "version" (of CANN)
+// are strings. "devices" and "memory" must be set before the first use of a device. Returns 0, or -1 for an unknown
+// name or an invalid value.
+int emulated_cann_set(const char* name, const char* value);
+// Returns the value of a numeric option, or -1 for another name.
+int64_t emulated_cann_get(const char* name);
+
+// Starts or stops the trace. Starting deletes earlier records.
+void emulated_cann_trace(int on);
+// Returns the records as a JSON list, valid until the next call.
+const char* emulated_cann_trace_records();
+
+// Injects a fault. `kind` is "malloc", "launch", "execution", "hang", "delay", "stream" or "copy". `name` restricts it
+// to one kernel; empty means any. `count` matching calls fail, from number `first` (counted from 1) on; count 0 means
+// all. `code` is the error code; `milliseconds` is the duration of a hang or delay. Returns the number of the fault,
+// for emulated_cann_disarm.
+int emulated_cann_arm(const char* kind, const char* name, int64_t first, int64_t count, int code, int milliseconds);
+// Removes a fault. Returns how often it occurred, or -1 for an unknown number.
+int64_t emulated_cann_disarm(int number);
+
+// Sets the schedule seed. With `seeded` 0, streams run without one.
+void emulated_cann_seed(int seeded, uint64_t seed);
+
+// Returns the number of live objects: "stream", "event", "graph", "group", "allocation" (device memory), "pinned" (host
+// memory), "task" (tasks in captured graphs) or "captured" (streams held by graphs). Returns -1 for another name.
+int64_t emulated_cann_live(const char* kind);
+
+// Returns the bytes in use on a device, or their peak.
+int64_t emulated_cann_memory(int device, int peak);
+
+}  // extern "C"

@@ -1,1 +1,0 @@
-"""Modules shared by the tests of the emulated CANN."""
