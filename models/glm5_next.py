@@ -45,7 +45,10 @@ class PooledAttention(SelectiveAttention):
             self.indexer[GATE] = Linear(config.hidden_size, width)
             bias = nn.Parameter(torch.empty(self.group, width), requires_grad=False)
             self.indexer.register_parameter(BIAS, bias)
-            index, tail = State(TOKEN, (width,), group=self.group), State(SEQUENCE, (self.group, 2 * width))
+            index, tail = (
+                State(TOKEN, (width,), group=self.group),
+                State(SEQUENCE, (self.group, 2 * width), saved=False),
+            )
             self.states = {**self.states, "index": index, "tail": tail}
 
     def select(

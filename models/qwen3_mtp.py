@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.nn import (
+    CausalLM,
     Decoder,
     DecoderConfig,
     DecoderLayer,
@@ -87,12 +88,9 @@ class HybridMTP(DecoderLM):
         table = self.mtp.embed_tokens
         self.batch_type = draft_batch(table.width, table.dtype)
 
-    def share(self, target: DecoderLM) -> None:
-        """Use the embedding and the output projection of the target model, whose weights are equal.
-
-        Args:
-            target: the model, loaded for the same backend. This model's runner must not be made yet.
-        """
+    def share(self, target: CausalLM) -> None:
+        """Use the embedding and the output projection of the target model, whose weights are equal."""
+        assert isinstance(target, DecoderLM)
         old: list[nn.Module] = [self.mtp.embed_tokens]
         self.mtp.embed_tokens = target.base.embed_tokens
         if not self.tied:

@@ -131,6 +131,34 @@ def sampling_options(seed: str) -> Callable[[Callable[..., Any]], Callable[..., 
     return decorate
 
 
+DRAFT = (
+    "Draft tokens, which the model verifies some at a time: ngram, mtp, or a smaller checkpoint of the same "
+    "vocabulary. The texts are the same."
+)
+DRAFT_TOKENS = "The most drafted tokens of a text in a step. By default, 4."
+
+
+def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of drafts to a command, which gets them as one argument ``draft``; None without a drafter."""
+
+    @functools.wraps(command)
+    def with_draft(*args: Any, draft: str | None, draft_tokens: int | None, **given: Any) -> Any:
+        if draft is None:
+            if draft_tokens is not None:
+                raise click.UsageError("--draft-tokens needs --draft.")
+            return command(*args, draft=None, **given)
+        from hal.generation.drafting.drafter import DraftConfig
+
+        found = DraftConfig.of(draft)
+        return command(
+            *args, draft=found if draft_tokens is None else attrs.evolve(found, tokens=draft_tokens), **given
+        )
+
+    found: Callable[..., Any] = with_draft
+    found = click.option("--draft-tokens", type=click.IntRange(1), metavar="N", help=DRAFT_TOKENS)(found)
+    return click.option("--draft", metavar="NAME", help=DRAFT)(found)
+
+
 def _schema(given: str) -> str:
     if given.lstrip().startswith("{"):
         return given

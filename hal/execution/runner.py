@@ -201,6 +201,14 @@ class Runner(Closable):
         return MappingProxyType({} if self._steps is None else self._steps.forms)
 
     @property
+    def captured_queries(self) -> tuple[int, ...]:
+        """The numbers of new tokens per sequence of steps that whole graphs hold, ascending; none without graphs."""
+        config = self.backend.config.compilation.of("decode")
+        if "decode" not in self.forms or self.backend.compiler(config.compiler).any_shape:
+            return ()
+        return tuple(sorted(config.queries))
+
+    @property
     def slots(self) -> SlotAllocator:
         """The allocator of the slots of per-sequence states."""
         if self._slots is None:
@@ -250,12 +258,13 @@ class Runner(Closable):
                 fields=fields,
             )
 
-    def input_batch(self, max_sequences: int, max_length: int | None = None) -> InputBatch:
+    def input_batch(self, max_sequences: int, max_length: int | None = None, *, spare: int = 0) -> InputBatch:
         """Return an empty input batch for this runner's cache and device.
 
         Args:
             max_sequences: the most rows.
             max_length: the most tokens of a row; None for the runner's ``max_length``.
+            spare: the most drafted tokens of a row, which it takes beside the others, and which may all be pending.
 
         Raises:
             ConfigError: ``max_sequences`` is out of range.
@@ -267,11 +276,12 @@ class Runner(Closable):
         return InputBatch(
             self.model.batch_type,
             max_sequences=max_sequences,
-            max_length=self._max_length if max_length is None else max_length,
+            max_length=(self._max_length if max_length is None else max_length) + spare,
             block_size=self.spec.block_size,
             device=self.backend.device,
             bounds=self.bounds,
             windows=windows_of(self.model, self.spec),
+            max_pending=max(1, spare),
         )
 
     def step(self, batch: Batch, rows: Wanted = LAST) -> StepOutput:

@@ -117,7 +117,7 @@ def spec_of(model: CausalLM, backend: Backend, num_blocks: int | None = None) ->
         dtype=next(model.parameters()).dtype,
         num_blocks=num_blocks or math.ceil(cache.num_tokens / size) + DUMMY_BLOCK + 1,
         block_size=size,
-        num_slots=cache.num_sequences + DUMMY_SLOT + 1 + saved if in_slots else 0,
+        num_slots=cache.num_sequences * model.batch_type.saves + DUMMY_SLOT + 1 + saved if in_slots else 0,
         num_saved=saved,
     )
     groups = model.batch_type.groups

@@ -13,6 +13,7 @@ from hal.config.bounds import SEQUENCES
 from hal.device.group import Group
 from hal.errors import BatchError, ConfigError
 from hal.execution.runner import Runner
+from hal.generation.drafting.speculation import Speculation
 from hal.generation.generated_text import GeneratedText
 from hal.generation.request import Request, Token, checked
 from hal.generation.sampling_params import SamplingParams
@@ -82,6 +83,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     *,
     items: Sequence[Sequence[EncoderItem]] | None = None,
+    speculation: Speculation | None = None,
 ) -> Iterator[Token]:
     """Continue all ``prompts``, yielding the tokens of each step in the order of the prompts.
 
@@ -96,6 +98,7 @@ def generate(
         params: one for all prompts, or one for each.
         tokenizer: the model's; for parameters that are texts.
         items: the images and other inputs of each prompt, in the order of their placeholders; None for texts alone.
+        speculation: drafts tokens for the runner's model; None for no drafts.
 
     Raises:
         BatchError: a prompt is empty, longer than the model or the cache, or has a token id out of range. All prompts
@@ -130,14 +133,15 @@ def generate(
         for index, (prompt, wanted, own) in enumerate(zip(prompts, per_prompt, of_prompt, strict=True))
     ]
     data = runner.backend.mesh.data
-    return _run(runner, requests) if data.size == 1 else _run_share(runner, requests, data)
+    return _run(runner, requests, speculation) if data.size == 1 else _run_share(runner, requests, data)
 
 
-def _run(runner: Runner, requests: Sequence[Request]) -> Iterator[Token]:
+def _run(runner: Runner, requests: Sequence[Request], speculation: Speculation | None = None) -> Iterator[Token]:
     scheduler = Scheduler(
         runner,
         max_requests=min(max(len(requests), 1), SEQUENCES),
         max_length=max((each.length + each.limit for each in requests), default=1),
+        speculation=speculation,
     )
     for each in requests:
         scheduler.add(each)

@@ -42,7 +42,7 @@ class GrammarMask:
             raise ConfigError(
                 f"{name} needs a token that ends the text, and the checkpoint has none", "give one in stop_token_ids"
             )
-        library, self._stops, self._read = need("llguidance", "grammars", name), stops, 0
+        library, self._stops, self._read = need("llguidance", "grammars", name), stops, list[int]()
         self._name, self._shown = name, f"{name} is {text!r:.70}"
         vocabulary = _vocabulary(library, tokenizer, vocab_size)
         try:
@@ -62,15 +62,20 @@ class GrammarMask:
         self._first = self._allowed()
 
     def __call__(self, generated: Sequence[int]) -> Tensor:
-        """Return the tokens that are allowed next.
+        """Return the tokens that are allowed next. Tokens of an earlier call that are not given again are dropped.
 
         Raises:
             ConfigError: no text goes on, or the grammar is too complex for llguidance's limits.
         """
         if not generated:
             return self._first
-        self._matcher.consume_tokens(list(generated[self._read :]))
-        self._read = len(generated)
+        same = next(
+            (at for at, pair in enumerate(zip(self._read, generated, strict=False)) if pair[0] != pair[1]), None
+        )
+        kept = min(len(self._read), len(generated)) if same is None else same
+        self._matcher.rollback(len(self._read) - kept)
+        self._matcher.consume_tokens(list(generated[kept:]))
+        self._read = list(generated)
         return self._allowed()
 
     def _allowed(self) -> Tensor:
@@ -89,7 +94,7 @@ class GrammarMask:
         if error or not words.any():
             reason = f" (llguidance: {error.splitlines()[0]})" if error else ""
             raise self._error(
-                f", and no text goes on after {self._read} new tokens{reason}",
+                f", and no text goes on after {len(self._read)} new tokens{reason}",
                 "use a simpler grammar, whose texts all have an end",
             )
         return allowed

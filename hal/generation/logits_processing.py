@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hal import ops
 from hal.errors import ConfigError
-from hal.generation.request import Request
+from hal.generation.request import Place
 from hal.generation.sampling_params import Mask, SamplingParams
 from hal.ops.logits import WORD
 from hal.step import to_device
@@ -64,18 +64,31 @@ class PenaltyTable:
         if row != NEUTRAL:
             self._free.append(row)
 
-    def penalize(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Return the penalized logits ``[batch, vocab_size]``, float32, of the sequences with the given rows."""
-        if rows != self._rows:
-            self._rows = rows
-            self._index = to_device(rows, logits.device)
-        counts, prompted = self._counts.index_select(0, self._index), self._prompted.index_select(0, self._index)
-        repetition, frequency, presence = self._penalties.index_select(1, self._index).unbind()
+    def penalize(self, logits: Tensor, rows: list[int], drafted: Sequence[Sequence[int]] = ()) -> Tensor:
+        """Return penalized logits, float32.
+
+        Args:
+            logits: ``[batch, vocab_size]``.
+            rows: the row of the sequence of each.
+            drafted: for each, drafted tokens, which count as generated.
+        """
+        index = self._on_device(rows, logits.device)
+        counts, prompted = self._counts.index_select(0, index), self._prompted.index_select(0, index)
+        if added := [(place, token) for place, tokens in enumerate(drafted) for token in tokens]:
+            counts.index_put_(
+                tuple(to_device(list(zip(*added, strict=True)), counts.device)), self._one, accumulate=True
+            )
+        repetition, frequency, presence = self._penalties.index_select(1, index).unbind()
         return ops.penalize(logits, counts, prompted, repetition, frequency, presence)
 
-    def count(self, tokens: Tensor) -> None:
-        """Count the tokens ``[batch]`` chosen from the logits that :meth:`penalize` returned last."""
-        self._counts.index_put_((self._index, tokens), self._one, accumulate=True)
+    def count(self, rows: list[int], tokens: Tensor) -> None:
+        """Count generated tokens ``[batch]`` of the sequences with the given rows."""
+        self._counts.index_put_((self._on_device(rows, tokens.device), tokens), self._one, accumulate=True)
+
+    def _on_device(self, rows: list[int], device: torch.device) -> Tensor:
+        if rows != self._rows:
+            self._rows, self._index = rows, to_device(rows, device)
+        return self._index
 
     def _grow(self) -> None:
         """Double the number of rows."""
@@ -85,33 +98,33 @@ class PenaltyTable:
         self._penalties = torch.cat((self._penalties, self._penalties), dim=1)
 
 
-def add_biases(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Return the logits ``[batch, vocab_size]`` with the biases of each row's request, float32 if any has one."""
+def add_biases(logits: Tensor, places: Sequence[Place]) -> Tensor:
+    """Return the logits ``[batch, vocab_size]`` with the biases of each row's place, float32 if any has one."""
     vocab_size = logits.shape[-1]
     found = [
         (row, token, bias)
-        for row, request in enumerate(requests)
-        for token, bias in _biases(request)
+        for row, place in enumerate(places)
+        for token, bias in _biases(place)
         if 0 <= token < vocab_size
     ]
     if not found:
         return logits
     rows, tokens, biases = zip(*found, strict=True)
-    places = to_device([rows, tokens], logits.device)
+    index = to_device([rows, tokens], logits.device)
     added = to_device([float(each) for each in biases], logits.device)
-    return logits.float().index_put((places[0], places[1]), added, accumulate=True)
+    return logits.float().index_put((index[0], index[1]), added, accumulate=True)
 
 
-def _biases(request: Request) -> Iterator[tuple[int, float]]:
-    params = request.params
+def _biases(place: Place) -> Iterator[tuple[int, float]]:
+    request, params = place.request, place.request.params
     if not (params.logit_bias or params.min_new_tokens or request.bad) or request.ended:
         return
     yield from params.logit_bias.items()
-    if request.drawn < params.min_new_tokens:
+    if place.drawn < params.min_new_tokens:
         for token in request.stops:
             yield token, -math.inf
     for *before, last in request.bad:
-        if not before or request.generated[-len(before) :] == before:
+        if not before or place.generated[-len(before) :] == before:
             yield last, -math.inf
 
 

@@ -43,7 +43,7 @@ class Token:
 
 @attrs.define(eq=False)
 class Request:
-    """A prompt and its new tokens. :meth:`Scheduler.add` makes one.
+    """A prompt and its new tokens.
 
     Attributes:
         tokens: the prompt, and the new tokens that the host knows.
@@ -127,6 +127,28 @@ class Request:
     def ended(self) -> bool:
         """Whether no further token is wanted."""
         return self.cancelled or self.finished is not None
+
+
+@attrs.frozen
+class Place:
+    """A place of a text for which a token is chosen: a request's next one, or one behind drafted tokens.
+
+    Attributes:
+        drafted: the drafted tokens before it.
+    """
+
+    request: Request
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def drawn(self) -> int:
+        """The number of new tokens before it."""
+        return self.request.drawn + len(self.drafted)
+
+    @property
+    def generated(self) -> list[int]:
+        """A copy of the new tokens before it that the host knows."""
+        return [*self.request.generated, *self.drafted]
 
 
 def checked(

@@ -15,22 +15,19 @@ from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
 from hal.execution.runner import Runner
 from hal.execution.step_output import HostCopy
-from hal.generation.logits_processing import (
-    PenaltyTable,
-    add_biases,
-    all_tokens,
-    allowed_tokens,
-    has_penalties,
-    logprobs_of,
-    read_logprobs,
-)
+from hal.generation.choosing import Chooser
+from hal.generation.drafting.speculation import Speculation
+from hal.generation.logits_processing import logprobs_of, read_logprobs
 from hal.generation.prompt_inputs import step_fields
-from hal.generation.request import Request, Token
-from hal.generation.sampling_params import SamplingParams
-from hal.step import NONE, to_device
+from hal.generation.request import Place, Request, Token
+from hal.step import ALL, NONE, to_device
 from hal.step.block_allocator import BlockAllocator, PrefixCache
 
 _plain, _row = attrgetter("plain"), attrgetter("row")  # without a call of Python for each request
+
+
+def _prompt(pair: tuple[Request, Token]) -> int:
+    return pair[0].prompt_index
 
 
 class Scheduler:
@@ -48,18 +45,26 @@ class Scheduler:
     Args:
         max_requests: the most requests that run together. Others wait.
         max_length: the most tokens of a request; None for the runner's limit.
+        speculation: drafts tokens, which a step verifies. Each step is read before the next one then.
     """
 
-    def __init__(self, runner: Runner, *, max_requests: int = SEQUENCES, max_length: int | None = None) -> None:
-        self._runner = runner
-        self._overlaps = runner.backend.device.torch.type != "cpu"
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_requests: int = SEQUENCES,
+        max_length: int | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._runner, self._speculation = runner, speculation
+        self._overlaps = runner.backend.device.torch.type != "cpu" and speculation is None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # by row of the input batch
         self._admitted = False  # in the last step
         self._unread: tuple[list[Request], HostCopy] | None = None
-        self._failed: list[tuple[Request, Exception]] = []
-        self._inputs = runner.input_batch(max_requests, max_length)
-        self._table: PenaltyTable | None = None
+        self._spare = 0 if speculation is None else speculation.spare
+        self._inputs = runner.input_batch(max_requests, max_length, spare=self._spare)
+        self._chooser = Chooser(runner.model.vocab_size, runner.backend.device.torch)
 
     @property
     def idle(self) -> bool:
@@ -84,12 +89,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait for its first step."""
         self._waiting.append(request)
-        params = request.params
-        bare = request.mask is None and request.inputs is None and not request.bad and params.logprobs is None
-        biased = params.logit_bias or params.min_new_tokens or has_penalties(params)
-        request.plain = bare and not biased and params.temperature == 0
-        if self._table is None and has_penalties(request.params):
-            self._table = PenaltyTable(self._runner.model.vocab_size, self._runner.backend.device.torch)
+        self._chooser.add(request)
 
     def cancel(self, request: Request) -> None:
         """Drop a request, and free what it holds. One that has ended stays as it is."""
@@ -104,6 +104,8 @@ class Scheduler:
         self._waiting.clear()
         while self._running:
             self._give_back(self._running.pop())
+        if self._speculation is not None:
+            self._speculation.drafter.clear()
 
     def step(self) -> Sequence[tuple[Request, Token | Exception]]:
         """Run a step, and return tokens that became known with their requests, in the order of the prompts.
@@ -117,7 +119,12 @@ class Scheduler:
             ClosedError: the runner is closed.
         """
         found = self._advance()
-        failed, self._failed = self._failed, []
+        for each in list(self._running):
+            if each.ended and not each.unread:
+                self._release(each)
+        if len(found) > 1:
+            found.sort(key=_prompt)
+        failed, self._chooser.failed = self._chooser.failed, []
         return [*found, *failed]
 
     def _advance(self) -> list[tuple[Request, Token]]:
@@ -136,6 +143,8 @@ class Scheduler:
         for each in self._running:
             if each.drawn < each.limit and not each.ended:
                 going.append(each)
+        if going and self._speculation is not None:
+            return self._verify(self._speculation, going)
         return self._step(going) if going else self._read()
 
     def _admit(self) -> list[Request]:
@@ -153,18 +162,18 @@ class Scheduler:
             cached = len(shared) * runner.spec.block_size
             tokens += first.length - cached
             joins = not admitted or tokens <= most
-            needed = runner.spec.blocks_for(first.length + first.limit) - len(shared)
-            has_slot = not runner.slots.needed or runner.slots.num_free > 0
+            needed = runner.spec.blocks_for(first.length + first.limit + self._spare) - len(shared)
+            has_slot = not runner.slots.needed or runner.slots.num_free >= runner.model.batch_type.saves
             own = blocks.take(needed) if joins and has_slot else None
             if own is None:
                 blocks.give_back(shared)
                 break
             first.blocks, first.cached = shared + own, cached
-            first.slots = (runner.slots.take(1) or []) if runner.slots.needed else []
-            slot = first.slots[0] if first.slots else None
+            first.slots = (runner.slots.take(runner.model.batch_type.saves) or []) if runner.slots.needed else []
+            slot, *spare = first.slots or (None,)
             if runner.prefixes is not None and cached and slot is not None:
                 runner.prefixes.load_states(first.identities[:cached], slot)
-            first.row = self._inputs.add(first.tokens, first.blocks, cached=cached, slot=slot)
+            first.row = self._inputs.add(first.tokens, first.blocks, cached=cached, slot=slot, spare_slots=spare)
             admitted.append(self._waiting.popleft())
             self._running.append(first)
         return admitted
@@ -182,8 +191,11 @@ class Scheduler:
             counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
             rows = None if len(sequences) == len(self._running) else list(map(_row, sequences))
             batch = inputs.batch(counts, rows=rows, **{} if plain else self._fields(sequences, counts))
-            logits = runner.step(batch).logits
+            output = runner.step(batch)
+            logits = output.logits
             inputs.advance(counts, rows=rows)
+            if counts is not None:
+                self._show(sequences, counts, output.hidden_states)
             for each in sequences:
                 each.unread += 1
             found = self._read()  # During the step. Masks need these tokens.
@@ -191,8 +203,10 @@ class Scheduler:
                 for each in sequences:
                     self._save_states(each, len(each.tokens))
             wrong = logits.amax(-1).isnan()
-            chosen = ops.greedy_sample(logits) if plain else self._choose(sequences, logits)
+            chosen = ops.greedy_sample(logits) if plain else self._chooser.choose(list(map(Place, sequences)), logits)
             chosen.masked_fill_(wrong, 0)  # A next step may read it.
+            if not plain:
+                self._chooser.count(sequences, chosen)
             likely = () if plain else logprobs_of(logits, chosen, [each.params.logprobs for each in sequences])
             for each in sequences:
                 each.drawn += 1
@@ -200,6 +214,55 @@ class Scheduler:
             if not self._overlaps:
                 return self._read()
             inputs.extend_pending(list(map(_row, sequences)), chosen)
+        return found
+
+    def _show(self, sequences: list[Request], counts: Sequence[int], hidden: Tensor) -> None:
+        """Show the drafter what a step of prompts computed."""
+        if self._speculation is not None:
+            self._speculation.drafter.ran(sequences, [each.cached for each in sequences], counts, hidden, None)
+
+    def _verify(self, speculation: Speculation, sequences: list[Request]) -> list[tuple[Request, Token]]:
+        """Run a step with drafted tokens, and return the new tokens of each sequence: the right ones, and one more."""
+        runner, inputs = self._runner, self._inputs
+        with runner.running():
+            drafts, added = speculation.propose(sequences)
+            rows, counts = list(map(_row, sequences)), [1 + count for count in added]
+            inputs.extend_drafts(rows, added, drafts.tokens)
+            batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))
+            output = runner.step(batch, ALL)
+            inputs.advance(counts, rows=rows)
+            logits, plain = output.logits, all(map(_plain, sequences))
+            wrong = logits.amax(-1).isnan()
+            places = speculation.places(sequences, drafts, added)
+            chosen = ops.greedy_sample(logits) if plain else self._chooser.choose(places, logits)
+            asked = [each.request.params.logprobs for each in places]
+            likely = () if plain else logprobs_of(logits, chosen, asked)
+            on_device = (drafts.tokens,) if isinstance(drafts.tokens, Tensor) else ()
+            copied = map(Tensor.tolist, HostCopy(runner.backend, chosen, wrong, *on_device, *likely).wait())
+            known, nan, lists = next(copied), next(copied), next(copied) if on_device else drafts.tokens
+            logprobs = read_logprobs(list(copied), asked)
+            starts, rights = [each.first_new for each in sequences], list[int]()
+            found: list[tuple[Request, Token]] = []
+            for sequence, drafted, size in zip(sequences, lists, counts, strict=True):
+                first = sum(counts[: len(rights)])
+                right = speculation.accepted(drafted[: drafts.counts[len(rights)]], known[first : first + size])
+                rights.append(right)
+                self._check_numbers([sequence], [any(nan[first : first + right + 1])])
+                before = len(sequence.tokens)
+                for place in range(first, first + right + 1):
+                    if not sequence.ended:
+                        sequence.append(known[place])
+                        sequence.drawn += 1
+                        found.append((sequence, sequence.token(*logprobs[place])))
+                for length in range(before, len(sequence.tokens)):
+                    self._save_states(sequence, length)
+                inputs.truncate(sequence.row, before + right)
+                inputs.extend(sequence.row, [known[first + right]])
+            speculation.drafter.ran(sequences, starts, counts, output.hidden_states, rights)
+            speculation.measured(drafts)
+            if not plain:
+                new = torch.tensor([token.token_id for _, token in found])
+                self._chooser.count([request for request, _ in found], to_device(new, logits.device))
         return found
 
     def _run_to_places(self, sequences: list[Request]) -> None:
@@ -210,58 +273,25 @@ class Scheduler:
         places = {each.row: runner.prefixes.places(each.cached, each.length - 1) for each in sequences}
         while going := [each for each in sequences if places[each.row]]:
             rows, counts = [each.row for each in going], [places[each.row][0] - each.cached for each in going]
-            runner.step(inputs.batch(counts, rows=rows, **self._fields(going, counts)), NONE)
+            output = runner.step(inputs.batch(counts, rows=rows, **self._fields(going, counts)), NONE)
             inputs.advance(counts, rows=rows)
+            self._show(going, counts, output.hidden_states)
             for each in going:
                 each.cached = places[each.row].pop(0)
                 self._save_states(each, each.cached)
 
     def _save_states(self, sequence: Request, length: int) -> None:
-        """Save the states of a sequence after its first ``length`` tokens, the last that ran, at one of the places."""
+        """Save the states of a sequence after its first ``length`` tokens, which ran last, at one of the places."""
         prefixes = self._runner.prefixes
         if prefixes is not None and sequence.slots and prefixes.places(length - 1, length):
-            prefixes.save_states(sequence.blocks, sequence.identities[:length], sequence.slots[0])
+            prefixes.save_states(
+                sequence.blocks, sequence.identities[:length], self._inputs.slot_after(sequence.row, length)
+            )
 
     def _fields(self, sequences: list[Request], counts: Sequence[int] | None) -> dict[str, Any]:
         """Return the fields of a step's batch that its prompts' inputs determine."""
         new, starts = counts or [1] * len(sequences), [each.first_new for each in sequences]
         return step_fields(self._runner, [each.inputs for each in sequences], starts, new)
-
-    def _choose(self, sequences: list[Request], logits: Tensor) -> Tensor:
-        """Return the next token of each request, on the device."""
-        allowed = self._allowed(sequences, logits.shape[-1])
-        table = self._table
-        rows = [] if table is None else [self._penalties(table, each) for each in sequences]
-        if table is not None and any(rows):
-            logits = table.penalize(logits, rows)
-        logits = add_biases(logits, sequences)
-        if allowed is not None:
-            logits = ops.mask_logits(logits, to_device(allowed, logits.device))
-        chosen = choose(logits, [each.params for each in sequences], [each.drawn for each in sequences])
-        if table is not None and any(rows):
-            table.count(chosen)
-        return chosen
-
-    def _allowed(self, sequences: list[Request], vocab_size: int) -> Tensor | None:
-        """Return a step's masks, ``[batch, words]``, or None if there are none. One that fails ends its request."""
-        if all(each.mask is None for each in sequences):
-            return None
-        every = all_tokens(vocab_size)
-        rows = [every] * len(sequences)
-        for row, each in enumerate(sequences):
-            if each.mask is not None and not each.ended:
-                try:
-                    rows[row] = allowed_tokens(each.prompt_index, each.mask, each.generated, vocab_size)
-                except Exception as error:
-                    each.cancelled = True
-                    self._failed.append((each, error))
-        return torch.stack(rows)
-
-    @staticmethod
-    def _penalties(table: PenaltyTable, sequence: Request) -> int:
-        if sequence.penalties is None:
-            sequence.penalties = table.add(sequence.tokens, sequence.params)
-        return sequence.penalties
 
     def _read(self) -> list[tuple[Request, Token]]:
         """Return the tokens of the last step, in the order of the prompts. Waits for it.
@@ -273,11 +303,8 @@ class Scheduler:
             return []
         (sequences, copy), self._unread = self._unread, None
         chosen, wrong, *likely = map(Tensor.tolist, copy.wait())
-        if any(wrong) and (bad := [each for each, nan in zip(sequences, wrong, strict=True) if nan and not each.ended]):
-            raise NumericsError(
-                f"the model gave NaN logits for prompt {', '.join(str(each.prompt_index) for each in bad)}",
-                "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
-            )
+        if any(wrong):
+            self._check_numbers(sequences, wrong)
         self._inputs.extend_each(list(map(_row, sequences)), chosen)
         logprobs = read_logprobs(likely, [each.params.logprobs for each in sequences]) if likely else None
         found = []
@@ -288,10 +315,16 @@ class Scheduler:
                     self._remember(sequence)
                 sequence.append(chosen[place])
                 found.append((sequence, sequence.token(*logprobs[place] if logprobs else ())))
-        for each in sequences:
-            if each.ended and not each.unread:
-                self._release(each)
-        return found if len(found) < 2 else sorted(found, key=lambda pair: pair[0].prompt_index)
+        return found
+
+    @staticmethod
+    def _check_numbers(sequences: Sequence[Request], wrong: Sequence[bool]) -> None:
+        """Raise NumericsError if a sequence that goes on has wrong logits."""
+        if bad := [each for each, nan in zip(sequences, wrong, strict=True) if nan and not each.ended]:
+            raise NumericsError(
+                f"the model gave NaN logits for prompt {', '.join(str(each.prompt_index) for each in bad)}",
+                "check the weights; float16 overflows where bfloat16 and float32 do not (dtype in the config, --dtype)",
+            )
 
     def _release(self, sequence: Request) -> None:
         """Free what a finished sequence holds. The last row takes the place of its row."""
@@ -301,13 +334,16 @@ class Scheduler:
             self._running[sequence.row], last.row = last, sequence.row
         self._remember(sequence)
         self._give_back(sequence)
-        if self._table is not None and sequence.penalties is not None:
-            self._table.remove(sequence.penalties)
+        self._chooser.remove(sequence)
+        if self._speculation is not None:
+            self._speculation.drafter.end(sequence)
 
     def _remember(self, sequence: Request) -> None:
         """Let later prompts reuse the tokens in the cache: all but the last chosen one, which has not run."""
         if self._runner.prefixes is not None:
             tokens = sequence.identities[:-1] if sequence.has_generated else sequence.identities
+            if self._speculation is not None:
+                tokens = tokens[: self._speculation.drafter.remembered(sequence)]
             self._runner.prefixes.remember(sequence.blocks, tokens)
 
     def _give_back(self, sequence: Request) -> None:
@@ -318,31 +354,3 @@ class Scheduler:
     @property
     def _blocks(self) -> BlockAllocator | PrefixCache:
         return self._runner.prefixes or self._runner.blocks
-
-
-def choose(logits: Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> Tensor:
-    """Return the next token of each row.
-
-    Args:
-        logits: ``[batch, vocab_size]``, floating, free of NaN.
-        params: one for each row.
-        drawn: the number of tokens drawn for each row's prompt so far, which is the position in its random sequence.
-
-    Returns:
-        ``[batch]``, int64, on the logits' device.
-    """
-    if all(each.temperature == 0 for each in params):
-        return ops.greedy_sample(logits)
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return to_device(torch.tensor(values, dtype=dtype), logits.device)
-
-    return ops.sample(
-        logits,
-        column([each.temperature for each in params], torch.float32),
-        column([max(0, each.top_k) for each in params], torch.int32),
-        column([each.top_p for each in params], torch.float32),
-        column([each.min_p for each in params], torch.float32),
-        column([each.seed % 2**63 for each in params], torch.int64),
-        column(list(drawn), torch.int64),
-    )

@@ -130,7 +130,7 @@ class KimiDeltaAttention(nn.Module):
             self.b_proj(hidden).sigmoid(),
             state["matrix"],
             batch.slots,
-            None,
+            batch.saving_slots,
             batch.query_start_loc,
             batch.query_start_loc_host,
             self.head_dim**-0.5,

@@ -226,6 +226,13 @@ class CausalLM(nn.Module):
             HalError: the model cannot run.
         """
 
+    def share(self, target: CausalLM) -> None:
+        """Use the weights of the model that this one drafts for, where both have the same. Does nothing here.
+
+        Args:
+            target: the model, loaded for the same backend. This model's runner must not be made yet.
+        """
+
     if TYPE_CHECKING:
         __call__ = forward
 

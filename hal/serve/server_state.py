@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.llm.language_model import LLM
 from hal.generation.llm.messages import KINDS
 from hal.generation.llm.serving_loop import Occupancy
@@ -89,9 +91,12 @@ class ServerMetrics:
 
     Args:
         occupancy: returns what the model has to do.
+        acceptance: returns how many drafted tokens it agreed with; None without a drafter.
     """
 
-    def __init__(self, occupancy: Callable[[], Occupancy]) -> None:
+    def __init__(
+        self, occupancy: Callable[[], Occupancy], acceptance: Callable[[], Acceptance | None] = lambda: None
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         gauges = {
             "hal_texts_running": ("Texts that are generated.", lambda: occupancy().running),
@@ -101,6 +106,11 @@ class ServerMetrics:
         }
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
+        if (found := acceptance()) is not None:
+            for kind, text in (("drafted", "Tokens that the drafter proposed"), ("accepted", "Drafts that were right")):
+                gauge = Gauge(f"hal_{kind}_tokens", f"{text}, by place behind a text.", ["place"], registry=registry)
+                for place in range(len(found.drafted)):
+                    gauge.labels(str(place + 1)).set_function(partial(_drafts, acceptance, kind, place))
         self._requests = Counter(
             "hal_requests", "Answered requests, by HTTP status.", ["path", "status"], registry=registry
         )
@@ -131,6 +141,11 @@ class ServerMetrics:
     def first_token(self, began: float) -> None:
         """Note the first token of a request."""
         self._first.observe(time.perf_counter() - began)
+
+
+def _drafts(acceptance: Callable[[], Acceptance | None], kind: str, place: int) -> int:
+    found = acceptance()
+    return 0 if found is None else int(getattr(found, kind)[place])
 
 
 MEDIA_THREADS = 2
@@ -175,7 +190,9 @@ class ServerState:
     @classmethod
     def of(cls, llm: LLM, options: ServerOptions) -> ServerState:
         """Return the state of a server that has answered nothing."""
-        return cls(llm, options, Admission(options.max_texts), ServerMetrics(lambda: llm.occupancy))
+        return cls(
+            llm, options, Admission(options.max_texts), ServerMetrics(lambda: llm.occupancy, lambda: llm.acceptance)
+        )
 
     def parse(self, kind: type[T], body: bytes) -> T:
         """Return the fields of a request.

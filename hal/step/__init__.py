@@ -17,6 +17,7 @@ from hal.step.model_batches import (
     draft_batch,
     embedding_batch,
     grouped_batch,
+    rollback_batch,
 )
 from hal.step.padding import StaticBatch
 from hal.step.page_layout import CacheGroups, PageLayout
@@ -56,6 +57,7 @@ __all__ = [
     "grouped_batch",
     "host_twin",
     "last_rows",
+    "rollback_batch",
     "split_batch",
     "to_device",
 ]

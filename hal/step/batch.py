@@ -54,6 +54,8 @@ class Batch(BatchBase):
 
     groups: ClassVar[CacheGroups | None] = None
     """The cache groups of the model's layers; None if all share the block table and the slots."""
+    saves: ClassVar[int] = 1
+    """The slots of each sequence, in which a step keeps the states after its last tokens."""
 
     token_ids: Tensor = field("tokens", torch.int64)
     positions: Tensor = field("tokens", torch.int64)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hal.device.device import Device
+from hal.device.device import Device, to_device
 from hal.errors import BatchError
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of, rows_of
 from hal.step.block_table import MORE, BlockTable
 from hal.step.fields import DUMMY_SLOT, fields_of
-from hal.step.model_batches import SlotBatch
+from hal.step.model_batches import SlotBatch, rollback_batch
 from hal.step.new_tokens import PENDING, NewTokens, PendingTokens
 from hal.step.staging import Staging
 
@@ -43,6 +43,7 @@ class InputBatch:
         windows: for each cache group with a block table, the number of most recent tokens of a sequence that its layers
             read; None for all. An engine may use blocks before the window for others, or again for the row, and pass
             the dummy block for them.
+        max_pending: the most pending tokens of a row; see :meth:`extend_pending`.
 
     Attributes:
         slotted: whether the model keeps states per sequence.
@@ -58,13 +59,16 @@ class InputBatch:
         device: Device,
         bounds: Bounds,
         windows: Sequence[int | None] = (None,),
+        max_pending: int = 1,
     ) -> None:
         sizes = {"max_sequences": max_sequences, "max_length": max_length, "block_size": block_size}
+        sizes["max_pending"] = max_pending
         for name, size in [*sizes.items(), *(("window", each) for each in windows if each is not None)]:
             check_size(name, size)
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
         self._type, self._bounds, self.slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
-        self._staged = batch_type if batch_type.groups is not None else SlotBatch if self.slotted else Batch
+        slotted = SlotBatch if batch_type.saves == 1 else rollback_batch(SlotBatch, batch_type.saves)
+        self._staged = batch_type if batch_type.groups is not None else slotted if self.slotted else Batch
         self._number_of_fields = len(fields_of(batch_type))
         self._staging = Staging(self._staged, device)
         self._columns = -(-max_length // block_size)
@@ -72,17 +76,24 @@ class InputBatch:
         self._tables = [BlockTable(max_sequences, self._columns, block_size, bounds, each) for each in windows]
         self._slot_fields = [name for name in fields_of(self._staged) if name.startswith("slots")]
         self._slots = np.zeros((len(self._slot_fields), max_sequences), np.int64)
+        self._saving = np.zeros((max_sequences, batch_type.saves), np.int64)
         self._lengths, self._cached, self._pending = np.zeros((3, max_sequences), np.int64)
         self._size = 0
         self._numbers = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
-        self._sampled = PendingTokens(max_sequences, device)
+        self._sampled = PendingTokens(max_sequences, max_pending, device)
 
     def __len__(self) -> int:
         return self._size
 
     def add(
-        self, token_ids: Sequence[int], block_ids: Sequence[int] = (), *, cached: int = 0, slot: int | None = None
+        self,
+        token_ids: Sequence[int],
+        block_ids: Sequence[int] = (),
+        *,
+        cached: int = 0,
+        slot: int | None = None,
+        spare_slots: Sequence[int] = (),
     ) -> int:
         """Add a sequence as the last row, and return its row.
 
@@ -91,6 +102,8 @@ class InputBatch:
             block_ids: its blocks, in order.
             cached: how many of its tokens are in the cache.
             slot: the slot of its states; required if and only if the model keeps states per sequence.
+            spare_slots: further slots for the states that a step keeps beside the last, one fewer than ``saves`` of the
+                batch class.
 
         Raises:
             BatchError: there are no tokens, all rows are taken, or as :meth:`extend`.
@@ -105,8 +118,14 @@ class InputBatch:
                 f"slot is {slot}, and the model keeps {'states' if self.slotted else 'no state'} per sequence",
                 "pass a slot of runner.slots if and only if runner.slots.needed",
             )
-        if slot is not None:
-            check_size("slot", slot, DUMMY_SLOT + 1)
+        own = [] if slot is None else [*spare_slots, slot]
+        if slot is not None and len(own) != self._type.saves:
+            raise BatchError(
+                f"a sequence gets {len(own)} slots, and a step keeps {self._type.saves} states of it",
+                "pass one slot, and as many spare_slots as drafted tokens",
+            )
+        for each in own:
+            check_size("slot", each, DUMMY_SLOT + 1)
         self._clear(row)
         self._size += 1
         try:
@@ -117,8 +136,23 @@ class InputBatch:
             self._size -= 1
             raise
         if slot is not None:
-            self._slots[:, row] = slot
+            self._slots[:, row], self._saving[row] = slot, own
         return row
+
+    def slot_after(self, row: int, length: int) -> int:
+        """Return the slot of a sequence's states after its first ``length`` tokens, which the last step kept.
+
+        Raises:
+            BatchError: there is no such row, or the states are not kept.
+        """
+        self._check_row(row)
+        column = self._type.saves - 1 - (int(self._cached[row]) - length)
+        if not self.slotted or not 0 <= column < self._type.saves:
+            raise BatchError(
+                f"the states of row {row} after {length} tokens are not kept",
+                "drop at most as many tokens as the row has spare slots, and those of the last step only",
+            )
+        return int(self._saving[row, column])
 
     def set_slots(self, row: int, slots: Sequence[int]) -> None:
         """Set the slot of a sequence's states in each cache group that has slots.
@@ -153,7 +187,7 @@ class InputBatch:
             self._tokens[row, start:end], self._lengths[row] = tokens, end
 
     def extend_each(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Append one token to each of some rows, such as the tokens of a step. It takes the place of a pending one.
+        """Append one token to each of some rows, such as the tokens of a step. It takes the place of pending ones.
 
         Args:
             rows: the rows, each once.
@@ -185,20 +219,46 @@ class InputBatch:
             tokens: ``[len(rows)]``, integers, on the device.
 
         Raises:
-            BatchError: there is no such row, or it occurs twice, is full, or has a token that is pending; or there are
-                more or fewer tokens. The rows are unchanged then.
+            BatchError: there is no such row, or it occurs twice, is full, or has ``max_pending`` pending tokens; or
+                there are more or fewer tokens. The rows are unchanged then.
         """
         index = rows_of(rows, self._size)
         self._sampled.check(tokens, len(rows))
         ends, pending = self._lengths[index], self._pending[index]
-        if np.count_nonzero(pending) or max(ends.tolist(), default=0) >= self.max_length:
-            at = int((pending + (ends >= self.max_length)).argmax())
+        full = pending >= self._sampled.most
+        if np.count_nonzero(full) or max(ends.tolist(), default=0) >= self.max_length:
+            at = int((full | (ends >= self.max_length)).argmax())
+            most = "a pending token" if self._sampled.most == 1 else f"{self._sampled.most} pending tokens"
             raise BatchError(
-                f"row {rows[at]} has {'a pending token' if pending[at] else f'{self.max_length} tokens, the most'}",
-                "replace the pending token with extend_each first, or end the sequence",
+                f"row {rows[at]} has {most if full[at] else f'{self.max_length} tokens, the most'}",
+                "replace pending tokens with extend_each first, or end the sequence",
             )
-        self._sampled.put(index, tokens)
-        self._tokens[self._numbers[index], ends], self._lengths[index], self._pending[index] = PENDING, ends + 1, 1
+        self._sampled.put(index, pending, tokens)
+        self._tokens[self._numbers[index], ends], self._lengths[index] = PENDING, ends + 1
+        self._pending[index] = pending + 1
+
+    def extend_drafts(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[list[int]] | Tensor) -> None:
+        """Append drafted tokens to each of some rows, which :meth:`truncate` drops again.
+
+        Args:
+            rows: the rows, each once.
+            counts: the number of tokens of each.
+            tokens: a list for each row; or ``[len(rows), most]``, integers, on the device, whose first tokens count.
+
+        Raises:
+            BatchError: as :meth:`extend` and :meth:`extend_pending`.
+        """
+        if isinstance(tokens, Tensor):
+            for place in range(max(counts, default=0)):
+                own = [index for index, count in enumerate(counts) if count > place]
+                column = tokens[:, place]
+                if len(own) < len(counts):
+                    column = column[to_device(own, column.device)]
+                self.extend_pending([rows[index] for index in own], column)
+        else:
+            for row, own in zip(rows, tokens, strict=True):
+                if own:
+                    self.extend(row, own)
 
     def set_cached(self, row: int, cached: int) -> None:
         """Set how many of a sequence's first tokens are in the cache, such as after a step.
@@ -222,8 +282,11 @@ class InputBatch:
     def truncate(self, row: int, length: int) -> None:
         """Drop the tokens from ``length`` on, such as drafted ones that were rejected. The blocks stay.
 
+        Where a step keeps several states of a sequence, those after ``length`` tokens become its states. Otherwise
+        they stay those of the dropped tokens.
+
         Raises:
-            BatchError: there is no such row, or ``length`` is not 1 to its length.
+            BatchError: there is no such row, ``length`` is not 1 to its length, or the states are not kept.
         """
         self._check_row(row)
         if type(length) is not int or not 1 <= length <= self._lengths[row]:
@@ -231,8 +294,11 @@ class InputBatch:
                 f"row {row} has {self._lengths[row]} tokens, not {length!r:.70} as the length says",
                 "pass a length that it has",
             )
-        if length < self._lengths[row]:
-            self._pending[row] = 0
+        self._pending[row] = max(0, int(self._pending[row] - (self._lengths[row] - length)))
+        if self._type.saves > 1 and length < self._cached[row]:
+            slot, saving = self.slot_after(row, length), self._saving[row]
+            saving[saving == slot], saving[-1] = saving[-1], slot
+            self._slots[:, row] = slot
         self._lengths[row], self._cached[row] = length, min(int(self._cached[row]), length)
 
     def remove(self, row: int) -> int | None:
@@ -299,9 +365,12 @@ class InputBatch:
         new.write(layout.host, tables, self._block_size)
         for name, of_group in zip(self._slot_fields, self._slots, strict=True):
             layout.host[name][:] = of_group[index]
+        if self._type.saves > 1:
+            layout.host["write_slots"][:] = self._saving[index]
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
-            self._sampled.insert(layout.tensors["token_ids"], tokens == PENDING, of_token)
+            places = new.positions - (self._lengths - self._pending)[of_token]
+            self._sampled.insert(layout.tensors["token_ids"], tokens == PENDING, of_token, places)
         if not fields and len(layout.tensors) == self._number_of_fields:
             made = self._type(**layout.tensors)
         else:
@@ -363,7 +432,7 @@ class InputBatch:
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         width = int(self._lengths[sources].max())
-        for array in (self._lengths, self._cached, self._pending, *self._slots):
+        for array in (self._lengths, self._cached, self._pending, self._saving, *self._slots):
             array[targets] = array[sources]
         self._tokens[targets, :width] = self._tokens[sources, :width]
         for each in self._tables:

@@ -28,6 +28,36 @@ class SlotBatch(Batch):
 
     slots: Tensor = field("sequences", torch.int32, pad=DUMMY_SLOT)
 
+    @property
+    def saving_slots(self) -> Tensor | None:
+        """``write_slots`` of the operations of recurrent layers; None where a step keeps the last states only."""
+        return None
+
+
+@lru_cache(maxsize=64)
+def rollback_batch(base: type[SlotBatch], saves: int) -> type[SlotBatch]:
+    """Return a batch class with the field ``write_slots``, ``[sequences, saves]``, which each batch must be given.
+
+    A step keeps the states after each of the last ``saves`` tokens of a sequence, so that those of rejected drafts can
+    be dropped by the choice of a slot: :meth:`hal.step.InputBatch.truncate` does.
+
+    Args:
+        base: the class to derive from.
+        saves: the slots of each sequence, one more than drafted tokens.
+    """
+
+    @attrs.frozen(eq=False, slots=False)
+    class RollbackBatch(base):  # type: ignore[valid-type, misc]
+        write_slots: Tensor = field(f"sequences {saves}", torch.int32, pad=DUMMY_SLOT)
+
+        @property
+        def saving_slots(self) -> Tensor | None:
+            return self.write_slots
+
+    RollbackBatch.saves = saves
+    RollbackBatch.__name__ = RollbackBatch.__qualname__ = base.__name__
+    return RollbackBatch
+
 
 def _none_embedded(batch: Batch) -> Tensor:
     return torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.token_ids.device)

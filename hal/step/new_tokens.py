@@ -66,11 +66,16 @@ _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 class PendingTokens:
-    """The pending token of each row of an :class:`hal.step.InputBatch`, on the device. Nothing waits for the device."""
+    """The pending tokens of each row of an :class:`hal.step.InputBatch`, on the device. Nothing waits for the device.
 
-    def __init__(self, max_sequences: int, device: Device) -> None:
-        self._tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device.torch)
+    Args:
+        most: the most pending tokens of a row.
+    """
+
+    def __init__(self, max_sequences: int, most: int, device: Device) -> None:
+        self._tokens = torch.zeros(max_sequences, most, dtype=torch.int64, device=device.torch)
         self._numbers = np.arange(max_sequences)
+        self.most = most
 
     @staticmethod
     def check(tokens: object, count: int) -> None:
@@ -81,32 +86,35 @@ class PendingTokens:
         if tokens.shape != (count,):
             raise BatchError(f"{count} rows get tokens {list(tokens.shape)}", "pass one token for each row")
 
-    def put(self, index: Any, tokens: Tensor) -> None:
+    def put(self, index: Any, places: NDArray[np.int64], tokens: Tensor) -> None:
         """Keep the tokens of some rows.
 
         Args:
             index: the rows, as a slice or an array.
+            places: how many pending tokens each row has before.
             tokens: one for each row.
         """
-        if isinstance(index, slice):
-            self._tokens[index].copy_(tokens)
+        if isinstance(index, slice) and not places.any():
+            self._tokens[index, 0].copy_(tokens)
         else:
-            self._tokens[to_device(index, self._tokens.device)] = tokens.to(torch.int64)
+            at = to_device(np.stack((self._numbers[index], places)), self._tokens.device)
+            self._tokens[at[0], at[1]] = tokens.to(torch.int64)
 
-    def insert(self, token_ids: Tensor, where: Any, rows: Any) -> None:
+    def insert(self, token_ids: Tensor, where: Any, rows: Any, places: Any) -> None:
         """Write the pending tokens of a batch into its token ids.
 
         Args:
             token_ids: ``[tokens]``, on the device.
             where: whether each token is pending.
             rows: the row of each token.
+            places: how many pending tokens of its row precede each pending token.
         """
         with torch.inference_mode():
-            if where.all() and np.array_equal(rows, self._numbers[: len(rows)]):
-                token_ids.copy_(self._tokens[: len(rows)])
+            if where.all() and not places.any() and np.array_equal(rows, self._numbers[: len(rows)]):
+                token_ids.copy_(self._tokens[: len(rows), 0])
                 return
-            places = to_device(np.stack((where.nonzero()[0], rows[where])), token_ids.device)
-            token_ids[places[0]] = self._tokens[places[1]]
+            at = to_device(np.stack((where.nonzero()[0], rows[where], places[where])), token_ids.device)
+            token_ids[at[0]] = self._tokens[at[1], at[2]]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give the tokens of some rows to other rows."""

@@ -76,7 +76,7 @@ def test_few_rows_serve_many_prompts(trained: Path, monkeypatch: pytest.MonkeyPa
             rows.append(super().add(prompt, params))
             return rows[-1]
 
-    monkeypatch.setattr("hal.generation.scheduler.PenaltyTable", Noted)
+    monkeypatch.setattr("hal.generation.choosing.PenaltyTable", Noted)
     runner = open_runner(trained, num_tokens=112, block_size=4)  # at most two at once
     together(runner, [[5] * 40] * 12, [PENALIZED] * 12)
     together(runner, [[5]], [PLAIN])  # makes no table

@@ -14,7 +14,7 @@ from torch import Tensor
 import hal
 from hal.device.host_device import HostDevice
 from hal.errors import BatchError
-from hal.step import Bounds, InputBatch, SlotBatch, field, fields_of
+from hal.step import Bounds, InputBatch, SlotBatch, field, fields_of, rollback_batch
 
 BLOCK, VOCABULARY, BLOCKS, LONGEST = 16, 1000, 4000, 400
 BOUNDS = Bounds(VOCABULARY, 1, BLOCKS, LONGEST)
@@ -327,3 +327,20 @@ class TestFromTensors:
         del tensors["positions"]
         with pytest.raises(BatchError, match="the field positions of Batch is missing"):
             hal.step.Batch.from_tensors(block_size=BLOCK, **tensors)
+
+
+def test_states_that_a_step_keeps() -> None:
+    inputs = made(rollback_batch(SlotBatch, 3))
+    inputs.add([7] * 9, [1, 2], slot=5, spare_slots=[3, 4])
+    inputs.batch([9])
+    inputs.advance([9])
+    assert inputs.slot_after(0, 8) == 4
+    inputs.truncate(0, 8)
+    inputs.extend(0, [6])
+    batch = inputs.batch()
+    assert batch.slots.tolist() == [4]
+    assert batch.write_slots.tolist() == [[3, 5, 4]]
+    with pytest.raises(BatchError, match="the states of row 0 after 2 tokens are not kept"):
+        inputs.truncate(0, 2)
+    with pytest.raises(BatchError, match="a sequence gets 1 slots, and a step keeps 3 states of it"):
+        inputs.add([7], [3], slot=6)

@@ -14,11 +14,12 @@ import attrs
 import click
 
 from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
-from hal.cli.generation_options import REVISION, SWITCH, sampling_options, switches_of
+from hal.cli.generation_options import REVISION, SWITCH, draft_options, sampling_options, switches_of
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import BatchError, ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from hal.generation.drafting.drafter import DraftConfig
     from hal.generation.llm.language_model import LLM
 
 PROMPT = "> "
@@ -38,6 +39,7 @@ SEED = "The seed of the first answer. By default, or with -1, a random one."
 @sampling_options(SEED)
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
+@draft_options
 @configured(ranks=tensor_parallel())
 def command(
     checkpoint: Path,
@@ -46,6 +48,7 @@ def command(
     sampling: dict[str, Any],
     switches: Sequence[str],
     revision: str | None,
+    draft: DraftConfig | None,
     settings: Settings,
 ) -> None:
     """Talk with the model CHECKPOINT, a folder or a name of the Hugging Face Hub.
@@ -65,7 +68,7 @@ def command(
     opened.tokenizer()
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
-    with settings.llm(opened, max_sequences=1) as llm:
+    with settings.llm(opened, max_sequences=1, draft=draft) as llm:
         if llm.first:
             Conversation(llm, sampling, max_new_tokens, system, variables).run()
 

@@ -24,6 +24,7 @@ from hal.cli.generation_options import (
     SWITCH,
     TOOLS,
     Prompts,
+    draft_options,
     params_of,
     sampling_options,
     switches_of,
@@ -35,8 +36,9 @@ from hal.generation.sampling_params import WITHOUT_EFFECT
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hal.execution.runner import Runner
+    from hal.generation.drafting.drafter import DraftConfig
     from hal.generation.generate import Piece
+    from hal.generation.llm.engine import Engine
     from hal.generation.llm.prompts import MultimodalPrompt
     from hal.generation.sampling_params import SamplingParams
 
@@ -81,6 +83,7 @@ class _Generate(ResultCommand):
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
+@draft_options
 @configured(ranks=parallel(DATA_PARALLEL))
 @click.option("--json", "as_json", is_flag=True, help=JSON)
 @click.option("--logprobs", type=int, metavar="N", help=LOGPROBS)
@@ -97,6 +100,7 @@ def command(
     switches: Sequence[str],
     tools: Path | None,
     revision: str | None,
+    draft: DraftConfig | None,
     settings: Settings,
     as_json: bool,
     logprobs: int | None,
@@ -158,7 +162,7 @@ def command(
         merged = settings.merged()
         merged["cache"] = {"reuse_prefixes": False, **merged.get("cache", {})}  # Texts do not depend on each other.
         with progress_bar("loading", shown=rank() == 0) as progress:
-            runner, _ = open_engine(
+            engine = open_engine(
                 opened,
                 merged,
                 stack,
@@ -166,16 +170,18 @@ def command(
                 max_sequences=min(len(encoded), SEQUENCES),
                 progress=progress,
                 lengths=[len(each) + params.max_new_tokens for each in encoded],
+                draft=draft,
             )
+        runner = engine.runner
         if "seed" not in sampling:
             params = attrs.evolve(params, seed=agreed(secrets.randbelow(2**32), runner.backend.mesh))
         if runner.backend.mesh.first:
             _print_notes(params, sampling)
-        _print_texts(runner, given.texts, encoded, params, tokenizer, as_json, stream)
+        _print_texts(engine, given.texts, encoded, params, tokenizer, as_json, stream)
 
 
 def _print_texts(
-    runner: Runner,
+    engine: Engine,
     texts: list[str],
     encoded: Sequence[MultimodalPrompt],
     params: SamplingParams,
@@ -190,7 +196,8 @@ def _print_texts(
     start, count, shown = time.perf_counter(), 0, -1
     held: list[Piece] = []  # of the prompt whose JSON is not complete
     tokens, items = [each.token_ids for each in encoded], [each.items for each in encoded]
-    made = generate(runner, tokens, each_params, tokenizer, items=items)
+    runner, speculation = engine.runner, engine.speculation
+    made = generate(runner, tokens, each_params, tokenizer, items=items, speculation=speculation)
     for piece in texts_in_order(made, tokens, tokenizer, each_params):
         if not runner.backend.mesh.first:
             continue
@@ -209,6 +216,8 @@ def _print_texts(
     took = time.perf_counter() - start
     if runner.backend.mesh.first:
         click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
+        if speculation is not None:
+            click.echo(str(speculation.acceptance), err=True)
 
 
 def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
-from hal.cli.generation_options import REVISION, SWITCH, switches_of
+from hal.cli.generation_options import REVISION, SWITCH, draft_options, switches_of
 from hal.cli.stdout import ResultCommand
 from hal.config.bounds import SECONDS, SEQUENCES, TOKENS
+
+if TYPE_CHECKING:
+    from hal.generation.drafting.drafter import DraftConfig
 
 HOST = "The address to listen at. 0.0.0.0 is every address of this machine."
 PORT = "The port; 0 for a free one, which is printed."
@@ -45,6 +49,7 @@ log = logging.getLogger("hal.cli")
 )
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
+@draft_options
 @configured(ranks=tensor_parallel())
 def command(
     checkpoint: Path,
@@ -59,6 +64,7 @@ def command(
     shutdown_timeout: int,
     switches: tuple[str, ...],
     revision: str | None,
+    draft: DraftConfig | None,
     settings: Settings,
 ) -> None:
     """Serve the model CHECKPOINT, a folder or a name of the Hugging Face Hub, to clients of OpenAI's API.
@@ -86,7 +92,7 @@ def command(
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
     listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
-    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length) as llm:
+    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length, draft=draft) as llm:
         if listener is None:
             return
         allowed = ServerOptions(

@@ -14,14 +14,18 @@ from hal.checkpoint.loading import Progress, load_model
 from hal.config import Config, read
 from hal.config.bounds import SEQUENCES, check_count
 from hal.drivers.backend import Backend
+from hal.drivers.compiler import EAGER
 from hal.drivers.registry import open_backend
 from hal.errors import ConfigError
 from hal.execution.memory_plan import plan_memory
 from hal.execution.runner import Runner
 from hal.execution.state_spec import longest_sequence, spec_of, states_per_sequence
+from hal.generation.drafting.drafter import DraftConfig, plan_drafter
+from hal.generation.drafting.speculation import Speculation, keep_states
 from hal.nn import CausalLM
 from hal.parallel.launch import gathered
 from hal.step.fields import DUMMY_BLOCK
+from hal.step.state import StateSpec
 
 SHARE = 0.9
 """The fraction of a device's memory that is used."""
@@ -29,6 +33,20 @@ HOST_SHARE = 0.25
 """The fraction of the host's free memory that the cache takes there, beside other programs."""
 
 log = logging.getLogger("hal.generation")
+
+
+@attrs.frozen
+class Engine:
+    """What runs the texts of a model.
+
+    Attributes:
+        max_length: the most tokens of a sequence, the same on all ranks.
+        speculation: drafts tokens; None without a drafter.
+    """
+
+    runner: Runner
+    max_length: int
+    speculation: Speculation | None = None
 
 
 def open_engine(
@@ -40,8 +58,9 @@ def open_engine(
     max_sequences: int,
     progress: Progress | None,
     lengths: Sequence[int] | None = None,
-) -> tuple[Runner, int]:
-    """Open a backend, load a model, and return its runner, and the most tokens of a sequence, the same on all ranks.
+    draft: DraftConfig | None = None,
+) -> Engine:
+    """Open a backend, load a model and what drafts for it, and make their runners.
 
     Args:
         settings: keys of the configuration, with those of the environment.
@@ -50,9 +69,10 @@ def open_engine(
         max_sequences: the most sequences of a step.
         progress: called as weights are loaded.
         lengths: the most tokens of each text, if they are known, and ``parallel.data`` is allowed.
+        draft: how tokens are drafted; None for no drafts.
 
     Raises:
-        ConfigError: the configuration is invalid, or nothing fits.
+        ConfigError: the configuration is invalid, nothing fits, or the drafter does not fit the model.
     """
     check_count(max_sequences, SEQUENCES, "max_sequences must be")
     config = read(Config, settings, "configuration")
@@ -63,41 +83,73 @@ def open_engine(
         )
     cache = settings.get("cache", {})
     backend = stack.enter_context(open_backend(config, activate=False))
-    model = load_model(checkpoint, backend, progress=progress if backend.mesh.first else None)
+    shown = progress if backend.mesh.first else None
+    plan = None if draft is None else plan_drafter(draft, checkpoint, backend)
+    model = load_model(checkpoint, backend, progress=shown)
+    beside = None if plan is None else plan.load(model, backend, shown)
+    spare = 0 if draft is None else draft.tokens
+    if draft is not None:
+        keep_states(model, 1 + spare)
+        if "queries" not in settings.get("compilation", {}):
+            _capture(backend, 1 + spare)
     if "reuse_prefixes" not in cache and not states_per_sequence(model):
         backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, reuse_prefixes=True)))
     num_blocks = None
     if "num_tokens" not in cache:
-        num_blocks = min(gathered(_num_blocks(model, backend, max_sequences, max_length, lengths), backend.mesh))
+        fitting = _num_blocks(model, backend, max_sequences, max_length, lengths, spare, beside)
+        num_blocks = min(gathered(fitting, backend.mesh))
     asked = longest_sequence(model, max_length)
     runner = stack.enter_context(
         Runner(model, backend, max_sequences=max_sequences, num_blocks=num_blocks, max_length=max_length)
     )
-    longest = min(asked, runner.spec.num_tokens)
+    longest = min(asked, runner.spec.num_tokens - spare)
     if longest < asked and lengths is None:
         log.warning("a text may have %d tokens, not %d: the cache holds no more", longest, asked)
-    return runner, longest
+    if plan is None or draft is None:
+        return Engine(runner, longest)
+    drafter = plan.open(runner, stack, max_sequences, longest)
+    return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt))
+
+
+def _capture(backend: Backend, queries: int) -> None:
+    """Let whole graphs hold steps with as many tokens of each sequence, if the compiler captures any."""
+    config = backend.config
+    name = config.compilation.of("decode").compiler
+    if name != EAGER and not backend.compiler(name).any_shape:
+        asked = tuple(sorted({*config.compilation.queries, queries}))
+        backend.configure(attrs.evolve(config, compilation=attrs.evolve(config.compilation, queries=asked)))
 
 
 def _num_blocks(
-    model: CausalLM, backend: Backend, max_sequences: int, max_length: int | None, lengths: Sequence[int] | None
+    model: CausalLM,
+    backend: Backend,
+    max_sequences: int,
+    max_length: int | None,
+    lengths: Sequence[int] | None,
+    spare: int,
+    beside: StateSpec | None,
 ) -> int:
     """Return how many blocks fit the memory, at most as many as all sequences need.
 
     On a host, which other programs share, the cache takes a quarter of the free memory, and nothing is measured: a step
     of a large model would take minutes. Nor is it for texts of known lengths that take no more.
+
+    Args:
+        spare: the tokens of each sequence that the cache holds beside.
+        beside: the states of a drafter, whose cache has as many blocks; None for none.
     """
     spec = spec_of(model, backend, DUMMY_BLOCK + 2)
     on_host = backend.device.torch.type == "cpu"
     free = backend.device.memory_stats().free // (backend.mesh.size if on_host else 1)
-    most, few = (max(spec.block_size, int(free * share) // max(spec.token_bytes, 1)) for share in (SHARE, HOST_SHARE))
+    own, further = spec.token_bytes, 0 if beside is None else beside.token_bytes
+    most, few = (max(spec.block_size, int(free * share) // max(own + further, 1)) for share in (SHARE, HOST_SHARE))
     most = few if on_host else most
     longest = longest_sequence(model, max_length)
     if known := lengths is not None:
         lengths = [min(each, longest) for each in lengths]
     else:
         lengths = [min(longest, most) if max_length is None else longest] * max_sequences
-    wanted = DUMMY_BLOCK + 1 + sum(map(spec.blocks_for, lengths))
+    wanted = DUMMY_BLOCK + 1 + sum(spec.blocks_for(each + spare) for each in lengths)
     if on_host:
         fits = most // spec.block_size
     elif known and wanted * spec.block_size <= few:
@@ -105,7 +157,7 @@ def _num_blocks(
     else:
         plan = plan_memory(model, backend, max_sequences=max_sequences, max_length=max(lengths), share=SHARE)
         log.info("%s", plan)
-        fits = plan.num_blocks if plan.block_bytes else wanted
+        fits = plan.num_blocks * own // max(own + further, 1) if plan.block_bytes else wanted
     if fits < DUMMY_BLOCK + 2:
         raise ConfigError(
             "the memory beside the model holds no block of the cache",

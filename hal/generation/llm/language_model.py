@@ -22,6 +22,8 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
 from hal.drivers.registry import merged_config, read_config
 from hal.errors import ConfigError
+from hal.generation.drafting.draft_length import Acceptance
+from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
@@ -71,6 +73,9 @@ class LLM:
         revision: the branch, tag or commit of a model of the hub.
         max_length: the most tokens of a prompt and its text; None for what the model takes and the cache holds.
         max_sequences: the most texts that are generated together. Others wait.
+        draft: drafts tokens, which the model verifies some at a time: ``ngram``, ``mtp``, the folder or name of a
+            smaller checkpoint, or keys of :class:`~hal.generation.drafting.drafter.DraftConfig`. The texts are the
+            same.
         config: further keys of the configuration; see :func:`hal.open`. The ``HAL_*`` environment variables set the
             keys that are not given.
         progress: called as weights are loaded.
@@ -99,6 +104,7 @@ class LLM:
         revision: str | None = None,
         max_length: int | None = None,
         max_sequences: int = 64,
+        draft: str | Mapping[str, Any] | DraftConfig | None = None,
         config: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -117,16 +123,18 @@ class LLM:
         if compiler is not None:
             given["compilation"] = {**given.get("compilation", {}), "compiler": compiler}
         with ExitStack() as stack:
-            self._runner, self.max_length = open_engine(
+            engine = open_engine(
                 self.checkpoint,
                 merged_config(given),
                 stack,
                 max_length=max_length,
                 max_sequences=max_sequences,
                 progress=progress,
+                draft=None if draft is None else DraftConfig.of(draft),
             )
+            self._runner, self.max_length, self._speculation = engine.runner, engine.max_length, engine.speculation
             self.first = self._runner.backend.mesh.first
-            self._loop = ServingLoop(self._runner, max_sequences, self.max_length, self.checkpoint.tokenizer)
+            self._loop = ServingLoop(engine, max_sequences, self.checkpoint.tokenizer)
             stack.callback(self._loop.close)
             # Closes at the end of the program, too.
             self._finalizer = weakref.finalize(self, stack.pop_all().close)
@@ -166,6 +174,11 @@ class LLM:
     def occupancy(self) -> Occupancy:
         """How many texts run and wait, and what they hold of the cache."""
         return self._loop.occupancy
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """How many drafted tokens the model agreed with so far; None without a drafter."""
+        return None if self._speculation is None else self._speculation.acceptance
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any

@@ -67,16 +67,18 @@ class PromptPass(ABC):
                 total = sum(len(each) for _, each in group) + len(tokens)
                 if group and total > self.max_tokens:
                     break
-                if runner.slots.needed and not runner.slots.num_free:
+                saves = runner.model.batch_type.saves
+                if runner.slots.needed and runner.slots.num_free < saves:
                     break
                 if (blocks := allocator.take(runner.spec.blocks_for(len(tokens)))) is None:
                     break
                 stack.callback(allocator.give_back, blocks)
-                slots = (runner.slots.take(1) or []) if runner.slots.needed else []
+                slots = (runner.slots.take(saves) or []) if runner.slots.needed else []
                 stack.callback(runner.slots.give_back, slots)
+                slot, *spare = slots or (None,)
                 if inputs is None:
                     inputs = runner.input_batch(min(len(self._waiting), self.max_tokens))
-                inputs.add(tokens, blocks, slot=slots[0] if slots else None)
+                inputs.add(tokens, blocks, slot=slot, spare_slots=spare)
                 group.append((index, tokens))
                 self._waiting.popleft()
             if inputs is None:

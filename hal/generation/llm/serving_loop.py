@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from hal.errors import BatchError, ClosedError, ConfigError, HalError, NumericsError
 from hal.execution.runner import Runner
+from hal.generation.llm.engine import Engine
 from hal.generation.llm.prompt_pass import PromptPass
 from hal.generation.request import Request, Token, checked
 from hal.generation.scheduler import Scheduler
@@ -62,19 +63,20 @@ class ServingLoop:
     step. An error that not all ranks have ends the loop.
 
     Args:
-        runner: runs the steps. Nobody else uses it.
+        engine: runs the steps. Nobody else uses it.
         max_requests: the most requests that run together.
-        max_length: the most tokens of a request.
 
     Raises:
         CommunicationError: the ranks do not reach each other.
     """
 
-    def __init__(self, runner: Runner, max_requests: int, max_length: int, tokenizer: Callable[[], Tokenizer]) -> None:
-        self._runner, self._tokenizer = runner, functools.cache(tokenizer)
-        self._limits = {"max_requests": max_requests, "max_length": max_length}
-        self._scheduler = Scheduler(runner, **self._limits)
-        self._ranks = RankMessages(runner.backend.mesh)
+    def __init__(self, engine: Engine, max_requests: int, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._runner, self._tokenizer = engine.runner, functools.cache(tokenizer)
+        self._max_length = engine.max_length
+        limits: dict[str, Any] = {"max_requests": max_requests, "max_length": engine.max_length}
+        self._new_scheduler = functools.partial(Scheduler, self._runner, **limits, speculation=engine.speculation)
+        self._scheduler = self._new_scheduler()
+        self._ranks = RankMessages(self._runner.backend.mesh)
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         self._calls: deque[Call] = deque()
@@ -210,7 +212,7 @@ class ServingLoop:
         """Make the requests that the first rank adds, and add them."""
         for number, leader, sample_index, (index, tokens, params, items) in orders:
             more: dict[str, Any] = {"tokenizer": self._tokenizer()} if params.in_text else {}
-            more |= {"max_length": self._limits["max_length"], "items": items}
+            more |= {"max_length": self._max_length, "items": items}
             request = checked(self._runner, index, tokens, params, **more)
             request.number, request.sample_index = number, sample_index
             request.leader = self._live[leader][0] if leader in self._live else None
@@ -322,7 +324,7 @@ class ServingLoop:
             done.set_exception(error)
         self._pass = None
         if not self._closed:
-            self._scheduler = Scheduler(self._runner, **self._limits)
+            self._scheduler = self._new_scheduler()
 
 
 _NOBODY: tuple[None, None] = None, None

@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafts tokens, how many, and how often the model agrees."""

@@ -1,0 +1,127 @@
+"""Drafters that are models: a checkpoint of the same vocabulary, and the layers of the model's own checkpoint (MTP)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.loading import Progress, build_model, load_model
+from hal.checkpoint.model_registry import find_model, knows
+from hal.drivers.backend import Backend
+from hal.errors import ConfigError
+from hal.execution.runner import Runner
+from hal.execution.state_spec import spec_of, states_per_sequence
+from hal.generation.drafting.draft_model import ModelDrafter
+from hal.generation.drafting.drafter import DraftConfig, Drafter, DrafterType, DraftPlan
+from hal.nn import CausalLM
+from hal.step.fields import DUMMY_BLOCK
+from hal.step.state import StateSpec
+
+
+@attrs.define
+class ModelPlan(DraftPlan):
+    """A drafting model.
+
+    Attributes:
+        checkpoint: where its weights are.
+        model_class: its class; None for that of the checkpoint's architecture.
+        reads_hidden: whether it reads the hidden states of the model.
+    """
+
+    tokens: int
+    checkpoint: Checkpoint
+    model_class: type[CausalLM] | None = None
+    reads_hidden: bool = False
+    _model: CausalLM | None = None
+
+    def load(self, model: CausalLM, backend: Backend, progress: Progress | None) -> StateSpec | None:
+        """Load the weights."""
+        given: dict[str, Any] = {} if self.model_class is None else {"model_class": self.model_class}
+        self._model = load_model(self.checkpoint, backend, progress=progress, **given)
+        self._model.share(model)
+        return spec_of(self._model, backend, DUMMY_BLOCK + 2)
+
+    def open(self, runner: Runner, stack: ExitStack, max_sequences: int, max_length: int) -> Drafter:
+        """Return the drafter, with a runner of its own."""
+        assert self._model is not None, "load comes first"
+        spec = runner.spec
+        own = Runner(self._model, runner.backend, max_sequences=max_sequences, num_blocks=spec.num_blocks)
+        stack.enter_context(own)
+        if own.spec.block_size != spec.block_size:
+            raise ConfigError(
+                f"the drafter's cache has blocks of {own.spec.block_size} tokens, and the model's of {spec.block_size}",
+                "set cache.block_size to a number that suits both",
+            )
+        return ModelDrafter(own, self.tokens, max_sequences, max_length, reads_hidden=self.reads_hidden)
+
+
+class DraftModel(DrafterType):
+    """``model``: another checkpoint of the same vocabulary, smaller or in fewer bits."""
+
+    name = "model"
+
+    def plan(self, config: DraftConfig, checkpoint: Checkpoint, backend: Backend) -> DraftPlan:
+        """Compare the vocabularies."""
+        _check_options(config)
+        if config.model is None:
+            raise ConfigError("draft.method is model, and draft.model is not set", "name the drafter's checkpoint")
+        found = Checkpoint.open(config.model)
+        drafting, model = (build_model(each) for each in (found, checkpoint))
+        if in_slots := states_per_sequence(drafting):
+            raise ConfigError(
+                f"the drafter {type(drafting).__name__} keeps {in_slots[0]} per sequence, which drafts would change",
+                "draft with a model that keeps states per token only",
+            )
+        if drafting.vocab_size != model.vocab_size:
+            raise _other_vocabulary(f"{drafting.vocab_size} tokens, and the model's {model.vocab_size}")
+        if found.has_tokenizer and checkpoint.has_tokenizer:
+            own, theirs = found.tokenizer().get_vocab(), checkpoint.tokenizer().get_vocab()
+            if wrong := [token for token, number in theirs.items() if own.get(token) != number]:
+                raise _other_vocabulary(
+                    f"the token {theirs[wrong[0]]} as {_name(own, theirs[wrong[0]])}, and the model's as {wrong[0]!r}"
+                )
+        return ModelPlan(config.tokens, found)
+
+
+class PredictingLayer(DrafterType):
+    """``mtp``: the layer of the model's own checkpoint that predicts the token after the next one."""
+
+    name = "mtp"
+
+    def plan(self, config: DraftConfig, checkpoint: Checkpoint, backend: Backend) -> DraftPlan:
+        """Find the layer's class and its tensors."""
+        _check_options(config)
+        if config.model is not None:
+            raise ConfigError(
+                f"draft.model is {config.model!r}, and mtp reads the model's own checkpoint", "leave it out"
+            )
+        name = checkpoint.architecture.replace("ForCausalLM", "MTP").replace("ForConditionalGeneration", "MTP")
+        if name == checkpoint.architecture or not knows(name):
+            raise ConfigError(
+                f"hal has no layer that predicts further tokens for {checkpoint.architecture}",
+                "draft with ngram, or with a smaller checkpoint",
+            )
+        if not any(each.startswith("mtp.") for each in checkpoint.tensors):
+            raise ConfigError(
+                f"{checkpoint.path} has no tensors of a layer that predicts further tokens (mtp.*)",
+                "draft with ngram, or use the published checkpoint, which has them",
+            )
+        return ModelPlan(config.tokens, checkpoint, find_model(name), reads_hidden=True)
+
+
+def _check_options(config: DraftConfig) -> None:
+    if config.options:
+        raise ConfigError(
+            f"draft.options has {next(iter(config.options))!r}, and {config.method} has no options", "leave it out"
+        )
+
+
+def _name(vocabulary: dict[str, int], number: int) -> str:
+    return next((repr(token) for token, each in vocabulary.items() if each == number), "no token")
+
+
+def _other_vocabulary(found: str) -> ConfigError:
+    return ConfigError(f"the drafter has another vocabulary: {found}", "draft with a model of the same tokenizer")

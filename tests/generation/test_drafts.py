@@ -1,0 +1,227 @@
+"""Speculative decoding: the texts, log-probabilities and ends are those without drafts, whatever drafts them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.random_hybrids import build
+from helpers.random_predictors import saved
+from helpers.thorough import FAMILY, MODE, thorough
+
+import hal
+from hal.errors import ConfigError
+from hal.generation.drafting.draft_length import AGAIN, DraftLength
+from hal.generation.drafting.ngram import NgramOptions, TextIndex
+
+CHECKPOINTS = Path("checkpoints")
+DENSE, HYBRID, SPARSE = (CHECKPOINTS / name for name in ("tiny-python", "tiny-python-hybrid", "tiny-python-moe"))
+TEXTS = (
+    "def read_lines(path):",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport os\nimport",
+    "for i in range(10):\n    print(i)\nfor i in",
+    "x = [1, 2, 3, 1, 2, 3, 1, 2",
+)
+SELF: dict[str, Any] = {"method": "model", "model": str(DENSE), "tokens": 3, "adapt": False}
+NGRAM: dict[str, Any] = {"method": "ngram", "tokens": 5, "adapt": False}
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.02, "seed": 11, "logprobs": 3},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "seed": 1},
+    {"presence_penalty": 1.0, "logprobs": 0},
+    {"stop": ["\n\n", "return"], "min_new_tokens": 9},
+    {"bad_words": ["self", "import"], "temperature": 0.5, "seed": 2},
+    {"logit_bias": {40: 2.5, 41: -100.0}, "min_new_tokens": 20},
+)
+
+
+def answers(
+    checkpoint: Path, draft: Mapping[str, Any] | None, compiler: str = "eager", **config: Any
+) -> tuple[list[tuple[Any, ...]], hal.LLM]:
+    """Return what requests with all kinds of parameters get, together, and the LLM, which is closed."""
+    with hal.LLM(
+        checkpoint,
+        backend="cpu",
+        dtype="float32",
+        compiler=compiler,
+        max_sequences=16,
+        max_length=256,
+        draft=draft,
+        config=config,
+    ) as llm:
+        found = []
+        asked = [{"temperature": 0, "max_new_tokens": 30, **PARAMETERS[index % len(PARAMETERS)]} for index in range(10)]
+        with ThreadPoolExecutor(10) as pool:
+            made = pool.map(lambda index: llm.generate(TEXTS[index % len(TEXTS)], **asked[index])[0], range(10))
+        for each in made:
+            likely = None if each.logprobs is None else [one.logprob for one in each.logprobs]
+            found.append((each.token_ids, each.text, each.finish_reason, likely))
+        return found, llm
+
+
+def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+    for is_, of in zip(found, expected, strict=True):
+        assert is_[:3] == of[:3]
+        assert is_[3] == (of[3] if of[3] is None else pytest.approx(of[3], abs=1e-4))
+
+
+@thorough(MODE, "graph|piecewise|sparse")
+@pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
+@pytest.mark.parametrize(
+    ("checkpoint", "draft"),
+    [(DENSE, NGRAM), (DENSE, SELF), (HYBRID, NGRAM), (HYBRID, SELF), (SPARSE, NGRAM)],
+    ids=["dense-ngram", "dense-model", "hybrid-ngram", "hybrid-model", "sparse-ngram"],
+)
+def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any], compiler: str) -> None:
+    expected, _ = answers(checkpoint, None, compiler)
+    found, llm = answers(checkpoint, draft, compiler)
+    assert_same(found, expected)
+    assert llm.acceptance is not None
+    assert sum(llm.acceptance.accepted) > 40, llm.acceptance
+
+
+@thorough(FAMILY, "Qwen3_5")
+@pytest.mark.parametrize("architecture", ["Qwen3NextMTP", "Qwen3_5MTP"])
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_the_layer_of_the_models_own_checkpoint(tmp_path: Path, architecture: str, compiler: str) -> None:
+    """Random weights agree on nothing, so each draft is compared with that of the layer run by hand."""
+    saved(tmp_path, architecture)
+    prompts = [[5, 9, 3, 7, 11], [4], list(range(2, 40))]
+    texts = []
+    for draft in (None, {"method": "mtp", "tokens": 3, "adapt": False}):
+        with hal.LLM(tmp_path, backend="cpu", dtype="float32", compiler=compiler, max_length=64, draft=draft) as llm:
+            texts.append([each.token_ids for each in llm.generate(prompts, max_new_tokens=20, temperature=0)])
+    assert texts[0] == texts[1]
+
+
+def test_prefixes_and_few_blocks() -> None:
+    """Prompts that share prefixes, more than fit the cache at once, get the tokens of one after another."""
+    cache = {"num_tokens": 320, "reuse_prefixes": True}
+    common = "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+    prompts = [f"{common}\n    def {name}(self):" for name in ("read", "close", "open", "read", "write", "lines")]
+    for checkpoint, draft, more in ((DENSE, SELF, {}), (DENSE, NGRAM, {}), (HYBRID, NGRAM, {"saved_states": 4})):
+        given = {"backend": "cpu", "dtype": "float32", "config": {"cache": {**cache, **more}}, "max_length": 128}
+        found = []
+        for each in (None, draft):
+            with hal.LLM(checkpoint, draft=each, **given) as llm:
+                for _ in range(2):
+                    found.append([one.token_ids for one in llm.generate(prompts, max_new_tokens=40, temperature=0)])
+        assert found[0] == found[1] == found[2] == found[3], (checkpoint, draft)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "tags": {"type": "array"}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize("draft", [NGRAM, SELF], ids=["ngram", "model"])
+def test_texts_follow_their_grammar(draft: dict[str, Any]) -> None:
+    texts = []
+    for each in (None, draft):
+        with hal.LLM(DENSE, backend="cpu", dtype="float32", max_length=256, draft=each) as llm:
+            params = {"json_schema": SCHEMA, "max_new_tokens": 60, "temperature": 1.0, "seed": 7, "n": 8}
+            made = llm.generate(["x =", "{"], **params) + llm.generate(["x ="], regex="(ab|cd)+e", max_new_tokens=40)
+            texts.append([(one.token_ids, one.text) for one in made])
+    assert texts[0] == texts[1]
+
+
+def test_a_mask_of_the_caller_sees_no_drafts() -> None:
+    """It may count its calls, so that it is called once for each token."""
+    seen: list[list[int]] = []
+
+    def mask(generated: Any) -> torch.Tensor:
+        seen.append(list(generated))
+        return torch.full((-(-1024 // 32),), -1, dtype=torch.int32)
+
+    with hal.LLM(DENSE, backend="cpu", dtype="float32", draft=NGRAM, max_length=128) as llm:
+        words = -(-llm._runner.model.vocab_size // 32)
+        allowed = torch.full((words,), -1, dtype=torch.int32)
+        params = hal.SamplingParams(max_new_tokens=30, mask=lambda new: (mask(new), allowed)[1])
+        made = llm.generate(TEXTS[2], params)[0].token_ids
+    assert seen == [list(made[:count]) for count in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("draft", "error"),
+    [
+        ({"method": "model", "model": str(CHECKPOINTS / "tiny-pictures")}, "another vocabulary"),
+        ({"method": "model", "model": str(HYBRID)}, "keeps .* per sequence"),
+        ({"method": "model"}, "draft.model is not set"),
+        ({"method": "mtp"}, "no layer that predicts further tokens for Qwen3ForCausalLM"),
+        ({"method": "ngram", "model": "x"}, "ngram reads no model"),
+        ({"method": "ngram", "options": {"shortest": 6}}, "shortest is 6, and longest 5"),
+        ({"method": "ngram", "tokens": 0}, "tokens must be"),
+        ({"method": "ngram", "tokens": 33}, "tokens must be"),
+        ({"method": "ngrams"}, "ngram"),
+        ({"method": "ngram", "token": 3}, "tokens"),
+    ],
+)
+def test_what_is_refused(draft: dict[str, Any], error: str) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    with pytest.raises(ConfigError, match=error):
+        hal.LLM(DENSE, backend="cpu", draft=draft, progress=never)
+
+
+def test_a_checkpoint_without_its_layer(tmp_path: Path) -> None:
+    build(tmp_path, "Qwen3Next", 1)
+    with pytest.raises(ConfigError, match=r"has no tensors of a layer that predicts further tokens \(mtp\.\*\)"):
+        hal.LLM(tmp_path, backend="cpu", draft="mtp")
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed={}".format)
+def test_an_index_finds_what_a_search_finds(seed: int) -> None:
+    draw, options = random.Random(seed), NgramOptions(2, 4)
+    index, tokens = TextIndex(options), [draw.randrange(4) for _ in range(3)]
+    for _ in range(200):
+        tokens += [draw.randrange(4) for _ in range(draw.choice((1, 1, 3)))]
+        expected: list[int] = []
+        for size in (4, 3, 2):
+            ends = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
+            if ends:
+                whole = list(tokens)
+                for place in range(6):
+                    whole.append(whole[ends[-1] + place])
+                expected = whole[len(tokens) :]
+                break
+        assert index.following(tokens, 6) == expected, f"seed {seed}"
+
+
+class TestDraftLength:
+    def played(self, accepts: float, costs: float, *, texts: int = 1, steps: int = 400) -> tuple[list[int], float]:
+        """Return the lengths of steps that take 1, and ``costs`` for each drafted token; and tokens a unit of time."""
+        draw, chosen = random.Random(1), []
+        length, time, tokens = DraftLength(range(1, 6), adapt=True), 0.0, 0
+        for _ in range(steps):
+            count = length.choose(texts)
+            right = next((place for place in range(count) if draw.random() >= accepts), count)
+            length.counted(count, right)
+            length.measured(texts, count, 1 + costs * count)
+            chosen.append(count)
+            time, tokens = time + 1 + costs * count, tokens + 1 + right
+        return chosen, tokens / time
+
+    def test_cheap_and_right_drafts_are_long(self) -> None:
+        chosen, rate = self.played(0.95, 0.02)
+        assert chosen[-1] == 5
+        assert rate > 3.5
+
+    def test_drafts_that_do_not_pay_end(self) -> None:
+        chosen, rate = self.played(0.1, 0.5)
+        assert chosen.count(0) > 380
+        assert rate > 0.97
+
+    def test_the_length_between(self) -> None:
+        """At 0.6 and 0.25, one to three tokens give most: 1.28, 1.31, 1.24 a unit of time."""
+        chosen, _ = self.played(0.6, 0.25)
+        assert set(chosen[3 * AGAIN :]) & {1, 2, 3}
+        assert max(chosen[3 * AGAIN :]) <= 3
