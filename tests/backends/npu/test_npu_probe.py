@@ -235,6 +235,14 @@ def test_without_the_emulated_cann(cann: dict[str, str], devices: Path, monkeypa
         assert status == 0 or "pip install emulated-cann" in ran.stderr
 
 
+@needs_emulated_cann
+def test_the_emulated_cann_is_kept_in_hals_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("EMULATED_CANN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HAL_CACHE_DIR", str(tmp_path))
+    emulation.keep_in_cache()
+    assert os.environ["EMULATED_CANN_CACHE_DIR"] == str(tmp_path / "emulator")
+
+
 def test_the_option_decides_what_is_probed() -> None:
     driver = NpuDriver()
     for off in ({}, {"emulator": False}, {"emulator": "off"}, {"emulator": 0}, {"emulator": ""}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,25 @@ def test_without_an_npu_the_probe_says_what_to_do() -> None:
     result = processes.hal("doctor", "--backend", "npu", code=1)
     assert "no CANN" in result.stdout
     assert "--emulate" in result.stdout
+
+
+EMULATED = """
+import hal, torch
+backend = hal.open("npu")
+print(backend.device.name, torch.npu.device_count(), backend.options.emulator)
+"""
+
+
+@thorough(PROCESSES)
+def test_a_program_on_the_machine_that_the_command_describes(tmp_path: Path) -> None:
+    """The options of the command replace those of the environment, and hal's driver knows that it is emulated."""
+    command = ("emulate", "--devices", "3", "--", sys.executable, "-c", EMULATED)
+    assert processes.hal(*command, HAL_NPU_EMULATOR_OPTIONS=OPTIONS).stdout == "Ascend910B3 (A2, emulated) 3 on\n"
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    refused = processes.hal(*command, code=2, ASCEND_HOME_PATH=str(tmp_path))
+    assert refused.stderr.startswith("error: a real CANN is installed")
+    assert "\n  hal emulate --devices 2" in processes.hal("emulate", "--help").stdout
 
 
 DOCS = processes.ROOT / "docs"
