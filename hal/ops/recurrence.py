@@ -82,9 +82,12 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         bias = draw.normal(channels) if width == 3 else None
         weight, window = draw.normal(width, channels), draw.normal(SLOTS, width - 1, channels)
         steps = _steps(draw, lengths, saves, apart=apart)
-        yield draw.normal(tokens, channels), weight, bias, window, *steps, width != 2
+        yield draw.normal(tokens, channels), weight, bias, window, *steps, width != 2, 1
     rows = draw.normal(6, 64)[:, 16:48]  # a part of a projection
-    yield rows, draw.normal(4, 32), None, draw.normal(SLOTS + 2, 3, 32), *_steps(draw, [4, 2]), True
+    yield rows, draw.normal(4, 32), None, draw.normal(SLOTS + 2, 3, 32), *_steps(draw, [4, 2]), True, 1
+    for lengths, width, dilation, saves in (([1, 1, 1], 4, 3, 0), ([20, 1, 3], 4, 3, 0), ([5, 2], 3, 2, 3)):
+        weight, window = draw.normal(width, 24), draw.normal(SLOTS, (width - 1) * dilation, 24)
+        yield draw.normal(sum(lengths), 24), weight, None, window, *_steps(draw, lengths, saves), True, dilation
 
 
 @op(
@@ -93,7 +96,7 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         "x": "tokens channels",
         "weight": "width channels",
         "bias": "channels",
-        "window": "num_slots width-1 channels",
+        "window": "num_slots (width-1)*dilation channels",
         "return": "tokens channels",
     },
     dtypes={
@@ -119,19 +122,21 @@ def causal_conv1d(
     query_start_loc: Tensor,
     query_start_loc_host: Tensor,
     silu: bool,
+    dilation: int = 1,
 ) -> Tensor:
     """Convolve each channel along each sequence: a token sees its own row and the ``width - 1`` before it.
 
-    The rows before a sequence's new tokens are in its window, zeros for a new sequence. Computed in float32, and
-    rounded once. Sequence ``i`` has the tokens from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Tokens past
-    the last sequence return any value.
+    With a ``dilation`` of more than 1, the rows that it sees are so far apart. The rows before a sequence's new tokens
+    are in its window, zeros for a new sequence. Computed in float32, and rounded once. Sequence ``i`` has the tokens
+    from ``query_start_loc[i]`` to ``query_start_loc[i + 1]``. Tokens past the last sequence return any value.
 
     Args:
         x: ``[tokens, channels]``, floating.
         weight: ``[width, channels]``, of x's dtype, with a width of 2 or more; the last row is for a token itself. Or
             as :meth:`hal.Backend.prepare_weights` returned it.
         bias: ``[channels]``, of x's dtype, or None.
-        window: ``[num_slots, width - 1, channels]``, of x's dtype, written in place: the last rows of a sequence.
+        window: ``[num_slots, (width - 1) * dilation, channels]``, of x's dtype, written in place: the last rows of a
+            sequence.
         read_slots: ``[sequences]``, int32: the slot of each sequence's window.
         write_slots: ``[sequences, saves]``, int32: slots of the windows after each of the last ``saves`` tokens of the
             sequence, in order; None for the slot that was read, after the last token. Where a sequence has fewer
@@ -140,32 +145,33 @@ def causal_conv1d(
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         query_start_loc_host: a CPU copy of ``query_start_loc``.
         silu: whether the result is ``silu`` of the sum.
+        dilation: the distance of the rows that a token sees, 1 or more.
 
     Returns:
         ``[tokens, channels]``, of x's dtype.
     """
-    width, sequences = weight.shape[0], read_slots.shape[0]
+    width, kept_rows, sequences = weight.shape[0], window.shape[1], read_slots.shape[0]
     token, owner = owners(x.shape[0], query_start_loc)
     owner = owner.clamp(max=sequences - 1)
-    before = window[read_slots.long()]  # [sequences, width - 1, channels]
+    before = window[read_slots.long()]  # [sequences, kept_rows, channels]
 
     def rows(token: Tensor, owner: Tensor, back: int) -> Tensor:
         """Return the rows of x, or of the window, that are ``back`` tokens before the given ones of sequences."""
         place = token - back - query_start_loc.long()[owner]
-        old = before[owner, (place + width - 1).clamp(0, width - 2)]
+        old = before[owner, (place + kept_rows).clamp(0, kept_rows - 1)]
         new = x[(token - back).clamp(min=0)]
         return torch.where((place >= 0).unsqueeze(-1), new, old)
 
     total = x.float() * weight[-1].float()
     for back in range(1, width):
-        total = total + rows(token, owner, back).float() * weight[width - 1 - back].float()
+        total = total + rows(token, owner, back * dilation).float() * weight[width - 1 - back].float()
     if bias is not None:
         total = total + bias.float()
 
     columns = _columns(read_slots, write_slots)
     last, kept = _last_tokens(query_start_loc, columns.shape[1])
     sequence = torch.arange(sequences, device=x.device)[:, None].expand_as(last)
-    values = torch.stack([rows(last, sequence, back) for back in range(width - 2, -1, -1)], dim=2)
+    values = torch.stack([rows(last, sequence, back) for back in range(kept_rows - 1, -1, -1)], dim=2)
     _write(window, columns, values, kept)
     return (functional.silu(total) if silu else total).to(x.dtype)
 

@@ -72,9 +72,9 @@ float* scratch(int64_t count) {
 // Convolves up to kChannels channels of one sequence. `window` is the state of these channels in the first slot.
 template <class T>
 void convolve(const T* x, const T* weight, const T* bias, T* window, T* y, const Sequences& of, int64_t row,
-              int64_t channels, int64_t count, int64_t width, int64_t stride, bool silu) {
-    const int64_t before = width - 1, length = of.length(row), slot = before * channels;
-    T old[8 * kChannels];  // a slot that is written may be the one that was read
+              int64_t channels, int64_t count, int64_t width, int64_t dilation, int64_t stride, bool silu) {
+    const int64_t before = (width - 1) * dilation, length = of.length(row), slot = before * channels;
+    T old[16 * kChannels];  // a slot that is written may be the one that was read
     for (int64_t i = 0; i < before; i++)
         std::copy_n(window + of.read[row] * slot + i * channels, count, old + i * kChannels);
     auto row_at = [&](int64_t token) {
@@ -87,7 +87,7 @@ void convolve(const T* x, const T* weight, const T* bias, T* window, T* y, const
         else
             std::fill_n(sums, count, 0.0f);
         for (int64_t lag = 0; lag < width; lag++) {
-            const T *from = row_at(token - before + lag), *by = weight + lag * channels;
+            const T *from = row_at(token - before + lag * dilation), *by = weight + lag * channels;
             int64_t i = 0;
             for (; i + kLanes <= count; i += kLanes) {
                 const Lanes sum = load<Lanes>(sums + i) + wide(from + i) * wide(by + i);
@@ -259,7 +259,7 @@ void unit_norm(const T* x, T* y, int64_t width, float eps) {
 extern "C" int64_t causal_conv1d(const void* x, const void* weight, const void* bias, void* window, const int32_t* read,
                                  const int32_t* write, const int32_t* starts, void* y, int dtype, int silu,
                                  int64_t tokens, int64_t sequences, int64_t saves, int64_t slots, int64_t channels,
-                                 int64_t width, int64_t stride) {
+                                 int64_t width, int64_t dilation, int64_t stride) {
     const Sequences of{starts, read, write, sequences, saves, slots};
     if (const int64_t wrong = of.wrong(tokens)) return wrong;
     const int64_t parts = (channels + kChannels - 1) / kChannels;
@@ -271,7 +271,7 @@ extern "C" int64_t causal_conv1d(const void* x, const void* weight, const void* 
             const T* offset = bias ? static_cast<const T*>(bias) + first : nullptr;
             convolve(static_cast<const T*>(x) + first, static_cast<const T*>(weight) + first, offset,
                      static_cast<T*>(window) + first, static_cast<T*>(y) + first, of, row, channels,
-                     std::min(kChannels, channels - first), width, stride, bool(silu));
+                     std::min(kChannels, channels - first), width, dilation, stride, bool(silu));
         }
     });
     return 0;

@@ -21,8 +21,8 @@ RECURRENT_KERNELS = (
     "l2_norm",
     "pool_groups",
 )
-WIDEST = 9
-"""Tokens that the convolution can see."""
+WIDEST = 16
+"""Rows that the convolution can keep."""
 
 
 class RecurrentKernels(Bindings):
@@ -32,7 +32,7 @@ class RecurrentKernels(Bindings):
         super().__init__(library)
         function = self.function
         pointers, sizes = [c_void_p] * 10, [c_int64] * 8
-        self._conv = function("causal_conv1d", c_int64, *pointers[:8], c_int, c_int, *sizes[:7])
+        self._conv = function("causal_conv1d", c_int64, *pointers[:8], c_int, c_int, *sizes)
         self._delta = function("gated_delta_rule", c_int64, *pointers, *[c_int] * 3, *[c_int64] * 15, c_float)
         self._gates = function("delta_rule_gates", None, *pointers[:6], c_int, *sizes[:4])
         self._pool = function("pool_groups", c_int64, *pointers[:8], c_int, c_int, *sizes[:8])
@@ -50,6 +50,7 @@ class RecurrentKernels(Bindings):
         query_start_loc: Tensor,
         query_start_loc_host: Tensor,
         silu: bool,
+        dilation: int = 1,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -60,8 +61,10 @@ class RecurrentKernels(Bindings):
         """
         written, saves = _written(read_slots, write_slots)
         (tokens, channels), width = x.shape, weight.shape[0]
-        fits = weight.shape == (width, channels) and 2 <= width <= WIDEST and weight.dtype is window.dtype is x.dtype
-        fits = fits and window.shape[1:] == (width - 1, channels) and window.is_contiguous()
+        kept_rows = (width - 1) * dilation
+        fits = weight.shape == (width, channels) and weight.dtype is window.dtype is x.dtype
+        fits = fits and 1 <= kept_rows <= WIDEST and dilation >= 1
+        fits = fits and window.shape[1:] == (kept_rows, channels) and window.is_contiguous()
         fits = fits and (bias is None or (bias.shape == (channels,) and bias.dtype is x.dtype))
         fits = fits and _same_sequences(read_slots, written, saves, query_start_loc)
         require(fits, "causal_conv1d", x, weight, window, indices=(read_slots, written, query_start_loc))
@@ -69,7 +72,7 @@ class RecurrentKernels(Bindings):
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         read_slots, written, starts = (each.contiguous() for each in (read_slots, written, query_start_loc))
         y = empty(x.shape, x) if out is None else out
-        sizes = tokens, read_slots.shape[0], saves, window.shape[0], channels, width, stride
+        sizes = tokens, read_slots.shape[0], saves, window.shape[0], channels, width, dilation, stride
         wrong = self._conv(
             *addresses(x, weight, bias, window, read_slots, written, starts, y), DTYPES[x.dtype], silu, *sizes
         )

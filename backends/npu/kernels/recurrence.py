@@ -78,18 +78,19 @@ class CausalConv:
         query_start_loc: Tensor,
         query_start_loc_host: Tensor,
         silu: bool,
+        dilation: int = 1,
     ) -> Tensor:
         """See :func:`hal.ops.causal_conv1d`. Products of two dtypes are in float32, up to SiLU."""
         queries = composed_recurrence.queries_each(x.shape[0], query_start_loc_host.tolist())
         if queries == 1 and write_slots is None and bias is None:
             rows = torch.cat((window.index_select(0, read_slots), x.unsqueeze(1)), 1)
             torch_npu.npu_scatter_nd_update_(window, read_slots.unsqueeze(1), rows[:, 1:])
-            total = (rows * weight.float()).sum(1)
+            total = (rows[:, ::dilation] * weight.float()).sum(1)
             return (functional.silu(total) if silu else total).to(x.dtype)
         if queries is None:
             _refuse_in_capture()
         return composed_recurrence.causal_conv1d(
-            x, weight, bias, window, read_slots, write_slots, query_start_loc, query_start_loc_host, silu
+            x, weight, bias, window, read_slots, write_slots, query_start_loc, query_start_loc_host, silu, dilation
         )
 
 

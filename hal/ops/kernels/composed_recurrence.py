@@ -35,28 +35,29 @@ def causal_conv1d(
     query_start_loc: Tensor,
     query_start_loc_host: Tensor,
     silu: bool,
+    dilation: int = 1,
 ) -> Tensor:
     """See :func:`hal.ops.causal_conv1d`. The windows and rows of all sequences become one tensor."""
     read = read_slots.long()
     written = read.unsqueeze(-1) if write_slots is None else write_slots.long()
-    width, (sequences, saves) = weight.shape[0], written.shape
+    width, kept_rows, (sequences, saves) = weight.shape[0], window.shape[1], written.shape
     starts: list[int] = query_start_loc_host.tolist()
     before = window[read]
     queries = queries_each(x.shape[0], starts)
     if queries is not None:
         rows = torch.cat((before, x.unflatten(0, (sequences, queries))), 1)
-        ends = [width - 1 + queries - back for back in range(min(saves, queries) - 1, -1, -1)]
-        saved = [rows[:, end - width + 1 : end] for end in ends]
+        ends = [kept_rows + queries - back for back in range(min(saves, queries) - 1, -1, -1)]
+        saved = [rows[:, end - kept_rows : end] for end in ends]
         window[written[:, -len(ends) :]] = saved[0].unsqueeze(1) if len(saved) == 1 else torch.stack(saved, 1)
-        wide = rows.float().unfold(1, width, 1) if queries > 1 else rows.float().transpose(1, 2).unsqueeze(1)
-        total = (wide * weight.float().t()).sum(-1)
+        wide = rows.float().unfold(1, kept_rows + 1, 1) if queries > 1 else rows.float().transpose(1, 2).unsqueeze(1)
+        total = (wide[..., ::dilation] * weight.float().t()).sum(-1)
     else:
         # Rows of x, each sequence after its window; the first rows are the windows'.
         own, places, ends, slots = list[int](), list[int](), list[int](), list[int]()
         for row, (start, stop) in enumerate(pairwise(starts)):
-            own += [*range(row * (width - 1), (row + 1) * (width - 1))]
+            own += [*range(row * kept_rows, (row + 1) * kept_rows)]
             places += range(len(own), len(own) + stop - start)
-            own += range(sequences * (width - 1) + start, sequences * (width - 1) + stop)
+            own += range(sequences * kept_rows + start, sequences * kept_rows + stop)
             kept = min(saves, stop - start)
             ends += range(len(own) - kept + 1, len(own) + 1)
             slots += range((row + 1) * saves - kept, (row + 1) * saves)
@@ -65,8 +66,8 @@ def causal_conv1d(
         at = _index(places, x)
         total = rows[at].float() * weight[-1].float()
         for lag in range(width - 1):
-            total = total + rows[(at - width + 1 + lag).clamp(min=0)].float() * weight[lag].float()
-        last = _index(ends, x)[:, None] + torch.arange(1 - width, 0, device=x.device)
+            total = total + rows[(at - (width - 1 - lag) * dilation).clamp(min=0)].float() * weight[lag].float()
+        last = _index(ends, x)[:, None] + torch.arange(-kept_rows, 0, device=x.device)
         window[written.flatten()[_index(slots, x)]] = rows[last]
     if bias is not None:
         total = total + bias.float()

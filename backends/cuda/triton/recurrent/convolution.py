@@ -29,6 +29,7 @@ def _convolve(
     x_row,
     channels: tl.constexpr,
     width: tl.constexpr,
+    dilation: tl.constexpr,
     saves: tl.constexpr,
     silu: tl.constexpr,
     tokens: tl.constexpr,
@@ -49,14 +50,15 @@ def _convolve(
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < channels
     token = first + tl.arange(0, tokens)
-    size: tl.constexpr = (width - 1) * channels
+    before: tl.constexpr = (width - 1) * dilation
+    size: tl.constexpr = before * channels
     old = window + tl.load(read_slots + sequence).to(tl.int64) * size
 
     total = tl.zeros([tokens, block], tl.float32)
     if bias is not None:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(width):
-        row = token - back
+        row = token - back * dilation
         new = (row >= begin) & (token < end)
         kept = (row < begin) & (token < end)
         value = tl.load(
@@ -64,7 +66,7 @@ def _convolve(
         ).to(tl.float32)
         if back > 0:
             value += tl.load(
-                old + (row - begin + (width - 1))[:, None] * channels + column[None, :],
+                old + (row - begin + before)[:, None] * channels + column[None, :],
                 mask=kept[:, None] & there[None, :],
                 other=0.0,
             ).to(tl.float32)
@@ -80,17 +82,17 @@ def _convolve(
         save = tl.arange(0, all_saves)
         last = end - saves + save
         line = tl.arange(0, kept_rows)
-        origin = last[:, None] - (width - 2) + line[None, :]
-        written = ((save < saves) & (last >= begin))[:, None] & (line < width - 1)[None, :]
+        origin = last[:, None] - (before - 1) + line[None, :]
+        written = ((save < saves) & (last >= begin))[:, None] & (line < before)[None, :]
         fresh, past = written & (origin >= begin), written & (origin < begin)
         cell, inside = column[None, None, :], there[None, None, :]
         values = tl.load(x + origin.to(tl.int64)[:, :, None] * x_row + cell, mask=fresh[:, :, None] & inside, other=0.0)
-        before = tl.load(
-            old + (origin - begin + (width - 1))[:, :, None] * channels + cell,
+        earlier = tl.load(
+            old + (origin - begin + before)[:, :, None] * channels + cell,
             mask=past[:, :, None] & inside,
             other=0.0,
         )
-        values = tl.where(fresh[:, :, None], values, before)
+        values = tl.where(fresh[:, :, None], values, earlier)
         # All threads have read the old window, which the next lines may overwrite.
         tl.debug_barrier()
         slot = tl.load(write_slots + sequence * saves + save, mask=(save < saves) & (last >= begin), other=0)
@@ -108,12 +110,14 @@ def causal_conv1d(
     query_start_loc: Tensor,
     query_start_loc_host: Tensor,
     silu: bool,
+    dilation: int = 1,
 ) -> Tensor:
     """See :func:`hal.ops.causal_conv1d`. It reads lengths on the device and ignores those on the host."""
     (count, channels), width = x.shape, weight.shape[0]
+    before = (width - 1) * dilation
     read, written, saves = slots(read_slots, write_slots)
-    fits = weight.shape == (width, channels) and width > 1 and weight.dtype is window.dtype is x.dtype
-    fits = fits and window.shape[1:] == (width - 1, channels) and window.is_contiguous()
+    fits = weight.shape == (width, channels) and before > 0 and weight.dtype is window.dtype is x.dtype
+    fits = fits and window.shape[1:] == (before, channels) and window.is_contiguous()
     fits = fits and (bias is None or (bias.shape == (channels,) and bias.dtype is x.dtype))
     fits = fits and same_sequences(read, written, saves, query_start_loc)
     optional = () if bias is None else (bias,)
@@ -122,7 +126,7 @@ def causal_conv1d(
     x, sequences = unit_stride(x), read.shape[0]
     block = min(triton.next_power_of_2(channels), CHANNELS)
     # A block has the tokens that a sequence's second block looks back at, so that it reads no window.
-    tokens = triton.next_power_of_2(width - 1)
+    tokens = triton.next_power_of_2(before)
     tokens = max(tokens, 4 if count <= 4 * sequences else 16)
     tensors = (
         x,
@@ -134,8 +138,9 @@ def causal_conv1d(
         query_start_loc.contiguous(),
         result,
     )
-    sizes = sequences, x.stride(0), channels, width, saves, silu, tokens, block, triton.next_power_of_2(width - 1)
+    sizes = sequences, x.stride(0), channels, width, dilation, saves, silu, tokens, block
+    kept = triton.next_power_of_2(before), triton.next_power_of_2(saves)
     _convolve[count // tokens + sequences, triton.cdiv(channels, block)](
-        *tensors, *sizes, triton.next_power_of_2(saves), num_warps=warps(tokens * block)
+        *tensors, *sizes, *kept, num_warps=warps(tokens * block)
     )
     return result
