@@ -145,7 +145,8 @@ class PiecewiseForm(TokenForm):
             for output in segment.outputs:
                 if segment.captured or output.name not in read or output.row is None:
                     continue
-                kind = (output.row, output.dtype)
+                # Rows past a step's tokens keep older values. Of indices, only those of the same tensor are valid.
+                kind = (output.row, output.dtype, None if output.dtype.is_floating_point else output.name)
                 free = next((each for each in taken[kind] if each[0] < index), None)
                 if free is not None:
                     taken[kind].remove(free)
