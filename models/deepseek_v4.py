@@ -28,6 +28,7 @@ from hal.nn import (
     Decoder,
     DecoderLM,
     GatedMLP,
+    HyperConnection,
     HyperDecoderLayer,
     RotaryEmbedding,
     Router,
@@ -139,7 +140,8 @@ class DeepseekV4ForCausalLM(DecoderLM):
             shared = GatedMLP(v4.hidden_size, width, activation=swiglu)
             router, names = V4Router(v4, table=experts == "hash_moe"), ("w1", "w3", "w2")
             mlp = SparseMLP(router, width, shared_experts=shared, names=names, activation=swiglu)
-            return V4Layer(v4, mixer, mlp, count=v4.hc_mult, connection=v4.connection)
+            return V4Layer(v4, mixer, mlp, connection=connection)
 
+        connection = partial(HyperConnection, v4.hidden_size, v4.hc_mult, v4.connection)
         head = StreamHead(v4.hidden_size, v4.hc_mult, v4.rms_norm_eps, v4.hc_eps)
         return cls(v4, map(layer, v4.layer_types, v4.mlp_layer_types), streams=head)

@@ -14,6 +14,7 @@ Source: Z.ai, the published code of GLM-5.3-Flash, 2026.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -21,7 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
-from hal.nn import Angles, HyperDecoderLayer, KimiDeltaAttention, LayerState, Linear, Mixer, StreamMean, text_config
+from hal.nn import (
+    Angles,
+    HyperConnection,
+    HyperDecoderLayer,
+    KimiDeltaAttention,
+    LayerState,
+    Linear,
+    Mixer,
+    StreamMean,
+    text_config,
+)
 from hal.ops import HyperConnectionOptions
 from hal.step import SEQUENCE, TOKEN, State
 
@@ -93,7 +104,8 @@ class Glm5NextForConditionalGeneration(DeepseekV32ForCausalLM):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         glm = Glm5NextConfig.from_config(text_config(config) if "text_config" in config else config)
-        connection = HyperConnectionOptions(glm.rms_norm_eps, glm.hc_eps, glm.hc_sinkhorn_iters)
+        mixing = HyperConnectionOptions(glm.rms_norm_eps, glm.hc_eps, glm.hc_sinkhorn_iters)
+        connection = partial(HyperConnection, glm.hidden_size, glm.hc_mult, mixing)
         sizes = glm.hidden_size, glm.linear_num_heads, glm.linear_head_dim, glm.linear_conv_kernel_dim
 
         def layer(number: int) -> HyperDecoderLayer:
@@ -103,7 +115,7 @@ class Glm5NextForConditionalGeneration(DeepseekV32ForCausalLM):
             else:
                 bound = glm.linear_lower_bound
                 mixer = KimiDeltaAttention(*sizes, glm.rms_norm_eps, lower_bound=bound, lone_heads=True)
-            return HyperDecoderLayer(glm, mixer, glm.mlp(number), count=glm.hc_mult, connection=connection)
+            return HyperDecoderLayer(glm, mixer, glm.mlp(number), connection=connection)
 
         layers = map(layer, range(glm.num_hidden_layers))
         return cls(glm, layers, streams=StreamMean(glm.hc_mult), ignored_layers=glm.num_nextn_predict_layers)

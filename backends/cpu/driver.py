@@ -108,6 +108,7 @@ INDUCTOR = (
     "expert_mlp",
     "gated_delta_rule",
     "grouped_linear",
+    "hash_ngrams",
     "head_linear",
     "latent_attention",
     "linear",

@@ -149,10 +149,13 @@ class Inputs:
             names = [name for name in STORED[operation] if name in states]
             kept |= {name: ((self.length, *states[name].shape), dtype) for name in names}
         repeated = torch.arange(self.batch_size, device=device) % drawn
-        return {
-            name: torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator).to(device)[repeated]
-            for name, (shape, kind) in kept.items()
-        }
+
+        def fill(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+            if not kind.is_floating_point:  # tokens
+                return torch.randint(model.vocab_size, (drawn, *shape), dtype=kind, generator=generator)
+            return torch.empty(drawn, *shape, dtype=kind).normal_(generator=generator)
+
+        return {name: fill(*each).to(device)[repeated] for name, each in kept.items()}
 
 
 def prefill(runner: hal.Runner, batch_size: int, length: int) -> Sequence[Mapping[str, Tensor]]:

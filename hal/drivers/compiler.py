@@ -97,7 +97,7 @@ EAGER = "eager"
 OPTIMIZED = "optimized"
 """The setting that runs an encoder's optimized code, uncaptured."""
 SPLITTING_OPS = (
-    *("causal_conv1d", "channel_delta_rule", "gated_delta_rule", "pool_groups"),
+    *("causal_conv1d", "channel_delta_rule", "gated_delta_rule", "hash_ngrams", "pool_groups"),
     *("attend_chosen", "attend_compressed", "select_blocks"),
     *("attend_selected", "latent_attention", "multi_head_latent_attention", "select_and_attend", "select_keys"),
     *("quantized_paged_attention", "paged_attention"),

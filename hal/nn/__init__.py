@@ -5,7 +5,7 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 """
 
 from hal.nn.attention import Attention, Norm, SelfAttention
-from hal.nn.block_attention import BlockAttention
+from hal.nn.block_attention import BlockAttention, ChoosingAttention
 from hal.nn.decoder import (
     POST_NORMS,
     PRE_NORMS,
@@ -34,12 +34,14 @@ from hal.nn.experts import Experts, GroupedLinear
 from hal.nn.gated_delta_net import (
     RECURRENT,
     DeltaNetConfig,
+    GateActivation,
     GatedDeltaNet,
     GatedRMSNorm,
     HybridLayerType,
     ShortConvolution,
 )
-from hal.nn.hyper_connection import HyperConnection, HyperDecoderLayer
+from hal.nn.group_attention import GroupAttention
+from hal.nn.hyper_connection import GatedConnection, HyperConnection, HyperDecoderLayer
 from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
@@ -49,7 +51,7 @@ from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding
 from hal.nn.router import Gate, Router, SparseMLP
-from hal.nn.streams import StreamHead, StreamMean
+from hal.nn.streams import GatedMean, StreamHead, StreamMean, StreamNorm
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, WeightUse
 
@@ -74,6 +76,7 @@ __all__ = [
     "Block",
     "BlockAttention",
     "CausalLM",
+    "ChoosingAttention",
     "Concatenated",
     "Consumer",
     "Cut",
@@ -87,9 +90,13 @@ __all__ = [
     "EncoderItem",
     "Experts",
     "Gate",
+    "GateActivation",
+    "GatedConnection",
     "GatedDeltaNet",
     "GatedMLP",
+    "GatedMean",
     "GatedRMSNorm",
+    "GroupAttention",
     "GroupedLinear",
     "HybridLayerType",
     "HyperConnection",
@@ -121,6 +128,7 @@ __all__ = [
     "Stacked",
     "StreamHead",
     "StreamMean",
+    "StreamNorm",
     "TiedUse",
     "Transposed",
     "ValueCheck",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -243,8 +243,11 @@ class SelfAttention(nn.Module):
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on, which the projections say."""
 
-    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`."""
+    def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding` and :class:`Attention`.
+
+        ``attend`` gets further arguments, too.
+        """
         query, *rest = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         gate = None
         if self.gate:
@@ -259,7 +262,7 @@ class SelfAttention(nn.Module):
             query, key = ops.rotary_embedding(query, key, *angles, self.rotaries[0].interleaved)
         if self.v_norm is not None:
             value = self.v_norm(value)
-        attended = self.attend(hidden, query, key, value, angles, batch, state)
+        attended = self.attend(hidden, query, key, value, angles, batch, state, *further)
         return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
 
     def attend(
@@ -271,6 +274,7 @@ class SelfAttention(nn.Module):
         angles: Angles,
         batch: Batch,
         state: LayerState,
+        *further: Any,
     ) -> Tensor:
         """Store keys and values, and return the result of attention; see :class:`Attention`. A subclass may select."""
         return self.attention(query, key, value, batch, state, self.sinks)

@@ -26,7 +26,7 @@ from hal.nn.streams import StreamMean
 from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
 from hal.step.model_batches import SlotBatch
-from hal.step.state import SEQUENCE
+from hal.step.state import SEQUENCE, LayerStates
 
 
 @attrs.frozen(kw_only=True)
@@ -92,6 +92,11 @@ class DecoderLayer(nn.Module):
         for name in dict.fromkeys(attrs.astuple(norms)):
             if name is not None:
                 self.add_module(name, norm(config.hidden_size))
+
+    @property
+    def states(self) -> LayerStates:
+        """The states of the layer on this rank: those of its mixer. A subclass may add to them."""
+        return self.self_attn.states
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape. The mixer gets further arguments of the decoder too."""
@@ -256,7 +261,7 @@ class DecoderLM(CausalLM):
         self.vocab_size, self.max_length = config.vocab_size, config.rope.longest(config.max_position_embeddings)
         base = self.decoder(config, layers, norm=norm, embedding_multiplier=embedding_multiplier, streams=streams)
         self.add_module(self.base_name, base)
-        self.states = [layer.self_attn.states for layer in base.layers]
+        self.states = [layer.states for layer in base.layers]
         self.causal = all(layer.self_attn.causal for layer in base.layers)
         if any(state.per is SEQUENCE for each in self.states for state in each.values()):
             self.batch_type = SlotBatch
@@ -272,7 +277,7 @@ class DecoderLM(CausalLM):
 
     def split(self, tensor: Group) -> None:
         """Declare the states of this rank's heads. The layers are split already."""
-        self.states = [layer.self_attn.states for layer in self.base.layers]
+        self.states = [layer.states for layer in self.base.layers]
 
     @property
     def base(self) -> Decoder:

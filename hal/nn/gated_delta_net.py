@@ -24,6 +24,8 @@ from hal.step.state import SEQUENCE, LayerStates, State
 
 L2_EPS = 1e-6
 RECURRENT: Final[Literal["linear_attention"]] = "linear_attention"
+GateActivation = Literal["silu", "sigmoid"]
+"""The functions of the gate of a recurrent layer's values."""
 HybridLayerType = Literal["full_attention", "linear_attention"]
 """The entries of ``layer_types`` in config.json of a model with recurrent layers."""
 
@@ -77,11 +79,15 @@ class ShortConvolution(nn.Module):
         parts: the channels of each part, of which ranks have equal shares.
         width: tokens that it sees.
         layers: the checkpoint's layers beside this one, if it has one for each part.
+        dilation: the distance of the tokens that it sees.
+        shard: whether ranks share the channels.
     """
 
-    def __init__(self, parts: Sequence[int], width: int, layers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, parts: Sequence[int], width: int, layers: Sequence[str] = (), *, dilation: int = 1, shard: bool = True
+    ) -> None:
         super().__init__()
-        self.parts, self.layers = tuple(parts), tuple(layers)
+        self.parts, self.layers, self.dilation, self.shard = tuple(parts), tuple(layers), dilation, shard
         self.weight = nn.Parameter(torch.empty(width, 1, sum(parts)), requires_grad=False)
 
     @property
@@ -92,7 +98,8 @@ class ShortConvolution(nn.Module):
         if sources:
             assembly = Concatenated("channels", self.parts, Merged("channels", self.parts[:1], order))
         consumer = Consumer("causal_conv1d", "weight")
-        return {"weight": Weight(sources or ("weight",), "width one channels", "channels", assembly, consumer)}
+        shard = "channels" if self.shard else None
+        return {"weight": Weight(sources or ("weight",), "width one channels", shard, assembly, consumer)}
 
     def split(self, tensor: Group) -> None:
         """Convolve this rank's channels from now on, which the weight says."""
@@ -115,6 +122,7 @@ class ShortConvolution(nn.Module):
             batch.query_start_loc,
             batch.query_start_loc_host,
             True,
+            self.dilation,
         )
 
     if TYPE_CHECKING:
@@ -143,6 +151,7 @@ class GatedDeltaNet(nn.Module):
         layers: the checkpoint's projections, each with the parts whose rows it has: of ``query``, ``key``, ``value``,
             ``gate``, and ``b`` and ``a`` of :func:`hal.ops.delta_rule_gates`.
         grouped: whether a projection has the rows of each key head together; else those of each part.
+        activation: the function of the gate of the values.
 
     Attributes:
         states: the states of the layer on this rank, ``matrix`` and ``window``, per sequence.
@@ -155,7 +164,14 @@ class GatedDeltaNet(nn.Module):
     rotaries: tuple[RotaryEmbedding, ...] = ()
     causal: bool = True
 
-    def __init__(self, config: DeltaNetConfig, layers: Mapping[str, Sequence[str]], *, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        config: DeltaNetConfig,
+        layers: Mapping[str, Sequence[str]],
+        *,
+        grouped: bool = False,
+        activation: GateActivation = "silu",
+    ) -> None:
         super().__init__()
         self.config = config
         hidden, heads, qkvz = config.hidden_size, config.linear_num_value_heads, config.parts
@@ -165,7 +181,7 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = ShortConvolution(tuple(qkvz.values())[:3], config.linear_conv_kernel_dim)
         self.decay_factor = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
-        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps, activation)
         self.out_proj = Linear(qkvz["value"], hidden, shard="in_features")
         self.states = self._states(1)
 
@@ -240,15 +256,17 @@ class GatedDeltaNet(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """:func:`hal.ops.gated_rms_norm` with its weight ``[width]``."""
+    """:func:`hal.ops.gated_rms_norm` with its weight ``[width]``, or with another function of the gate."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, activation: GateActivation = "silu") -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.activation = eps, activation
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map ``[..., width]`` and a gate of that shape to the same shape."""
+        if self.activation == "sigmoid":
+            return ops.rms_norm(x, self.weight, self.eps) * gate.sigmoid()
         return ops.gated_rms_norm(x, gate, self.weight, self.eps)
 
     if TYPE_CHECKING:

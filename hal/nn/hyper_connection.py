@@ -5,7 +5,7 @@ Source: Zhu et al., *Hyper-Connections*, 2025; Xie et al., *mHC: Manifold-Constr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,8 @@ from hal import ops
 from hal.nn.decoder import DecoderLayer
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.model import Angles, LayerState, Mixer
-from hal.nn.streams import wide_weights
+from hal.nn.router import Gate
+from hal.nn.streams import GatedMean, wide_weights
 from hal.nn.weights.weight import Weight
 from hal.ops import HyperConnectionOptions
 from hal.step.batch import Batch
@@ -46,8 +47,38 @@ class HyperConnection(nn.Module):
         """Map ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]`` and two weights of the way back."""
         return ops.collapse_streams(streams, self.fn, self.base, self.scale, self.options)
 
+    def add(self, streams: Tensor, output: Tensor, *weights: Tensor) -> Tensor:
+        """Return the streams with an output ``[tokens, hidden_size]``, by the weights that :meth:`forward` returned."""
+        return ops.expand_streams(streams, output, *weights)
+
     if TYPE_CHECKING:
         __call__ = forward
+
+
+class GatedConnection(GatedMean):
+    """A :class:`GatedMean` that a layer's part reads, and a weight of each stream, by which its output is added.
+
+    The weights are ``2 * sigmoid(block_inject_weight(normed) / count)``. Its arguments are those of :class:`GatedMean`.
+
+    Source: Qwen Team, the published code of Qwen3.8-Flash-Next, 2026.
+    """
+
+    def __init__(self, hidden_size: int, count: int, rank: int, eps: float) -> None:
+        super().__init__(hidden_size, count, rank, eps)
+        self.block_inject_weight = Gate(count * hidden_size, count)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # and weights
+        """Map ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]`` and the weights ``[tokens, count]``."""
+        normed = self.hc_norm(streams)
+        weights = self.block_inject_weight(normed.flatten(1)) / self.count
+        return self.mean(normed), 2 * weights.sigmoid()
+
+    def add(self, streams: Tensor, output: Tensor, weights: Tensor) -> Tensor:
+        """Return the streams, each with the output ``[tokens, hidden_size]`` times its weight."""
+        return streams + output.unsqueeze(1) * weights.unsqueeze(-1)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]  # see above
 
 
 class HyperDecoderLayer(DecoderLayer):
@@ -59,8 +90,8 @@ class HyperDecoderLayer(DecoderLayer):
         config: the sizes.
         mixer: as of :class:`DecoderLayer`, like further arguments, except ``parallel``.
         mlp: see there.
-        count: the number of streams.
-        connection: the options of the layer's two connections, ``attn_hc`` and ``ffn_hc``.
+        connection: makes each of the layer's two connections, ``attn_hc`` and ``ffn_hc``: a :class:`HyperConnection` or
+            a :class:`GatedConnection`.
         options: further arguments.
     """
 
@@ -70,21 +101,20 @@ class HyperDecoderLayer(DecoderLayer):
         mixer: Mixer,
         mlp: nn.Module,
         *,
-        count: int,
-        connection: HyperConnectionOptions,
+        connection: Callable[[], HyperConnection | GatedConnection],
         **options: Any,
     ) -> None:
         super().__init__(config, mixer, mlp, **options)
-        self.attn_hc, self.ffn_hc = (HyperConnection(config.hidden_size, count, connection) for _ in range(2))
+        self.attn_hc, self.ffn_hc = connection(), connection()
 
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
         """Map the streams ``[tokens, count, hidden_size]`` to the same shape."""
         read, *weights = self.attn_hc(hidden)
         output = self.self_attn(self._norm(self.norms.before_attention, read), angles, batch, state, *further)
-        hidden = ops.expand_streams(hidden, self._output(self.norms.after_attention, output), *weights)
+        hidden = self.attn_hc.add(hidden, self._output(self.norms.after_attention, output), *weights)
         read, *weights = self.ffn_hc(hidden)
         output = self.feed_forward(read, self._norm(self.norms.before_mlp, read), batch)
-        return ops.expand_streams(hidden, self._output(self.norms.after_mlp, output), *weights)
+        return self.ffn_hc.add(hidden, self._output(self.norms.after_mlp, output), *weights)
 
     if TYPE_CHECKING:
         __call__ = forward

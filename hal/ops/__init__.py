@@ -35,6 +35,7 @@ from hal.ops.latent_attention import (
     store_latent_cache,
 )
 from hal.ops.logits import mask_logits, penalize
+from hal.ops.ngrams import hash_ngrams
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.projection import embedding, linear
 from hal.ops.quantization import (
@@ -99,6 +100,7 @@ __all__ = [
     "gelu_and_mul",
     "greedy_sample",
     "grouped_linear",
+    "hash_ngrams",
     "head_linear",
     "intercepted",
     "l2_norm",

@@ -251,7 +251,11 @@ class TestCheckpoints:
         torch.testing.assert_close(*found)
 
 
-ARCHITECTURES = {"Glm5Next": "Glm5NextForConditionalGeneration", "DeepseekV4": "DeepseekV4ForCausalLM"}
+ARCHITECTURES = {
+    "Glm5Next": "Glm5NextForConditionalGeneration",
+    "DeepseekV4": "DeepseekV4ForCausalLM",
+    "Qwen4ExpText": "Qwen4ExpForCausalLM",
+}
 
 
 def latents(shapes: str) -> dict[str, Any]:
@@ -328,7 +332,7 @@ class TestLatents:
         blocks = [runner.blocks.take(runner.spec.blocks_for(21)) or [] for _ in texts]
         torch.testing.assert_close(step.step(), runner.step(runner.batch(texts, blocks)).logits, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize("family", ["Glm5Next", "DeepseekV4"])
+    @pytest.mark.parametrize("family", ["Glm5Next", "DeepseekV4", "Qwen4ExpText"])
     def test_entries_of_groups(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers", reason="transformers makes the config")
         from helpers.random_hybrids import draw_config

@@ -96,6 +96,15 @@ COMPRESSED = {
     "num_hash_layers": 0,  # random weights are no table of experts
 }
 """The sizes of attention to compressed entries, whose defaults are large."""
+GROUPED = {
+    **dict.fromkeys(("indexer_n_heads", "indexer_head_dim", "hc_lowrank", "ple_embed_dim"), 16),
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 20,
+}
+"""The sizes of attention to groups, and of n-grams, which have no defaults or large ones."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 """The keys of sizes that are large by default."""
 LLAMA = "LlamaForCausalLM"
@@ -127,6 +136,8 @@ def config_of(architecture: str) -> dict[str, Any]:
     config |= {key: value for key, value in latent.items() if key in declared(architecture)}
     if "compress_rates" in declared(architecture):
         config |= COMPRESSED
+    elif "indexer_budget" in declared(architecture):
+        config |= GROUPED
     elif not latent and "index_n_heads" in declared(architecture):
         config["index_n_heads"] = CONFIG["num_key_value_heads"]
     return config | experts | ({"num_experts_per_tok": 2} if experts else {})

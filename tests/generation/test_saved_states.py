@@ -22,12 +22,12 @@ from hal.step.block_allocator import BlockAllocator, PrefixCache, SavedStates
 VOCAB, INTERVAL = 96, 32
 
 
-@pytest.fixture(scope="module", params=["Qwen3.5-0.8B", "GLM-5.3-Flash", "DeepSeek-V4-Flash"])
+@pytest.fixture(scope="module", params=["Qwen3.5-0.8B", "GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with recurrent layers, or, like that of GLM-5.3 too, with tokens of incomplete groups."""
     path = published_configs.write(tmp_path_factory.mktemp("saved") / "model", request.param)
     config = json.loads((path / "config.json").read_text())
-    if "Qwen" in request.param:
+    if "Qwen3.5" in request.param:
         config["architectures"] = ["Qwen3_5ForCausalLM"]  # The text model: random texts have placeholders of images.
     (path / "config.json").write_text(json.dumps(config))
     return path

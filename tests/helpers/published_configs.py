@@ -2,7 +2,8 @@
 
 The files of `published_configs` have the spelling of those that were published: older names of keys, keys of training,
 nested tables, and lists for each layer. The weights of MiniMax-M2 are published in FP8, and those of GPT-OSS in MXFP4.
-Those of GLM-5.2, GLM-5.3, Kimi-Linear and MiniMax-M3 have the keys that transformers' configuration classes read.
+Those of GLM-5.2, GLM-5.3, Kimi-Linear, MiniMax-M3 and Qwen3.8 have the keys that transformers' configuration classes
+read.
 """
 
 from __future__ import annotations

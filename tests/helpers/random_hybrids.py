@@ -13,7 +13,7 @@ from helpers.comparison import randomize
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
-FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear", "Glm5Next", "DeepseekV4")
+FAMILIES = ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "KimiLinear", "Glm5Next", "DeepseekV4", "Qwen4ExpText")
 SIZES: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 512, "attn_implementation": "eager"}
 
 
@@ -63,6 +63,8 @@ def draw_config(family: str, seed: int, **changes: Any) -> Any:
             "moe_intermediate_size": draw.choice((16, 24)),
             "shared_expert_intermediate_size": draw.choice((16, 24)),
         }
+    if family == "Qwen4ExpText":
+        given |= _qwen4(draw, given["layer_types"] or ["linear_attention"])
     if family == "Qwen3Next":
         given |= {"decoder_sparse_step": draw.choice((1, 2)), "norm_topk_prob": draw.random() < 0.5}
         given["mlp_only_layers"] = [draw.randrange(layers)] if draw.random() < 0.5 else []
@@ -182,6 +184,31 @@ def _v4(draw: random.Random) -> dict[str, Any]:
         "hc_mult": draw.choice((2, 4)),
         "hc_eps": draw.choice((1e-6, 1e-2)),
         "hc_sinkhorn_iters": draw.choice((1, 5)),
+    }
+
+
+def _qwen4(draw: random.Random, types: list[str]) -> dict[str, Any]:
+    """Draw the keys that Qwen3.8-Flash-Next has beside those of Qwen3.5."""
+    group, longest, heads = draw.choice((1, 2, 4, 16)), draw.choice((2, 3, 4)), draw.choice((1, 2, 4))
+    recurrent = [number for number, each in enumerate(types, 1) if each == "linear_attention"]
+    return {
+        "output_gate_type": draw.choice((None, "sigmoid", "silu")),
+        "hc_count": draw.choice((2, 3, 4)),
+        "hc_lowrank": draw.choice((4, 12)),
+        "indexer_n_heads": 24,  # of few, all may be negative, so that scores of 0 tie
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": group * draw.choice((1, 3, 100)),  # less than most contexts, or more than all
+        "indexer_compress_ratio": group,
+        "ple_layer_ids": draw.sample(recurrent, draw.randint(0, len(recurrent))),
+        "ple_embed_dim": (longest - 1) * heads * draw.choice((4, 8)),
+        "ple_conv_kernel_size": draw.choice((2, 4)),
+        "ngram_size": longest,
+        "heads_per_ngram": heads,
+        "ngram_vocab_size_base": draw.choice((20, 100)),
+        "make_ngram_vocab_size_divisible_by": draw.choice((1, 16)),
+        "split_ngram_parts": draw.choice((1, 4)),
+        "eos_token_id": draw.choice((5, [7, 8])),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,12 +168,18 @@ def scheduled(runner: hal.Runner, schedule: Schedule, architecture: str) -> Iter
                 runner.slots.give_back(slots.pop(row))
 
 
+def poison_of(state: Tensor) -> float:
+    """Return a value that makes results wrong if it is read: NaN, or a number of no token."""
+    return math.nan if state.is_floating_point() else -1
+
+
 def poison(runner: hal.Runner, slots: Sequence[int]) -> None:
     """Fill the states of sequences that ended with NaN. A later sequence must not read them."""
     with torch.inference_mode():
         for index, name, state in runner.spec.states():
             if state.per is SEQUENCE:
-                runner.states.layers[index][name][list(slots)] = float("nan")
+                found = runner.states.layers[index][name]
+                found[list(slots)] = poison_of(found)
 
 
 def check(runner: hal.Runner, schedule: Schedule, expected: Sequence[Tensor], architecture: str, slack: float) -> int:

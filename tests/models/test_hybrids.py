@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +43,7 @@ def open_runner(folder: Path, mode: str = "eager", *, sequences: int = toys.SLOT
     runner = hal.Runner(hal.load_model(folder, backend), backend)
     with torch.inference_mode():
         for _, state in runner.states.tensors():
-            state[1:] = math.nan  # of sequences that are gone
+            state[1:] = toys.poison_of(state)  # of sequences that are gone
     return runner
 
 
@@ -91,10 +90,11 @@ def test_prefill_whole_and_in_chunks(saved: Any, tmp_path_factory: Any, family: 
         runner.slots.give_back([slot])
 
 
-@thorough(MODE, r"\[(graph-0|piecewise-0-(Qwen3N|Kimi|Glm|Deep)|piecewise_eager-0-Qwen3_5T|inductor-2-Qwen3_5T)")
+@thorough(MODE, r"\[(graph-0|piecewise-0-(Qwen3N|Qwen4|Kimi|Glm|Deep)|piecewise_eager-0-Qwen3_5T|inductor-2-Qwen3_5T)")
 @thorough(EXHAUSTIVE, r"\[(eager-[1-9]|[gp]\w+-[1-9]|\w+-\d\d-)")
 @thorough(
-    EXHAUSTIVE, r"\[(piecewise-0-Qwen3_5|piecewise_eager-0-(Qwen3N|Qwen3_5M|Kimi|Glm|Deep)|inductor-(?!2-Qwen3_5T))"
+    EXHAUSTIVE,
+    r"\[(piecewise-0-Qwen3_5|piecewise_eager-0-(Qwen(3N|3_5M|4)|Kimi|Glm|Deep)|inductor-(?!2-Qwen3_5T))",
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ KIMI = "Kimi-Linear-48B-A3B-Instruct"
 KIMI_TABLE = CONFIGS[KIMI]["linear_attn_config"]
 GLM = "GLM-5.3-Flash"
 GLM_TEXT = CONFIGS[GLM]["text_config"]
+QWEN = "Qwen3.8-Flash-Next"
+QWEN_TEXT = CONFIGS[QWEN]["text_config"]
 THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and not config.get("rope_parameters")]
 
 
@@ -120,7 +122,7 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
         ("MiniMax-M3", {"index_n_heads": 1}, "index_n_heads is 1; it must be num_key_value_heads, 2"),
         ("MiniMax-M3", {"index_topk_blocks": 0}, "'index_topk_blocks' must be >= 1"),
         ("MiniMax-M3", {"index_local_blocks": 3}, "index_local_blocks, 3, exceeds index_topk_blocks, 2"),
-        ("MiniMax-M3", {"index_head_dim": 6}, "index_head_dim, 6, is less than the 8 rotated elements"),
+        ("MiniMax-M3", {"index_head_dim": 6}, "an index query has 6 elements, less than the 8 rotated ones"),
         ("MiniMax-M3", {"layer_types": ["indexed_attention"] * 3}, "unknown value 'indexed_attention'.*layer_types"),
         ("MiniMax-M3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 3 layers"),
         *(
@@ -137,6 +139,26 @@ THETAS = [name for name, config in CONFIGS.items() if "rope_theta" in config and
                 ({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for 5 layers"),
                 ({"layer_types": ["sliding_attention"] * 5}, "layer_types"),
                 ({"hc_sinkhorn_iters": 0}, "'hc_sinkhorn_iters' must be >= 1"),
+            )
+        ),
+        *(
+            (QWEN, {"text_config": {**QWEN_TEXT, **changes}}, message)
+            for changes, message in (
+                ({"indexer_budget": 6}, "indexer_budget is 6; it must be a multiple of indexer_compress_ratio, 4"),
+                ({"indexer_budget": 0}, "'indexer_budget' must be >= 1"),
+                ({"indexer_n_heads": None}, "required key 'indexer_n_heads' is missing"),
+                ({"indexer_kv_heads": 2}, "unknown value 2.*indexer_kv_heads"),
+                ({"indexer_head_dim": 6}, "an index query has 6 elements, less than the 8 rotated ones"),
+                ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+                ({"hc_count": 1}, "'hc_count' must be >= 2"),
+                ({"output_gate_type": "gelu"}, "unknown value 'gelu'.*output_gate_type"),
+                ({"ple_layer_ids": [2]}, r"ple_layer_ids is .2,.; it may have the recurrent layers, .1, 3"),
+                ({"ple_layer_ids": [4]}, r"ple_layer_ids is .4,.; it may have the recurrent layers, .1, 3"),
+                ({"ple_embed_dim": 30}, "ple_embed_dim, 30, is no multiple of the 4 tables"),
+                ({"eos_token_id": None}, "eos_token_id is None; n-grams end at a token of the vocabulary"),
+                ({"eos_token_id": 96}, "eos_token_id is 96"),
+                ({"ngram_size": 1}, "'ngram_size' must be >= 2"),
+                ({"num_experts_per_tok": 9}, "9 experts per token of 8"),
             )
         ),
         *((name, {"rope_theta": 0}, "'rope_theta' must be > 1") for name in THETAS),

@@ -33,6 +33,7 @@ from hal.nn import (
     DecoderLayer,
     DecoderLM,
     GatedMLP,
+    HyperConnection,
     HyperDecoderLayer,
     LayerNorm,
     LayerNorms,
@@ -148,8 +149,14 @@ class Choice:
             if self.hyper is None:
                 return DecoderLayer(made, attention, mlp, norm=self.norm, **shape)  # type: ignore[arg-type]
             del shape["parallel"]
+            connection = partial(HyperConnection, HIDDEN, STREAMS, self.hyper)
             return HyperDecoderLayer(
-                made, attention, mlp, norm=self.norm, count=STREAMS, connection=self.hyper, **shape
+                made,
+                attention,
+                mlp,
+                norm=self.norm,
+                connection=connection,
+                **shape,
             )
 
         streams = None

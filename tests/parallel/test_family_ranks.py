@@ -34,6 +34,7 @@ from helpers.thorough import EXHAUSTIVE, FAMILY, thorough
         "gemma-4-26B-A4B-it",
         "Qwen3-Next-80B-A3B-Instruct",
         "Qwen3.5-0.8B",
+        "Qwen3.8-Flash-Next",
     ],
 )
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
@@ -51,6 +52,7 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
         ("dispatch", "DeepSeek-V3.2"),
         ("all_to_all", "GLM-5.2"),
         ("all_to_all", "Kimi-Linear-48B-A3B-Instruct"),
+        ("all_to_all", "Qwen3.8-Flash-Next"),
     ],
 )
 def test_other_layers_beside_whole_experts(experts: str, name: str, tmp_path: Path) -> None:

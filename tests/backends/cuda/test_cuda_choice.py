@@ -208,8 +208,9 @@ def test_every_operation_has_a_kernel_where_triton_is() -> None:
     sparse = {"attend_chosen", "attend_selected", "pool_groups", "select_blocks", "select_keys", "store_index_cache"}
     composed = {"multi_head_latent_attention", "select_and_attend"}
     of_v4 = {"attend_compressed", "collapse_streams", "expand_streams", "softplus_route"}
+    ngrams = {"hash_ngrams"}
     quantized = {"quantized_paged_attention", "store_quantized_kv_cache"}
-    assert of_one_rank() - set(found) == {*quantized, *sparse, *composed, *of_v4}
+    assert of_one_rank() - set(found) == {*quantized, *sparse, *composed, *of_v4, *ngrams}
     assert set(found) <= of_one_rank()
     assert found["rms_norm"] in ("torch", "flashinfer")
     assert found["split_qkv_rmsnorm_rope_cache"] == found["store_kv_cache"] == "triton"

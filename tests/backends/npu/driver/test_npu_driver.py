@@ -60,8 +60,8 @@ class TestOptions:
         assert backend.state_layout == "canonical"
 
     def test_every_operation_has_a_kernel(self, npu: Opened) -> None:
-        # CANN has no operators that choose blocks for each key head, pool groups, or attend to these beside a window.
-        composed = {"attend_chosen", "attend_compressed", "pool_groups", "select_blocks"}
+        # CANN has no operators that choose blocks for each key head, hash n-grams, pool groups, or attend to these.
+        composed = {"attend_chosen", "attend_compressed", "hash_ngrams", "pool_groups", "select_blocks"}
         # Those of hyper-connections are for 950 alone, and that of this routing is not yet called.
         composed |= {"collapse_streams", "expand_streams", "softplus_route"}
         assert {each.name for each in ops.catalogue().values() if each.namespace == "hal" and not each.fused} == (

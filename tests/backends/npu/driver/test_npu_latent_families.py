@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "DeepSeek-V4-Flash": ({}, {}),
     "Kimi-Linear-48B-A3B-Instruct": (LATENTS, {DECODE: 6, PROMPT: 2}),
     "MiniMax-M3": ({}, {}),
+    "Qwen3.8-Flash-Next": ({}, {}),
 }
 """By the name of a published config: sizes that CANN's operators take, and the launches of these in all steps.
 
@@ -68,7 +69,7 @@ def generated(runner: hal.Runner) -> list[int]:
     return tokens
 
 
-@thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|DeepSeek-V4|GLM-5\]|Kimi|MiniMax)")
+@thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|DeepSeek-V4|GLM-5\]|Kimi|MiniMax|Qwen)")
 @thorough(MODE, r"\[(graph|npugraph_ex)-(DeepSeek-V3\.2|GLM-5\.2)")
 @thorough(EXHAUSTIVE, r"\[(graph|npugraph_ex)-(DeepSeek-V2|GLM-5\])")
 @pytest.mark.parametrize("name", FAMILIES)
