@@ -28,7 +28,7 @@ class Optimizer:
     """Updates a model's parameters in place, without a synchronization with the host.
 
     Args:
-        model: Its router and embedding go to Adam.
+        model: Its router, embedding, and weights of an index's heads go to Adam.
         decay: The weight decay of the matrices and the embedding.
     """
 
@@ -45,7 +45,11 @@ class Optimizer:
         for name, parameter in named.items():
             if "embed" in name:
                 self.others.append((parameter, EMBEDDING_RATE, decay))
-            elif parameter.ndim == 1 or "conv1d" in name or name.endswith(("gate.weight", "in_proj_ba.weight")):
+            elif (
+                parameter.ndim == 1
+                or "conv1d" in name
+                or name.endswith(("gate.weight", "in_proj_ba.weight", "weights_proj.weight"))
+            ):
                 self.others.append((parameter, ADAM_RATE, 0.0))
             else:
                 shapes[tuple(parameter.shape)].append(parameter)

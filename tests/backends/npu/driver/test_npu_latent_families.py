@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import published_configs
+from helpers import lookups, published_configs
 from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
 
 import hal
@@ -85,3 +85,17 @@ def test_every_compiler_gives_the_eager_tokens(compiler: str, name: str, tmp_pat
             found.append(generated(runner))
         assert {name: launched[name] for name in operators} == operators
     assert found[0] == found[1]
+
+
+@thorough(MODE, r"\[graph")
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_answers_2000_tokens_later(compiler: str, tmp_path: Path) -> None:
+    """The trained checkpoint's, with CANN's operators, whose 64 selected positions have the definitions."""
+    config = {"backend": "npu", "dtype": "float16", "cache": {"num_tokens": 128 * 20}, "max_prefill_tokens": 512}
+    given = {"compiler": compiler} | ({} if compiler == "eager" else {"capture_sizes": [1]})
+    backend = hal.open({**config, "compilation": given})
+    asked, launched = lookups.Text.of(hal.Checkpoint.open(lookups.FOLDER)), backend.counting_launches()
+    with hal.Runner(hal.load_model(lookups.FOLDER, backend), backend) as runner, launched as launches:
+        found = lookups.share(lookups.answered(runner, asked, chunk=512), asked)
+    assert found >= lookups.RIGHT
+    assert launches[SELECT] == launches[ATTEND] > 0
