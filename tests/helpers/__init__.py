@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).resolve().parents[1]  # pythonpath may have ".." in it
 ROOT = TESTS.parent
 
 
