@@ -72,7 +72,7 @@ class TrainedAttention(DeepseekV32Attention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        batch, length, _ = hidden_states.shape
+        batch, length = hidden_states.shape[:2]
         compressed = self.q_a_layernorm(self.q_a_proj(hidden_states))
         query = self.q_b_proj(compressed).unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
         plain, rotated = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
