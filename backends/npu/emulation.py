@@ -17,7 +17,7 @@ from hal.errors import ConfigError, DriverError, DriverUnavailable
 
 PACKAGE = "emulated_cann"
 OPTIONS = "HAL_NPU_EMULATOR_OPTIONS"
-INSTALL = "pip install emulated-cann; in a checkout of hal: pip install ./emulated-cann"
+INSTALL = "install it from a checkout of hal: pip install ./emulated-cann"
 
 Switch = Literal["off", "on", "force"]
 """The driver's option ``emulator``; ``force`` emulates even if a real CANN is installed."""
