@@ -100,7 +100,7 @@ def initialize_lookup(model: DeepseekV32ForCausalLM) -> None:
     layer attend to the token before, and copy it into the upper half. Heads of the second compare that to the token
     itself, and add the tokens that they find to the lower half. Each head has one block of a half.
 
-    In trials from random weights, some hundred steps did not find this.
+    Short trials from random weights, of 175 to 425 steps, did not learn this.
     """
     config, attentions = model.config, [layer.self_attn for layer in model.model.layers]
     first, second = attentions
