@@ -30,8 +30,8 @@ _active: Options | None = None
 def activate(*, force: bool = False, **options: Any) -> None:
     """Make torch_npu use the emulated CANN, in this process and its child processes.
 
-    Call it before anything imports torch_npu. The first call on a machine compiles the emulated CANN, which takes about
-    a minute. A second call with the same options does nothing.
+    Call it before anything imports torch_npu. The first call on a machine compiles the emulated CANN, which takes
+    minutes. A second call with the same options does nothing.
 
     Args:
         force: use the emulated CANN even if a real one is installed.

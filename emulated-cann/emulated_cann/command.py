@@ -58,7 +58,7 @@ def run(program: Sequence[str], force: bool, **options: Any) -> None:
     """Run PROGRAM and its child processes on the emulated CANN.
 
     The program needs no change: torch_npu computes on this CPU, also in child processes. The first run on a machine
-    compiles the emulated CANN, which takes about a minute and requires g++, or the compiler that CXX names.
+    compiles the emulated CANN, which takes minutes and requires g++, or the compiler that CXX names.
 
     \b
     emulated-cann run -- python script.py

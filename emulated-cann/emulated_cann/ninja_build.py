@@ -123,7 +123,7 @@ def build_libraries(recipe: Recipe, folder: Path) -> Path:
     _write_build_file(recipe, folder / "build.ninja")
     todo = _run(ninja, recipe, folder, "-n", "objects").count("\n[")
     if todo > FEW:
-        sys.stderr.write("emulated-cann: building the emulated CANN, once; this takes about a minute\n")
+        sys.stderr.write("emulated-cann: building the emulated CANN, once; this takes minutes\n")
     _run(ninja, recipe, folder, "--quiet", "objects")
     objects = [folder / each for library in recipe.libraries for each in recipe.objects(library).values()]
     stubs = symbols.refusing_stubs(recipe.torch_npu, symbols.defined(*objects))
