@@ -276,7 +276,7 @@ class Runner(Closable):
         return InputBatch(
             self.model.batch_type,
             max_sequences=max_sequences,
-            max_length=(self._max_length if max_length is None else max_length) + spare,
+            max_length=min((max_length or self._max_length) + spare, max(max_length or 0, self.model.max_length)),
             block_size=self.spec.block_size,
             device=self.backend.device,
             bounds=self.bounds,

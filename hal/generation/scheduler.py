@@ -256,8 +256,7 @@ class Scheduler:
                         found.append((sequence, sequence.token(*logprobs[place])))
                 for length in range(before, len(sequence.tokens)):
                     self._save_states(sequence, length)
-                inputs.truncate(sequence.row, before + right)
-                inputs.extend(sequence.row, [known[first + right]])
+                inputs.accept(sequence.row, before, known[first : first + right + 1])
             speculation.drafter.ran(sequences, starts, counts, output.hidden_states, rights)
             speculation.measured(drafts)
             if not plain:

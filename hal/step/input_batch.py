@@ -238,7 +238,7 @@ class InputBatch:
         self._pending[index] = pending + 1
 
     def extend_drafts(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[list[int]] | Tensor) -> None:
-        """Append drafted tokens to each of some rows, which :meth:`truncate` drops again.
+        """Append drafted tokens to each of some rows, which :meth:`accept` replaces.
 
         Args:
             rows: the rows, each once.
@@ -259,6 +259,17 @@ class InputBatch:
             for row, own in zip(rows, tokens, strict=True):
                 if own:
                     self.extend(row, own)
+
+    def accept(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        """Replace the tokens from ``start`` on, drafted ones, by those that a step chose: all but the last have run.
+
+        Raises:
+            BatchError: there is no such row, a token is out of range, or as :meth:`truncate`.
+        """
+        self._check_row(row)
+        tokens, end = integers_of(row, "token id {}", token_ids, 0, self._bounds.vocab_size), start + len(token_ids)
+        self.truncate(row, end - 1)
+        self._tokens[row, start:end], self._lengths[row], self._pending[row] = tokens, end, 0
 
     def set_cached(self, row: int, cached: int) -> None:
         """Set how many of a sequence's first tokens are in the cache, such as after a step.

@@ -160,7 +160,8 @@ class DeltaRule:
             )
         if queries == 1 and write_slots is None and state.dtype is torch.float32 and not by_channel:
             return _decoded(query, key, value, decay, beta, state, read_slots, scale)
-        if queries is None or queries > composed_recurrence.FEW:
+        saves = 1 if write_slots is None else write_slots.shape[1]
+        if queries is None or queries > max(composed_recurrence.FEW, saves):
             _refuse_in_capture()
         given = query, key, value, decay, beta, state, read_slots, write_slots, query_start_loc, query_start_loc_host
         return composed_recurrence.delta_rule(*given, scale)

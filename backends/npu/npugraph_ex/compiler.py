@@ -19,7 +19,7 @@ from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
 from hal.device.device import Stream
 from hal.drivers.compiler import Outputs
-from hal.errors import CaptureError, HalError
+from hal.errors import CaptureError, ConfigError, HalError
 from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
 from hal.execution.context import FormContext
 from hal.step import StaticBatch, StepShape
@@ -148,6 +148,11 @@ def make_form(context: FormContext) -> FullGraphForm:
         ConfigError: an option of the compiler is invalid, or not supported on this machine.
     """
     backend: NpuBackend = context.backend  # type: ignore[assignment]
+    if context.model.batch_type.saves > 1:
+        raise ConfigError(
+            "npugraph_ex does not keep the states of recurrent layers after each drafted token",
+            "choose the compiler graph or piecewise, or leave out draft",
+        )
     check_device(backend.options.device)
     if backend.options.static_kernels:
         check_static_kernels()

@@ -41,6 +41,7 @@ class DraftConfig:
         tokens: the most drafted tokens of a text in a step.
         adapt: draft fewer tokens, or none, where that is faster by the measured times and acceptance. Ranks that share
             a model always draft ``tokens``.
+        examine: let the model continue two short texts when it is opened, and state the acceptance to expect.
         options: options of the drafter.
     """
 
@@ -48,6 +49,7 @@ class DraftConfig:
     model: str | None = None
     tokens: int = attrs.field(default=4, validator=at_most(MOST_TOKENS))
     adapt: bool = True
+    examine: bool = True
     options: dict[str, Any] = attrs.field(factory=dict)
 
     @classmethod
@@ -98,9 +100,11 @@ class Drafter(ABC):
 
     Attributes:
         tokens: the most tokens that it drafts for a request.
+        predicts: whether it drafts for any text, so that few accepted tokens mean that it does not fit the model.
     """
 
     tokens: int
+    predicts: ClassVar[bool] = True
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], most: int) -> Drafts:

@@ -76,6 +76,8 @@ class TextIndex:
 class NgramDrafter(Drafter):
     """Looks each text's end up in the text before it."""
 
+    predicts = False
+
     def __init__(self, tokens: int, options: NgramOptions) -> None:
         self.tokens = tokens
         self._options = options

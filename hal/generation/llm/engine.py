@@ -21,6 +21,7 @@ from hal.execution.memory_plan import plan_memory
 from hal.execution.runner import Runner
 from hal.execution.state_spec import longest_sequence, spec_of, states_per_sequence
 from hal.generation.drafting.drafter import DraftConfig, plan_drafter
+from hal.generation.drafting.expectation import expected_acceptance
 from hal.generation.drafting.speculation import Speculation, keep_states
 from hal.nn import CausalLM
 from hal.parallel.launch import gathered
@@ -99,8 +100,9 @@ def open_engine(
         fitting = _num_blocks(model, backend, max_sequences, max_length, lengths, spare, beside)
         num_blocks = min(gathered(fitting, backend.mesh))
     asked = longest_sequence(model, max_length)
+    longest = max_length and min(max_length + spare, model.max_length)
     runner = stack.enter_context(
-        Runner(model, backend, max_sequences=max_sequences, num_blocks=num_blocks, max_length=max_length)
+        Runner(model, backend, max_sequences=max_sequences, num_blocks=num_blocks, max_length=longest)
     )
     longest = min(asked, runner.spec.num_tokens - spare)
     if longest < asked and lengths is None:
@@ -108,7 +110,11 @@ def open_engine(
     if plan is None or draft is None:
         return Engine(runner, longest)
     drafter = plan.open(runner, stack, max_sequences, longest)
-    return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt))
+    expected = None
+    if draft.examine and drafter.predicts and checkpoint.has_tokenizer:
+        expected = expected_acceptance(runner, drafter, checkpoint.tokenizer(), longest).rate
+        runner.forget()
+    return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt, expected=expected))
 
 
 def _capture(backend: Backend, queries: int) -> None:

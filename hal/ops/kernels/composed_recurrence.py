@@ -95,7 +95,7 @@ def delta_rule(
     sequences, saves = written.shape
     starts: list[int] = query_start_loc_host.tolist()
     queries = queries_each(query.shape[0], starts)
-    if queries is not None and queries <= FEW:
+    if queries is not None and queries <= max(FEW, saves):
         by_sequence = [each.unflatten(0, (sequences, queries)) for each in tensors]
         before = state[read].float()
         found, states = _by_token(by_sequence, before, scale, min(saves, queries))
