@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hal
 from hal.errors import NumericsError
-from hal.generation.scheduler import choose
+from hal.generation.choosing import choose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
