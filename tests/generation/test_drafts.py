@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from helpers.random_hybrids import build
 from helpers.random_predictors import saved
 from helpers.thorough import FAMILY, MODE, thorough
+from safetensors.torch import load_file, save_file
 
 import hal
 from hal.errors import ConfigError
@@ -194,6 +196,43 @@ def test_an_index_finds_what_a_search_finds(seed: int) -> None:
                 expected = whole[len(tokens) :]
                 break
         assert index.following(tokens, 6) == expected, f"seed {seed}"
+
+
+def planted(folder: Path, fault: str) -> Path:
+    """Write the dense checkpoint with a fault of its wiring."""
+    shutil.copytree(DENSE, folder)
+    weights = load_file(folder / "model.safetensors")
+    if fault == "random":
+        draw = torch.Generator().manual_seed(0)
+        weights = {name: torch.randn(each.shape, generator=draw).to(each.dtype) for name, each in weights.items()}
+    elif fault == "embedding":
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(1, 0)
+    else:
+        one, other = {"norms": ("input_layernorm", "post_attention_layernorm"), "layers": (".0.", ".1.")}[fault]
+        swapped = {name.replace(one, other): each for name, each in weights.items() if one in name}
+        swapped |= {name.replace(other, one): each for name, each in weights.items() if other in name}
+        weights |= {name: each.clone() for name, each in swapped.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("fault", ["", "random", "embedding", "norms", "layers"])
+def test_a_drafter_that_does_not_fit(fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Texts do not show it: the model corrects each draft."""
+    model = planted(tmp_path / "drafter", fault) if fault else DENSE
+    with hal.LLM(DENSE, backend="cpu", dtype="float32", max_length=128, max_sequences=1, draft=str(model)):
+        pass
+    assert ("the drafter does not fit the model" in caplog.text) == bool(fault)
+
+
+def test_acceptance_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """Less than half of what was stated is a warning, once."""
+    with hal.LLM(DENSE, backend="cpu", dtype="float32", max_length=256, draft=NGRAM) as llm:
+        assert llm._speculation is not None
+        llm._speculation._expected = 0.99
+        llm.generate(["x = [1, 2, 3,"] * 16, max_new_tokens=150, temperature=1.1, seed=1)
+        rate = llm.acceptance.rate if llm.acceptance else 1.0
+    assert caplog.text.count("were to be expected") == (rate < 0.99 / 2) == 1
 
 
 class TestDraftLength:

@@ -29,7 +29,9 @@ LOW = 0.1
 log = logging.getLogger("hal.generation")
 
 
-def expected_acceptance(runner: Runner, drafter: Drafter, tokenizer: Tokenizer, max_length: int) -> Acceptance:
+def expected_acceptance(
+    runner: Runner, drafter: Drafter, tokenizer: Tokenizer, max_requests: int, max_length: int
+) -> Acceptance:
     """Return how many drafted tokens the model agrees with in a short text that it generates greedily.
 
     Warns if they are so few that the drafter cannot fit the model.
@@ -37,10 +39,11 @@ def expected_acceptance(runner: Runner, drafter: Drafter, tokenizer: Tokenizer, 
     Args:
         runner: the model's.
         tokenizer: the model's.
+        max_requests: the most texts that run together.
         max_length: the most tokens of a text.
     """
     speculation = Speculation(runner, drafter, adapt=False)
-    scheduler = Scheduler(runner, max_requests=len(TEXTS), max_length=max_length, speculation=speculation)
+    scheduler = Scheduler(runner, max_requests=max_requests, max_length=max_length, speculation=speculation)
     for index, text in enumerate(TEXTS):
         tokens = tokenizer.encode(text).ids[: max(1, max_length - NEW_TOKENS)]
         params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)

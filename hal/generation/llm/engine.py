@@ -112,7 +112,7 @@ def open_engine(
     drafter = plan.open(runner, stack, max_sequences, longest)
     expected = None
     if draft.examine and drafter.predicts and checkpoint.has_tokenizer:
-        expected = expected_acceptance(runner, drafter, checkpoint.tokenizer(), longest).rate
+        expected = expected_acceptance(runner, drafter, checkpoint.tokenizer(), max_sequences, longest).rate
         runner.forget()
     return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt, expected=expected))
 
