@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.comparison import their_hidden
 from helpers.random_hybrids import build
 from helpers.random_predictors import saved
 from helpers.thorough import FAMILY, MODE, thorough
@@ -92,14 +93,29 @@ def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any],
 @pytest.mark.parametrize("architecture", ["Qwen3NextMTP", "Qwen3_5MTP"])
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
 def test_the_layer_of_the_models_own_checkpoint(tmp_path: Path, architecture: str, compiler: str) -> None:
-    """Random weights agree on nothing, so each draft is compared with that of the layer run by hand."""
-    saved(tmp_path, architecture)
+    """Random weights agree on nothing, so the first draft of each step is compared with that of transformers' layer."""
+    target, reference = saved(tmp_path, architecture)
     prompts = [[5, 9, 3, 7, 11], [4], list(range(2, 40))]
-    texts = []
-    for draft in (None, {"method": "mtp", "tokens": 3, "adapt": False}):
+    texts, proposed = [], list[tuple[list[int], list[int]]]()
+    for draft in (None, {"method": "mtp", "tokens": 3, "adapt": False, "examine": False}):
         with hal.LLM(tmp_path, backend="cpu", dtype="float32", compiler=compiler, max_length=64, draft=draft) as llm:
+            if llm._speculation is not None:
+                propose = llm._speculation.drafter.propose
+
+                def noted(requests: Any, most: int, propose: Any = propose) -> Any:
+                    found = propose(requests, most).on_host()
+                    proposed.extend(zip([list(each.tokens) for each in requests], found.tokens, strict=True))
+                    return found
+
+                llm._speculation.drafter.propose = noted  # type: ignore[method-assign]
             texts.append([each.token_ids for each in llm.generate(prompts, max_new_tokens=20, temperature=0)])
     assert texts[0] == texts[1]
+    assert len(proposed) > 30
+    for tokens, drafts in proposed[::5]:
+        with torch.no_grad():
+            hidden = their_hidden(target, tokens[:-1])
+            logits = reference(target, tokens[1:], hidden)[1][-1]
+        assert logits.max() - logits[drafts[0]] < 1e-3, tokens
 
 
 def test_prefixes_and_few_blocks() -> None:

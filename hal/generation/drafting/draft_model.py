@@ -73,6 +73,8 @@ class ModelDrafter(Drafter):
         """Run a step's prompts, or note which drafts are right."""
         for index, each in enumerate(requests):
             if each not in self._rows:
+                if accepted is not None or each.length > self._runner.model.max_length:
+                    continue  # A text that is too long for the drafter is never drafted.
                 self._rows[each] = Row(-1, 0, starts[index])
                 self._extend(each, each.length)
             row, new = self._rows[each], counts[index]
@@ -90,6 +92,8 @@ class ModelDrafter(Drafter):
         """Run the tokens of prompts that the model ran, as far as those that a batch has are known."""
         going, new = [], []
         for each, start, count in zip(requests, starts, counts, strict=True):
+            if each not in self._rows:
+                continue
             row = self._rows[each]
             if (more := min(start + count, row.known) - row.cached) > 0:
                 going.append(row)
@@ -101,7 +105,8 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], most: int) -> Drafts:
         """Draft a chain of tokens for each request."""
-        going = [each for each in requests if len(each.tokens) + most <= self._runner.model.max_length]
+        longest = self._runner.model.max_length
+        going = [each for each in requests if each in self._rows and len(each.tokens) + most <= longest]
         if not going:
             return Drafts([0] * len(requests), [[]] * len(requests))
         with self._runner.running():
