@@ -273,10 +273,11 @@ class Runner(Closable):
         """
         self.uses.check_open()
         check_count(max_sequences, SEQUENCES, "max_sequences must be")
+        longest = self._max_length if max_length is None else max_length
         return InputBatch(
             self.model.batch_type,
             max_sequences=max_sequences,
-            max_length=min((max_length or self._max_length) + spare, max(max_length or 0, self.model.max_length)),
+            max_length=longest + min(spare, max(0, self.model.max_length - longest)),
             block_size=self.spec.block_size,
             device=self.backend.device,
             bounds=self.bounds,

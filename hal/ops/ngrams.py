@@ -25,6 +25,7 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         ([1, 1, 1, 1], [2, 16, 3, 90], 3, 4),  # decode
         ([1, 1, 1], [20, 0, 0], 2, 1),  # decode with padding rows
         ([0, 2], [7, 2], 5, 3),
+        ([0, 0], [7, 2], 3, 2),
     ):
         tables, sequences = (longest - 1) * heads, len(query_lens)
         token_ids = draw.integers(0, VOCABULARY, sum(query_lens)).long()
