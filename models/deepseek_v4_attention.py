@@ -57,7 +57,7 @@ class Compressor(nn.Module):
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.states = {
             "entries": State(TOKEN, (dim,), group=group),
-            "tail": State(SEQUENCE, (span * group, 2 * features), saved=False),
+            "tail": State(SEQUENCE, (span * group, 2 * features)),
         }
 
     @property

@@ -58,7 +58,7 @@ class PooledAttention(SelectiveAttention):
             self.indexer.register_parameter(BIAS, bias)
             index, tail = (
                 State(TOKEN, (width,), group=self.group),
-                State(SEQUENCE, (self.group, 2 * width), saved=False),
+                State(SEQUENCE, (self.group, 2 * width)),
             )
             self.states = {**self.states, "index": index, "tail": tail}
 

@@ -190,8 +190,8 @@ class GatedDeltaNet(nn.Module):
         heads = config.linear_num_value_heads // ranks, config.linear_value_head_dim, config.linear_key_head_dim
         dtype = torch.float32 if config.mamba_ssm_dtype == "float32" else None
         return {
-            "matrix": State(SEQUENCE, heads, dtype=dtype),
-            "window": State(SEQUENCE, (config.linear_conv_kernel_dim - 1, channels)),
+            "matrix": State(SEQUENCE, heads, dtype=dtype, saved=True),
+            "window": State(SEQUENCE, (config.linear_conv_kernel_dim - 1, channels), saved=True),
         }
 
     @property

@@ -81,8 +81,8 @@ class KimiDeltaAttention(nn.Module):
     def _states(self, heads: int) -> LayerStates:
         matrix, channels = (heads, self.head_dim, self.head_dim), 3 * heads * self.head_dim
         return {
-            "matrix": State(SEQUENCE, matrix, dtype=torch.float32),
-            "window": State(SEQUENCE, (self.width - 1, channels)),
+            "matrix": State(SEQUENCE, matrix, dtype=torch.float32, saved=True),
+            "window": State(SEQUENCE, (self.width - 1, channels), saved=True),
         }
 
     @property

@@ -64,8 +64,8 @@ class State:
         window: the number of most recent tokens that are read, including the current one; None for all.
         group: for a state per token, the number of consecutive tokens that share an entry. It divides the block size.
         selected: the most entries that a token reads, which a selection finds among all; None for all.
-        saved: for a state per sequence, whether a step can keep it after each token; see
-            :func:`~hal.step.rollback_batch`.
+        saved: for a state per sequence, whether a step keeps it after each token where a batch has slots for that; see
+            :func:`~hal.step.rollback_batch`. Without it, the model refuses drafts, which could not be dropped.
     """
 
     per: Per = attrs.field(validator=attrs.validators.instance_of(Per))
@@ -76,7 +76,7 @@ class State:
     window: int | None = attrs.field(default=None, validator=_window)
     group: int = attrs.field(default=1, validator=_group)
     selected: int | None = None
-    saved: bool = True
+    saved: bool = False
 
 
 LayerStates = Mapping[str, State]

@@ -157,12 +157,12 @@ def test_a_mask_of_the_caller_sees_no_drafts() -> None:
 
     def mask(generated: Any) -> torch.Tensor:
         seen.append(list(generated))
-        return torch.full((-(-1024 // 32),), -1, dtype=torch.int32)
+        return allowed
 
     with hal.LLM(DENSE, backend="cpu", dtype="float32", draft=NGRAM, max_length=128) as llm:
         words = -(-llm._runner.model.vocab_size // 32)
         allowed = torch.full((words,), -1, dtype=torch.int32)
-        params = hal.SamplingParams(max_new_tokens=30, mask=lambda new: (mask(new), allowed)[1])
+        params = hal.SamplingParams(max_new_tokens=30, mask=mask)
         made = llm.generate(TEXTS[2], params)[0].token_ids
     assert seen == [list(made[:count]) for count in range(30)]
 
@@ -188,6 +188,14 @@ def test_what_is_refused(draft: dict[str, Any], error: str) -> None:
 
     with pytest.raises(ConfigError, match=error):
         hal.LLM(DENSE, backend="cpu", draft=draft, progress=never)
+
+
+@thorough(FAMILY, "Glm5Next")
+@pytest.mark.parametrize("family", ["Qwen4ExpText", "Glm5Next"])
+def test_states_from_which_drafts_cannot_be_dropped(family: str, tmp_path: Path) -> None:
+    build(tmp_path, family, 1)
+    with pytest.raises(ConfigError, match="per sequence, from which rejected drafts cannot be dropped"):
+        hal.LLM(tmp_path, backend="cpu", dtype="float32", draft="ngram")
 
 
 def test_a_checkpoint_without_its_layer(tmp_path: Path) -> None:

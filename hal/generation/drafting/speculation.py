@@ -25,7 +25,7 @@ from hal.generation.drafting.draft_length import Acceptance, DraftLength
 from hal.generation.drafting.drafter import Drafter, Drafts
 from hal.generation.request import Place, Request
 from hal.nn import CausalLM
-from hal.step import rollback_batch
+from hal.step import SEQUENCE, rollback_batch
 
 WATCHED = 200
 """The drafted tokens after which acceptance is compared with what is expected."""
@@ -40,10 +40,10 @@ def keep_states(model: CausalLM, saves: int) -> None:
     Raises:
         ConfigError: a state cannot be kept after each token.
     """
-    if not (in_slots := states_per_sequence(model)):
+    if not states_per_sequence(model):
         return
-    kept = {name: state.saved for layer in model.states for name, state in layer.items()}
-    if wrong := [name for name in in_slots if not kept[name]]:
+    states = [pair for layer in model.states for pair in layer.items()]
+    if wrong := [name for name, state in states if state.per is SEQUENCE and not state.saved]:
         raise ConfigError(
             f"{type(model).__name__} keeps {wrong[0]} per sequence, from which rejected drafts cannot be dropped",
             "leave out draft",
