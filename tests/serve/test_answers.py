@@ -19,9 +19,12 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tokenizers import Tokenizer, decoders, models
 
 import hal
+from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.generate import Piece
+from hal.generation.llm.serving_loop import Occupancy
 from hal.serve import request_fields
 from hal.serve.answers import ChatAnswer, CompletionAnswer, TokenText
+from hal.serve.server_state import ServerMetrics
 
 CONFIG = {"cache": {"block_size": 16, "num_tokens": 4096}}
 MESSAGES: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
@@ -366,6 +369,16 @@ def test_figures(url: str, client: OpenAI) -> None:
     assert metric(url, "hal_texts_running") == metric(url, "hal_texts_waiting") == metric(url, "hal_cache_blocks") == 0
     assert metric(url, "hal_cache_blocks_limit") > 0
     assert ask(url, "GET", "/health")[0] == 200
+
+
+def test_figures_of_drafts() -> None:
+    counts = [Acceptance((9, 7), (6, 2), 9)]
+    metrics = ServerMetrics(lambda: Occupancy(0, 0, 0, 1), lambda: counts[-1])
+    counts.append(Acceptance((10, 8), (7, 2), 10))
+    lines = metrics.text().decode().splitlines()
+    assert {'hal_drafted_tokens{place="1"} 10.0', 'hal_drafted_tokens{place="2"} 8.0'} <= {*lines}
+    assert {'hal_accepted_tokens{place="1"} 7.0', 'hal_accepted_tokens{place="2"} 2.0'} <= {*lines}
+    assert b"drafted" not in ServerMetrics(lambda: Occupancy(0, 0, 0, 1)).text()
 
 
 SENTENCE_PIECE = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
