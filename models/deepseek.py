@@ -58,6 +58,10 @@ class DeepseekConfig(LatentConfig):
         """Return the attention of a layer, whose rotary embedding layers share."""
         return LatentAttention(self, rotary)
 
+    def layer(self, layer: int, rotary: Any) -> DecoderLayer:
+        """Return a layer, whose rotary embedding layers share."""
+        return DecoderLayer(self, self.mixer(layer, rotary), self.mlp(layer))
+
     def mlp(self, layer: int) -> nn.Module:
         """Return the MLP of a layer, dense or sparse."""
         width, act = self.moe_intermediate_size, self.activation
@@ -116,7 +120,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         deepseek = cls.config_type.from_config(config)
         rotary, numbers = deepseek.rotary(), range(deepseek.num_hidden_layers)
-        layers = (DecoderLayer(deepseek, deepseek.mixer(each, rotary), deepseek.mlp(each)) for each in numbers)
+        layers = (deepseek.layer(each, rotary) for each in numbers)
         return cls(deepseek, layers, ignored_layers=deepseek.num_nextn_predict_layers)
 
 

@@ -74,6 +74,16 @@ class Glm4MoeConfig(DecoderConfig):
         width = self.moe_intermediate_size
         return SparseMLP(router, width, shared_experts=dense(width * self.n_shared_experts), activation=self.hidden_act)
 
+    def rotary(self) -> RotaryEmbedding:
+        """Return the rotary embedding, which layers share."""
+        return RotaryEmbedding(self.head_dim, self.rope)
+
+    def layer(self, index: int, rotary: RotaryEmbedding) -> DecoderLayer:
+        """Return a layer."""
+        norm = partial(RMSNorm, eps=self.rms_norm_eps) if self.use_qk_norm else None
+        attention = SelfAttention(self, rotary, bias=(self.attention_bias, False), norm=norm)
+        return DecoderLayer(self, attention, self.mlp(index))
+
 
 class Glm4MoeForCausalLM(DecoderLM):
     model_types = ("glm4_moe",)  # transformers' class runs Sarvam's models too, by other names of tensors
@@ -81,11 +91,6 @@ class Glm4MoeForCausalLM(DecoderLM):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         glm = Glm4MoeConfig.from_config(config)
-        rotary = RotaryEmbedding(glm.head_dim, glm.rope)
-        norm = partial(RMSNorm, eps=glm.rms_norm_eps) if glm.use_qk_norm else None
-
-        def layer(index: int) -> DecoderLayer:
-            attention = SelfAttention(glm, rotary, bias=(glm.attention_bias, False), norm=norm)
-            return DecoderLayer(glm, attention, glm.mlp(index))
-
-        return cls(glm, map(layer, range(glm.num_hidden_layers)), ignored_layers=glm.num_nextn_predict_layers)
+        rotary = glm.rotary()
+        layers = (glm.layer(index, rotary) for index in range(glm.num_hidden_layers))
+        return cls(glm, layers, ignored_layers=glm.num_nextn_predict_layers)

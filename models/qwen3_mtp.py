@@ -14,14 +14,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hal.nn import (
-    CausalLM,
     Decoder,
     DecoderConfig,
     DecoderLayer,
-    DecoderLM,
+    DraftLM,
     Linear,
     Norm,
     RMSNorm,
@@ -49,7 +48,7 @@ class Predictor(Decoder):
         return self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], dim=-1))
 
 
-class HybridMTP(DecoderLM):
+class HybridMTP(DraftLM):
     """A predictor with one layer of gated attention, and the target's embedding and output projection.
 
     The hidden states that a step returns are the input of the step for the token after.
@@ -82,21 +81,6 @@ class HybridMTP(DecoderLM):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         return cls(cls.keys.from_config(text_config(config) if "text_config" in config else config))
-
-    def finish_loading(self, backend: Any, checkpoint: Any) -> None:
-        """Declare the hidden states in the dtype of the weights."""
-        table = self.mtp.embed_tokens
-        self.batch_type = draft_batch(table.width, table.dtype)
-
-    def share(self, target: CausalLM) -> None:
-        """Use the embedding and the output projection of the target model, whose weights are equal."""
-        assert isinstance(target, DecoderLM)
-        old: list[nn.Module] = [self.mtp.embed_tokens]
-        self.mtp.embed_tokens = target.base.embed_tokens
-        if not self.tied:
-            old.append(self.lm_head)
-            self.lm_head = target.lm_head
-        self.loaded = self.loaded.without(*old)
 
 
 class Qwen3NextMTP(HybridMTP):

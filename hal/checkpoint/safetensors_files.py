@@ -35,6 +35,7 @@ DTYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
+    "BOOL": torch.bool,
     "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,

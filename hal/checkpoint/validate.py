@@ -52,7 +52,8 @@ def check_fit(checkpoint: Checkpoint, model: CausalLM, bindings: Sequence[Bindin
         problem = f"the tensors in {checkpoint.path} do not fit {checkpoint.architecture}: {shown}"
         if isinstance(checkpoint.files, GgufFiles):
             raise CheckpointError(problem, "give the file of a whole model")
-        narrow = {str(dtype) for info in tensors.values() if (dtype := DTYPES[info.dtype]).itemsize == 1}
+        dtypes = {DTYPES[info.dtype] for info in tensors.values()} - {torch.bool}
+        narrow = {str(dtype) for dtype in dtypes if dtype.itemsize == 1}
         undescribed = sorted(narrow)[0].removeprefix("torch.") if narrow and checkpoint.quantization is None else ""
         raise CheckpointError(
             problem,

@@ -14,7 +14,7 @@ from hal import ops
 from hal.config.bounds import SEQUENCES
 from hal.errors import BatchError, NumericsError
 from hal.execution.runner import Runner
-from hal.execution.step_output import HostCopy
+from hal.execution.step_output import HostCopy, StepOutput
 from hal.generation.choosing import Chooser
 from hal.generation.drafting.speculation import Speculation
 from hal.generation.logits_processing import logprobs_of, read_logprobs
@@ -195,7 +195,7 @@ class Scheduler:
             logits = output.logits
             inputs.advance(counts, rows=rows)
             if counts is not None:
-                self._show(sequences, counts, output.hidden_states)
+                self._show(sequences, counts, output)
             for each in sequences:
                 each.unread += 1
             found = self._read()  # During the step. Masks need these tokens.
@@ -216,10 +216,10 @@ class Scheduler:
             inputs.extend_pending(list(map(_row, sequences)), chosen)
         return found
 
-    def _show(self, sequences: list[Request], counts: Sequence[int], hidden: Tensor) -> None:
+    def _show(self, sequences: list[Request], counts: Sequence[int], output: StepOutput) -> None:
         """Show the drafter what a step of prompts computed."""
         if self._speculation is not None:
-            self._speculation.drafter.ran(sequences, [each.cached for each in sequences], counts, hidden, None)
+            self._speculation.drafter.ran(sequences, [each.cached for each in sequences], counts, output, None)
 
     def _verify(self, speculation: Speculation, sequences: list[Request]) -> list[tuple[Request, Token]]:
         """Run a step with drafted tokens, and return the new tokens of each sequence: the right ones, and one more."""
@@ -257,7 +257,7 @@ class Scheduler:
                 for length in range(before, len(sequence.tokens)):
                     self._save_states(sequence, length)
                 inputs.accept(sequence.row, before, known[first : first + right + 1])
-            speculation.drafter.ran(sequences, starts, counts, output.hidden_states, rights)
+            speculation.drafter.ran(sequences, starts, counts, output, rights)
             speculation.measured(drafts)
             if not plain:
                 new = torch.tensor([token.token_id for _, token in found])
@@ -274,7 +274,7 @@ class Scheduler:
             rows, counts = [each.row for each in going], [places[each.row][0] - each.cached for each in going]
             output = runner.step(inputs.batch(counts, rows=rows, **self._fields(going, counts)), NONE)
             inputs.advance(counts, rows=rows)
-            self._show(going, counts, output.hidden_states)
+            self._show(going, counts, output)
             for each in going:
                 each.cached = places[each.row].pop(0)
                 self._save_states(each, each.cached)

@@ -7,6 +7,7 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 from hal.nn.attention import Attention, Norm, SelfAttention
 from hal.nn.block_attention import BlockAttention, ChoosingAttention
 from hal.nn.decoder import (
+    LAYER_INPUTS,
     POST_NORMS,
     PRE_NORMS,
     SANDWICH_NORMS,
@@ -28,6 +29,7 @@ from hal.nn.decoder_config import (
     text_config,
     vision_config,
 )
+from hal.nn.draft_lm import DraftLM, DraftVocabulary
 from hal.nn.embedding import Embedding, QuantizedEmbedding
 from hal.nn.encoder import AxisPlacement, Block, Encoder, EncoderItem, Placement, check_items, frames, place_blocks
 from hal.nn.experts import Experts, GroupedLinear
@@ -57,6 +59,7 @@ from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, 
 
 __all__ = [
     "FULL",
+    "LAYER_INPUTS",
     "MLP",
     "POST_NORMS",
     "PRE_NORMS",
@@ -85,6 +88,8 @@ __all__ = [
     "DecoderLM",
     "DecoderLayer",
     "DeltaNetConfig",
+    "DraftLM",
+    "DraftVocabulary",
     "Embedding",
     "Encoder",
     "EncoderItem",

@@ -170,6 +170,7 @@ class SelfAttention(nn.Module):
         value_norm: makes the norm ``v_norm`` of each head of values; None for none.
         key_as_value: whether keys before their norm are the values, too.
         shared: whether it reads the states of another layer, and has queries alone; see :class:`Attention`.
+        inputs: the features that it reads; None for ``config.hidden_size``.
 
     Attributes:
         qkv_proj: the projections of query, key and value, as one.
@@ -196,6 +197,7 @@ class SelfAttention(nn.Module):
         value_norm: Norm | None = None,
         key_as_value: bool = False,
         shared: bool = False,
+        inputs: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, kv_heads, self.gate = config.head_dim, config.num_key_value_heads, gate
@@ -207,7 +209,7 @@ class SelfAttention(nn.Module):
         by_head = Share(self.head_dim, repeat=True)
         # In a tuple, so that it is a submodule of the decoder only.
         self.rotaries: tuple[RotaryEmbedding, ...] = () if rotary is None else (rotary,)
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias, share=by_head)
+        self.qkv_proj = MergedLinear(inputs or config.hidden_size, parts, bias=qkv_bias, share=by_head)
         self.norm_over = None if norm is None else norm_over
         if norm is not None and norm_over == "head":
             self.q_norm = norm(self.head_dim)

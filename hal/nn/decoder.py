@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hal.device.group import Group
+from hal.errors import ConfigError
 from hal.nn.attention import Norm
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.embedding import Embedding
@@ -27,6 +28,9 @@ from hal.nn.weights.weight import PADDED
 from hal.step.batch import Batch
 from hal.step.model_batches import SlotBatch
 from hal.step.state import SEQUENCE, LayerStates
+
+LAYER_INPUTS = "layer_inputs"
+"""The extra tensor of :meth:`DecoderLM.keep_inputs`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -139,6 +143,9 @@ class Decoder(nn.Module):
         norm: makes the last norm; see :class:`DecoderLayer`.
         embedding_multiplier: factor of the embeddings; see :class:`Embedding`.
         streams: the ends of the residual streams of :class:`HyperDecoderLayer`; None for one stream.
+
+    Attributes:
+        kept_layers: the layers whose inputs are returned, too, ascending; see :meth:`DecoderLM.keep_inputs`.
     """
 
     def __init__(
@@ -161,10 +168,17 @@ class Decoder(nn.Module):
             self.add_module(name, rotary)
         self._places = [[rotaries.index(rotary) for rotary in each] for each in used]
         self.hc_head = streams
+        self.kept_layers: tuple[int, ...] = ()
         self.norm = (norm or partial(RMSNorm, eps=config.rms_norm_eps))(config.hidden_size)
 
-    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        """Return the hidden states, ``[tokens, hidden_size]``."""
+    def forward(self, batch: Batch, states: Sequence[LayerState], kept: list[Tensor] | None = None) -> Tensor:
+        """Return the hidden states, ``[tokens, hidden_size]``.
+
+        Args:
+            batch: the step.
+            states: of each layer.
+            kept: gets the inputs of the layers ``kept_layers``, each of the same shape.
+        """
         hidden, positions = self.embed(batch), self.positions(batch)
         angles: list[Angles] = [getattr(self, each)(positions, hidden.dtype) for each in self._rotaries]
         arguments = zip(self.layers, self._places, self.further(batch, hidden), strict=True)
@@ -173,6 +187,8 @@ class Decoder(nn.Module):
         for index, (layer, places, further) in enumerate(arguments):
             stored = self.stored(index)
             own = batch.for_layer(stored)
+            if kept is not None and index in self.kept_layers:
+                kept.append(hidden)
             hidden = layer(hidden, angles[places[0]] if places else None, own, states[stored], *further)
         if self.hc_head is not None:
             hidden = self.hc_head(hidden)
@@ -285,8 +301,44 @@ class DecoderLM(CausalLM):
         found: Decoder = getattr(self, self.base_name)
         return found
 
-    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor:
-        return self.base(batch, states)
+    def keep_inputs(self, layers: Sequence[int], width: int) -> None:
+        """Let ``forward`` return the inputs of some layers, too, for a model that drafts for this one.
+
+        They are side by side in the extra tensor ``layer_inputs``, ``[tokens, len(layers) * hidden_size]``. The model's
+        runner must not be made yet.
+
+        Args:
+            layers: their numbers, ascending.
+            width: the ``hidden_size`` that the reader expects.
+
+        Raises:
+            ConfigError: the model has another width or no such layer, or its layers have several residual streams.
+        """
+        count, own = len(self.base.layers), self.base.embed_tokens.width
+        if width != own:
+            raise ConfigError(
+                f"the drafter reads states of {width} features, and the model's have {own}",
+                "use a drafter of this model",
+            )
+        if wrong := [each for each in layers if not 0 <= each < count]:
+            raise ConfigError(
+                f"the drafter reads the input of layer {wrong[0]}, and the model has layers 0 to {count - 1}",
+                "use a drafter of this model",
+            )
+        if self.base.hc_head is not None or list(layers) != sorted(set(layers)):
+            raise ConfigError(
+                f"the drafter reads the inputs of layers {list(layers)}, and needs them in ascending order, of one "
+                f"residual stream; {type(self).__name__} has {'one' if self.base.hc_head is None else 'several'}",
+                "draft with ngram",
+            )
+        self.base.kept_layers, self.extra = tuple(layers), (*self.extra, LAYER_INPUTS)
+
+    def forward(self, batch: Batch, states: Sequence[LayerState]) -> Tensor | tuple[Tensor, ...]:
+        if not self.base.kept_layers:
+            return self.base(batch, states)
+        kept: list[Tensor] = []
+        hidden = self.base(batch, states, kept)
+        return hidden, torch.cat(kept, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.base.embed_tokens.as_linear(hidden) if self.tied else hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers.comparison import their_hidden
 from helpers.random_hybrids import build
-from helpers.random_predictors import saved
+from helpers.random_predictors import saved, saved_eagle
 from helpers.thorough import FAMILY, MODE, thorough
 from safetensors.torch import load_file, save_file
 
@@ -32,6 +33,7 @@ TEXTS = (
     "x = [1, 2, 3, 1, 2, 3, 1, 2",
 )
 SELF: dict[str, Any] = {"method": "model", "model": str(DENSE), "tokens": 3, "adapt": False}
+EAGLE: dict[str, Any] = {"method": "eagle3", "model": str(CHECKPOINTS / "tiny-python-eagle3"), "adapt": False}
 NGRAM: dict[str, Any] = {"method": "ngram", "tokens": 5, "adapt": False}
 PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
@@ -78,8 +80,8 @@ def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 @pytest.mark.parametrize(
     ("checkpoint", "draft"),
-    [(DENSE, NGRAM), (DENSE, SELF), (HYBRID, NGRAM), (HYBRID, SELF), (SPARSE, NGRAM)],
-    ids=["dense-ngram", "dense-model", "hybrid-ngram", "hybrid-model", "sparse-ngram"],
+    [(DENSE, NGRAM), (DENSE, SELF), (DENSE, EAGLE), (HYBRID, NGRAM), (HYBRID, SELF), (SPARSE, NGRAM)],
+    ids=["dense-ngram", "dense-model", "dense-eagle3", "hybrid-ngram", "hybrid-model", "sparse-ngram"],
 )
 def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any], compiler: str) -> None:
     expected, _ = answers(checkpoint, None, compiler)
@@ -89,16 +91,26 @@ def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any],
     assert sum(llm.acceptance.accepted) > 40, llm.acceptance
 
 
-@thorough(FAMILY, "Qwen3_5")
-@pytest.mark.parametrize("architecture", ["Qwen3NextMTP", "Qwen3_5MTP"])
+PREDICTORS = ("Qwen3NextMTP", "Qwen3_5MTP", "Glm4MoeMTP", "DeepseekV3MTP", "eagle3", "eagle3 of all tokens")
+
+
+@thorough(FAMILY, "Qwen3_5|Glm4|all")
+@pytest.mark.parametrize("architecture", PREDICTORS)
 @pytest.mark.parametrize("compiler", ["eager", "graph"])
-def test_the_layer_of_the_models_own_checkpoint(tmp_path: Path, architecture: str, compiler: str) -> None:
-    """Random weights agree on nothing, so the first draft of each step is compared with that of transformers' layer."""
-    target, reference = saved(tmp_path, architecture)
+def test_drafts_of_a_layer_that_reads_hidden_states(tmp_path: Path, architecture: str, compiler: str) -> None:
+    """Random weights agree on nothing, so the drafts of each step are compared with those of a layer in plain torch."""
+    path, draft = tmp_path, dict[str, Any]({"method": "mtp", "tokens": 3, "adapt": False, "examine": False})
+    target: Any
+    reference: Any
+    if "eagle3" in architecture:
+        target, reference = saved_eagle(tmp_path, whole="all" in architecture)
+        path, draft = tmp_path / "target", draft | {"method": "eagle3", "model": str(tmp_path / "head")}
+    else:
+        target, reference = saved(tmp_path, architecture)
     prompts = [[5, 9, 3, 7, 11], [4], list(range(2, 40))]
     texts, proposed = [], list[tuple[list[int], list[int]]]()
-    for draft in (None, {"method": "mtp", "tokens": 3, "adapt": False, "examine": False}):
-        with hal.LLM(tmp_path, backend="cpu", dtype="float32", compiler=compiler, max_length=64, draft=draft) as llm:
+    for each in (None, draft):
+        with hal.LLM(path, backend="cpu", dtype="float32", compiler=compiler, max_length=64, draft=each) as llm:
             if llm._speculation is not None:
                 propose = llm._speculation.drafter.propose
 
@@ -112,10 +124,13 @@ def test_the_layer_of_the_models_own_checkpoint(tmp_path: Path, architecture: st
     assert texts[0] == texts[1]
     assert len(proposed) > 30
     for tokens, drafts in proposed[::5]:
+        read = getattr(reference, "start", their_hidden)
         with torch.no_grad():
-            hidden = their_hidden(target, tokens[:-1])
-            logits = reference(target, tokens[1:], hidden)[1][-1]
-        assert logits.max() - logits[drafts[0]] < 1e-3, tokens
+            hidden = read(target, tokens[:-1])
+            for count, drafted in enumerate(drafts):
+                states, logits = reference(target, [*tokens[1:], *drafts[:count]], hidden)
+                assert logits[-1].max() - logits[-1, drafted] < 1e-3, (tokens, drafts, count)
+                hidden = torch.cat([hidden, states[-1:]])
 
 
 def test_prefixes_and_few_blocks() -> None:
@@ -173,6 +188,8 @@ def test_a_mask_of_the_caller_sees_no_drafts() -> None:
         ({"method": "model", "model": str(CHECKPOINTS / "tiny-pictures")}, "another vocabulary"),
         ({"method": "model", "model": str(HYBRID)}, "keeps .* per sequence"),
         ({"method": "model"}, "draft.model is not set"),
+        ({"method": "eagle3"}, "draft.model is not set"),
+        ({"method": "eagle3", "model": str(DENSE)}, "is of Qwen3ForCausalLM, which is no head of EAGLE-3"),
         ({"method": "mtp"}, "no layer that predicts further tokens for Qwen3ForCausalLM"),
         ({"method": "ngram", "model": "x"}, "ngram reads no model"),
         ({"method": "ngram", "options": {"shortest": 6}}, "shortest is 6, and longest 5"),
@@ -200,7 +217,7 @@ def test_states_from_which_drafts_cannot_be_dropped(family: str, tmp_path: Path)
 
 def test_a_checkpoint_without_its_layer(tmp_path: Path) -> None:
     build(tmp_path, "Qwen3Next", 1)
-    with pytest.raises(ConfigError, match=r"has no tensors of a layer that predicts further tokens \(mtp\.\*\)"):
+    with pytest.raises(ConfigError, match=r"has no tensors of a layer .* \(mtp\.fc\.weight\)"):
         hal.LLM(tmp_path, backend="cpu", draft="mtp")
 
 
@@ -288,3 +305,36 @@ class TestDraftLength:
         chosen, _ = self.played(0.6, 0.25)
         assert set(chosen[3 * AGAIN :]) & {1, 2, 3}
         assert max(chosen[3 * AGAIN :]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "error"),
+    [
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
+            {},
+            "reads the input of layer 4, ",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}}, {}, "needs them in ascending order"),
+        (
+            {"target_hidden_size": 64},
+            {"fc.weight": torch.ones(192, 192)},
+            "reads states of 64 features",
+        ),
+        ({"num_hidden_layers": 2}, {}, "has one layer"),
+        ({"draft_vocab_size": 5000}, {}, "draft_vocab_size, 5000, exceeds vocab_size, 4096"),
+        ({"vocab_size": 5000}, {}, "another vocabulary"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state"),
+        ({}, {"embed_tokens.weight": torch.ones(4096, 192)}, "another embedding"),
+        ({}, {"d2t": torch.zeros(2048, dtype=torch.long) - 1}, "with a token twice, or outside"),
+        ({}, {"d2t": torch.zeros(7, dtype=torch.long)}, r"d2t of \[7\], and drafts 2048 tokens"),
+    ],
+)
+def test_heads_that_do_not_fit(tmp_path: Path, keys: dict[str, Any], tensors: dict[str, Any], error: str) -> None:
+    shutil.copytree(EAGLE["model"], tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8")) | keys
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path = tmp_path / "head" / "model.safetensors"
+    save_file(load_file(path) | tensors, path)
+    with pytest.raises(hal.errors.HalError, match=error):
+        hal.LLM(DENSE, backend="cpu", draft=EAGLE | {"model": str(tmp_path / "head")})

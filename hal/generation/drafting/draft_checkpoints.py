@@ -1,4 +1,4 @@
-"""Drafters that are models: a checkpoint of the same vocabulary, and the layers of the model's own checkpoint (MTP)."""
+"""Drafters that are models: another checkpoint of the same vocabulary, the model's own MTP layer, and EAGLE-3."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from contextlib import ExitStack
 from typing import Any
 
 import attrs
+import torch
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress, build_model, load_model
-from hal.checkpoint.model_registry import find_model, knows
+from hal.checkpoint.model_registry import find_model, knows, make_model
+from hal.checkpoint.tensor_names import speller
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.execution.runner import Runner
 from hal.execution.state_spec import spec_of, states_per_sequence
 from hal.generation.drafting.draft_model import ModelDrafter
 from hal.generation.drafting.drafter import DraftConfig, Drafter, DrafterType, DraftPlan
-from hal.nn import CausalLM
+from hal.nn import CausalLM, DraftLM
 from hal.step.fields import DUMMY_BLOCK
 from hal.step.state import StateSpec
+
+EMBEDDING = "embed_tokens.weight"
+"""The end of the name of an embedding."""
 
 
 @attrs.define
@@ -28,13 +33,11 @@ class ModelPlan(DraftPlan):
     Attributes:
         checkpoint: where its weights are.
         model_class: its class; None for that of the checkpoint's architecture.
-        reads_hidden: whether it reads the hidden states of the model.
     """
 
     tokens: int
     checkpoint: Checkpoint
     model_class: type[CausalLM] | None = None
-    reads_hidden: bool = False
     _model: CausalLM | None = None
 
     def load(self, model: CausalLM, backend: Backend, progress: Progress | None) -> StateSpec | None:
@@ -55,7 +58,7 @@ class ModelPlan(DraftPlan):
                 f"the drafter's cache has blocks of {own.spec.block_size} tokens, and the model's of {spec.block_size}",
                 "set cache.block_size to a number that suits both",
             )
-        return ModelDrafter(own, self.tokens, max_sequences, max_length, reads_hidden=self.reads_hidden)
+        return ModelDrafter(own, self.tokens, max_sequences, max_length)
 
 
 class DraftModel(DrafterType):
@@ -104,12 +107,54 @@ class PredictingLayer(DrafterType):
                 f"hal has no layer that predicts further tokens for {checkpoint.architecture}",
                 "draft with ngram, or with a smaller checkpoint",
             )
-        if not any(each.startswith("mtp.") for each in checkpoint.tensors):
+        found = find_model(name)
+        layer = make_model(found, checkpoint.model_config)
+        first = f"{layer.base_name}.fc.weight"
+        spell = speller(layer, {first})
+        if not any(spell(each) == first for each in checkpoint.tensors):
             raise ConfigError(
-                f"{checkpoint.path} has no tensors of a layer that predicts further tokens (mtp.*)",
+                f"{checkpoint.path} has no tensors of a layer that predicts further tokens ({first})",
                 "draft with ngram, or use the published checkpoint, which has them",
             )
-        return ModelPlan(config.tokens, checkpoint, find_model(name), reads_hidden=True)
+        return ModelPlan(config.tokens, checkpoint, found)
+
+
+class EagleHead(DrafterType):
+    """``eagle3``: a head of EAGLE-3 that was trained for the model."""
+
+    name = "eagle3"
+
+    def plan(self, config: DraftConfig, checkpoint: Checkpoint, backend: Backend) -> DraftPlan:
+        """Compare the sizes and the embeddings."""
+        _check_options(config)
+        if config.model is None:
+            raise ConfigError("draft.method is eagle3, and draft.model is not set", "name the head's checkpoint")
+        found = Checkpoint.open(config.model)
+        head, model = (build_model(each) for each in (found, checkpoint))
+        if not isinstance(head, DraftLM):
+            raise ConfigError(
+                f"{found.path} is of {type(head).__name__}, which is no head of EAGLE-3",
+                "set draft.method to model, or name a head's checkpoint",
+            )
+        if head.vocab_size != model.vocab_size:
+            raise _other_vocabulary(f"{head.vocab_size} tokens, and the model's {model.vocab_size}")
+        head.share(model)
+        _check_embedding(found, checkpoint)
+        return ModelPlan(config.tokens, found)
+
+
+def _check_embedding(head: Checkpoint, model: Checkpoint) -> None:
+    """Compare a head's embedding, if it has one, with that of the model, which it will use."""
+    pair = [next((name for name in each.tensors if name.endswith(EMBEDDING)), None) for each in (head, model)]
+    if None in pair:
+        return
+    own, theirs = (
+        next(each.read([name]))[1].float() for each, name in zip((head, model), pair, strict=True) if name is not None
+    )
+    if own.shape != theirs.shape or not torch.allclose(own, theirs, rtol=1e-2, atol=1e-3):
+        raise ConfigError(
+            f"{head.path} has another embedding than {model.path}", "use the model that the head was trained for"
+        )
 
 
 def _check_options(config: DraftConfig) -> None:

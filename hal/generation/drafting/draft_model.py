@@ -17,6 +17,7 @@ from hal.execution.step_output import StepOutput
 from hal.generation.choosing import choose
 from hal.generation.drafting.drafter import Drafter, Drafts
 from hal.generation.request import Request
+from hal.nn import DraftLM
 from hal.step import ALL, LAST, NONE, Wanted, to_device
 
 
@@ -49,15 +50,15 @@ class ModelDrafter(Drafter):
         tokens: the most tokens of a chain.
         max_requests: the most requests.
         max_length: the most tokens of a request.
-        reads_hidden: whether the batches have the field ``hidden_states``, of the model or of the last step, and in
-            ``token_ids`` the token behind each position; see :func:`hal.step.draft_batch`.
+
+    Attributes:
+        reads: the model, if it reads hidden states of the model that it drafts for; else None.
     """
 
-    def __init__(
-        self, runner: Runner, tokens: int, max_requests: int, max_length: int, *, reads_hidden: bool = False
-    ) -> None:
+    def __init__(self, runner: Runner, tokens: int, max_requests: int, max_length: int) -> None:
         self.tokens = tokens
-        self._runner, self._ahead = runner, int(reads_hidden)
+        self.reads = runner.model if isinstance(runner.model, DraftLM) else None
+        self._runner, self._ahead = runner, int(self.reads is not None)
         self._inputs = runner.input_batch(max_requests, max_length, spare=tokens)
         self._rows: dict[Request, Row] = {}
         self._queries = runner.captured_queries
@@ -67,10 +68,11 @@ class ModelDrafter(Drafter):
         requests: Sequence[Request],
         starts: Sequence[int],
         counts: Sequence[int],
-        hidden: Tensor,
+        output: StepOutput,
         accepted: Sequence[int] | None,
     ) -> None:
         """Run a step's prompts, or note which drafts are right."""
+        hidden = self._read(output)
         for index, each in enumerate(requests):
             if each not in self._rows:
                 if accepted is not None or each.length > self._runner.model.max_length:
@@ -82,11 +84,18 @@ class ModelDrafter(Drafter):
                 new = 1 + accepted[index]
                 if not self._ahead:  # Else a step with the model's hidden states takes the place of those of drafts.
                     row.cached = min(row.cached + accepted[index], row.known + max(0, row.drafted - 1))
-            if self._ahead:
+            if hidden is not None:
                 first = sum(counts[:index])
                 row.hidden.append(hidden[first : first + new].clone())
         if accepted is None:
             self._read_prompts(requests, starts, counts)
+
+    def _read(self, output: StepOutput) -> Tensor | None:
+        """Return the hidden states that the model reads of a step of the model that it drafts for, if any."""
+        if self.reads is None:
+            return None
+        name = self.reads.reads
+        return self.reads.read(output.hidden_states if name is None else output.extra[name])
 
     def _read_prompts(self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Run the tokens of prompts that the model ran, as far as those that a batch has are known."""

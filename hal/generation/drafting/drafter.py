@@ -22,6 +22,7 @@ from hal.config.plugins import Plugins, instance_of
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
 from hal.execution.runner import Runner
+from hal.execution.step_output import StepOutput
 from hal.generation.request import Request
 from hal.nn import CausalLM
 from hal.step.state import StateSpec
@@ -115,7 +116,7 @@ class Drafter(ABC):
         requests: Sequence[Request],
         starts: Sequence[int],
         counts: Sequence[int],
-        hidden: Tensor,
+        output: StepOutput,
         accepted: Sequence[int] | None,
     ) -> None:
         """Read what a step of the model computed.
@@ -124,7 +125,7 @@ class Drafter(ABC):
             requests: the requests of the step.
             starts: the position of the first token of each.
             counts: the number of tokens of each.
-            hidden: ``[tokens, width]``, valid until the model's next step.
+            output: what it computed, valid until the model's next step.
             accepted: how many drafted tokens of each request are right, which are those behind its first token in the
                 step; None for a step of prompts.
         """

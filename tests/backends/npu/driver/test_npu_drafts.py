@@ -18,6 +18,7 @@ DENSE, HYBRID = CHECKPOINTS / "tiny-python", CHECKPOINTS / "tiny-python-hybrid"
 TEXTS = ["def read_lines(path):", "import os\nimport os\nimport", "x = [1, 2, 3, 1, 2, 3, 1, 2"]
 NGRAM: dict[str, Any] = {"method": "ngram", "adapt": False}
 SELF: dict[str, Any] = {"method": "model", "model": str(DENSE), "tokens": 3, "adapt": False}
+EAGLE: dict[str, Any] = {"method": "eagle3", "model": str(CHECKPOINTS / "tiny-python-eagle3"), "adapt": False}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.8, "seed": 5, "logprobs": 2},
@@ -38,12 +39,12 @@ def opened(checkpoint: Path, draft: dict[str, Any] | None, compiler: str) -> hal
     )
 
 
-@thorough(MODE, "hybrid-graph|dense-model-eager|npugraph_ex|piecewise")
+@thorough(MODE, "hybrid-graph|dense-(model|eagle3)-eager|npugraph_ex|piecewise")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "npugraph_ex"])
 @pytest.mark.parametrize(
     ("checkpoint", "draft"),
-    [(DENSE, NGRAM), (DENSE, SELF), (HYBRID, NGRAM)],
-    ids=["dense-ngram", "dense-model", "hybrid"],
+    [(DENSE, NGRAM), (DENSE, SELF), (DENSE, EAGLE), (HYBRID, NGRAM)],
+    ids=["dense-ngram", "dense-model", "dense-eagle3", "hybrid"],
 )
 def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any], compiler: str) -> None:
     if (checkpoint, compiler) == (HYBRID, "npugraph_ex"):
