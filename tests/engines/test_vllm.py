@@ -296,6 +296,14 @@ REFUSED = {
     "compilation_config={'mode': 3}": "hal does not support vLLM's mode = ",
     "compilation_config={'splitting_ops': ['a']}": "hal does not support vLLM's splitting_ops = ['a']",
     "compilation_config={'custom_ops': ['+rms_norm']}": "hal does not support vLLM's custom_ops = ['+rms_norm']",
+    "speculative_config={'method': 'ngram_gpu', 'num_speculative_tokens': 2}": "vLLM's method = ngram_gpu in specul",
+    "speculative_config={'method': 'ngram', 'num_speculative_tokens': 33}": "vLLM's num_speculative_tokens = 33",
+    "speculative_config={'method': 'ngram', 'num_speculative_tokens': 2, 'rejection_sample_method': 'block'}": (
+        "hal does not support vLLM's rejection_sample_method = block in speculative_config"
+    ),
+    "speculative_config={'method': 'ngram', 'num_speculative_tokens': 2}, logits_processors=['a:B']": (
+        "hal does not support vLLM's logits_processors with speculative decoding"
+    ),
 }
 """Arguments that hal refuses before a worker starts, and why."""
 
@@ -319,6 +327,7 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
         "kv_cache_dtype='fp8'",
         "kv_cache_dtype='int8_per_token_head'",
         "compilation_config={'cudagraph_capture_sizes': [4]}",
+        "speculative_config={'method': 'ngram', 'num_speculative_tokens': 32, 'prompt_lookup_max': 3}",
     ]
     result = run(program, json.dumps([*REFUSED, *accepted]))
     lines = [each.removeprefix("refused: ") for each in result.stdout.splitlines() if each.startswith("refused: ")]

@@ -17,18 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, allocate_token_bitmask
 
 import hal
-from hal.engines.vllm.model_runner import StepOutput
+from hal.engines.vllm.step_output import StepOutput
 from hal.engines.vllm.worker import HalWorker
 
 LONGEST, CACHED = 704, 1024
 TIE = 0.02
 """The difference of two logits, of up to 12, that rounding to float16 in the layers may turn."""
+CLOSE = 0.02
+"""The difference of two log-probabilities that rounding to float16 in the layers may make."""
 STEPS: Counter[str] = Counter()
 """Steps of this worker with prompts and running sequences, chunks of prompts, resumed requests, prompts with a cached
 prefix, steps before which several requests ended, and steps that started before the tokens of the step before were on
@@ -67,8 +70,21 @@ class CountingWorker(HalWorker):
         return output
 
     def counted(self) -> dict[str, int]:
-        """Return the counts of this rank, and with how many ranks it works."""
-        return {**STEPS, "ranks": self.backend.mesh.size}
+        """Return the counts of this rank, with how many ranks it works, and what was drafted."""
+        drafting = self.model_runner.drafting
+        drafts = {} if drafting is None else attrs.asdict(drafting.acceptance)
+        return {**STEPS, "ranks": self.backend.mesh.size, **drafts}
+
+
+def drafted(engine: LLM) -> dict[str, Any]:
+    """Return what vLLM counted of drafts: their number, that of accepted ones, and the latter by place."""
+    found = {each.name.removeprefix("vllm:spec_decode_"): each for each in engine.get_metrics()}
+    places = found.get("num_accepted_tokens_per_pos")
+    return {
+        "drafted": found["num_draft_tokens"].value,
+        "accepted": found["num_accepted_tokens"].value,
+        "by place": [] if places is None else places.values,
+    }
 
 
 def gap(checkpoint: str, tokens: list[int], one: int, other: int) -> float:
@@ -86,6 +102,8 @@ def by_hal(params: SamplingParams, grammars: GrammarCompiler, eos: int) -> hal.S
     same = {name: getattr(params, name) for name in names}
     if (structure := params.structured_outputs) is not None:
         same["mask"] = Follows(grammars.compile_regex(structure.regex))
+    if params.logprobs is not None:
+        same["logprobs"] = params.logprobs
     if not params.ignore_eos:
         same["stop_token_ids"] = {eos}
     return hal.SamplingParams(max_new_tokens=params.max_tokens, seed=params.seed or 0, **same)
@@ -158,6 +176,7 @@ def main() -> None:
         max_num_batched_tokens=96,
         num_gpu_blocks_override=CACHED // asked["block"],
         enable_prefix_caching=True,
+        disable_log_stats=False,
         **asked.get("vllm", {}),
     )
     start = time.perf_counter()
@@ -175,9 +194,11 @@ def main() -> None:
     grammars = GrammarCompiler(TokenizerInfo.from_huggingface(tokenizer, vocab_size=runner.model.vocab_size))
     chosen = [index for index, each in enumerate(kinds) if each != "random"]
     expected: dict[int, list[int]] = {index: [] for index in chosen}
+    likely: dict[int, list[float]] = {index: [] for index in chosen}
     wanted = [by_hal(params[index], grammars, tokenizer.eos_token_id) for index in chosen]
     for token in hal.generate(runner, [prompts[index] for index in chosen], wanted):
         expected[chosen[token.prompt_index]].append(token.token_id)
+        likely[chosen[token.prompt_index]].append(token.logprob)
     for index, output in enumerate(found):
         tokens = list(output.outputs[0].token_ids)
         if tokens != expected.get(index, tokens):
@@ -191,9 +212,16 @@ def main() -> None:
                 ties.append(index)
                 continue
             wrong.append(f"request {index} ({params[index]}) differs at token {at}: {tokens} and {expected[index]}")
+        if params[index].logprobs is not None:
+            pairs = zip(tokens, output.outputs[0].logprobs, strict=True)
+            own = [each[token].logprob for token, each in pairs]
+            if max(abs(one - other) for one, other in zip(own, likely[index], strict=True)) > CLOSE:
+                wrong.append(f"request {index} has the log-probabilities {own}, and not {likely[index]}")
         if params[index].prompt_logprobs is not None:
             count = len(output.prompt_logprobs)
             if count != len(prompts[index]):
                 wrong.append(f"request {index} has {count} log-probabilities for {len(prompts[index])} tokens")
-    result = {"counts": counts | first, "wrong": wrong, "ties": ties, "requests": len(found), "seconds": seconds}
+    result = {"counts": {**counts, **first}, "wrong": wrong, "ties": ties, "requests": len(found), "seconds": seconds}
+    if "speculative_config" in asked.get("vllm", {}):
+        result["vllm"] = drafted(engine)
     Path(asked["out"]).write_text(json.dumps(result), encoding="utf-8")

@@ -16,7 +16,9 @@ import hal
 from hal import errors
 
 ADAPTERS = ("hal/engines", "hal/sources")
-DIRECTIVE = re.compile(r"^\.\. (?:auto(?:class|function|data|exception)|py:data):: (hal\.[\w.]+)$", re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^\.\. (?:auto(?:class|function|data|exception)|py:data):: (hal\.[\w.]+)(?:\(\))?$", re.MULTILINE
+)
 MODULE = re.compile(r"^\.\. automodule:: (hal\.[\w.]+)\n   :members: ([\w, ]+)$", re.MULTILINE)
 
 

@@ -47,6 +47,7 @@ class Request:
         inputs: the inputs of its prompt beside the tokens, such as images; None for text alone.
         scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
+        drafted: the places behind drafted tokens.
     """
 
     name: str
@@ -61,6 +62,12 @@ class Request:
     row: int = -1
     scored: int = 0
     prompt_logprobs: list[Any] = attrs.field(factory=list)
+    drafted: list[Place] = attrs.field(factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of its tokens so far."""
+        return self.prompt + self.outputs
 
     def to_score(self, count: int) -> int:
         """Return how many of the next ``count`` tokens give a log-probability that is not known yet."""
@@ -68,6 +75,56 @@ class Request:
             return 0
         first = max(self.computed, self.scored)
         return max(0, min(self.computed + count, len(self.prompt) - 1) - first)
+
+    def places(self, drafts: Sequence[int], count: int) -> list[Request | Place]:
+        """Return ``count`` places for tokens: its next one, and those behind its drafts, then padding."""
+        while len(self.drafted) < count - 1:
+            self.drafted.append(Place(self))
+        for number, place in enumerate(self.drafted[: count - 1], 1):
+            place.put(drafts[:number])
+        return [self, *self.drafted[: count - 1]]
+
+
+@attrs.define(eq=False)
+class Place:
+    """A place behind drafted tokens of a request, for which vLLM's sampler chooses as if they were sampled.
+
+    Attributes:
+        request: the request.
+        outputs: its outputs and the drafted tokens. The list stays the same, since logits processors keep it.
+        known: how many of them are outputs.
+    """
+
+    request: Request
+    outputs: list[int] = attrs.field(factory=list)
+    known: int = 0
+
+    def put(self, drafts: Sequence[int]) -> None:
+        """Replace the drafted tokens of the last step."""
+        del self.outputs[self.known :]
+        self.outputs += self.request.outputs[self.known :]
+        self.known = len(self.outputs)
+        self.outputs += drafts
+
+    @property
+    def prompt(self) -> list[int]:
+        """The request's prompt."""
+        return self.request.prompt
+
+    @property
+    def params(self) -> Any:
+        """The request's sampling parameters."""
+        return self.request.params
+
+    @property
+    def seed(self) -> int:
+        """The request's seed."""
+        return self.request.seed
+
+    @property
+    def drawn(self) -> int:
+        """The request's ``drawn``."""
+        return self.request.drawn
 
 
 def fields_of(kind: str, items: Sequence[EncoderItem]) -> dict[str, Tensor]:
@@ -100,6 +157,7 @@ class Requests:
             tokens; replicas have different ones.
         groups: the cache groups; None if there is one, whose blocks are hal's.
         prompt_inputs: returns the inputs of a prompt, given its tokens and its images and videos.
+        dropped: called with each request that ends, or starts anew.
     """
 
     def __init__(
@@ -108,9 +166,10 @@ class Requests:
         seed: str,
         groups: Groups | None = None,
         prompt_inputs: Callable[[list[int], Sequence[EncoderItem]], PromptInputs | None] = lambda tokens, items: None,
+        dropped: Callable[[Request], object] = lambda request: None,
     ) -> None:
         self.inputs, self._seeds, self._groups = inputs, random.Random(seed), groups
-        self._prompt_inputs = prompt_inputs
+        self._prompt_inputs, self._dropped = prompt_inputs, dropped
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
 
@@ -132,14 +191,17 @@ class Requests:
                 self._drop(request)
                 request.blocks = [*map(list, blocks)]
                 del request.outputs[outputs:]  # The scheduler may have dropped the output of a running step.
+                request.drafted.clear()
                 if not request.outputs and not request.prompt_logprobs:
                     request.scored = 0  # That output may have had them.
-            elif blocks is not None:
+            if request.outputs:  # The scheduler may count drafted tokens of a running step, which were rejected.
+                request.computed = min(computed, len(request.prompt) + len(request.outputs) - 1)
+            if name not in resumed and blocks is not None:
                 before = [len(each) for each in request.blocks]
                 for own, new in zip(request.blocks, blocks, strict=True):
                     own += new
                 if request.row >= 0:
-                    self.inputs.set_cached(request.row, computed)  # Blocks before the window may come again.
+                    self.inputs.set_cached(request.row, request.computed)  # Blocks before the window may come again.
                     for group, ids in self._tables(request.blocks, before):
                         self.inputs.extend(request.row, (), ids, group=group)
         for name in scheduled.num_scheduled_tokens:
@@ -180,6 +242,13 @@ class Requests:
                 placed.append(token)
         self.inputs.extend_each(rows, placed)
 
+    def accept(self, request: Request, tokens: Sequence[int]) -> None:
+        """Append sampled tokens to a request, in place of drafted ones."""
+        start = len(request.prompt) + len(request.outputs)
+        request.outputs += tokens
+        if request.row >= 0:
+            self.inputs.accept(request.row, start, tokens)
+
     def _add(self, new: Any) -> None:
         """Add a request. A session that goes on comes as a new one, with the tokens so far in its prompt."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
@@ -218,6 +287,7 @@ class Requests:
 
     def _drop(self, request: Request) -> None:
         """Take a request's row, if it has one, and move the last row there."""
+        self._dropped(request)
         if request.row < 0:
             return
         self.inputs.remove(request.row)

@@ -17,9 +17,11 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 import hal
-from hal.engines.vllm.request import Request
+from hal.engines.vllm.request import Place, Request
 from hal.step import to_device
 
+Chosen = Request | Place
+"""What a token is chosen for."""
 COLUMNS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 """The parameters of which the sampler takes a column, in float32."""
 GREEDY = 1e-5
@@ -30,7 +32,7 @@ GREEDY = 1e-5
 class Rows(SamplingMetadata):
     """The sampler's metadata, and what hal's draw needs."""
 
-    requests: Sequence[Request] = ()
+    requests: Sequence[Chosen] = ()
     drawing: tuple[Tensor, ...] = ()
     """The arguments of :func:`hal.ops.sample` between the logits and the step. vLLM divides by the temperature."""
 
@@ -86,21 +88,22 @@ class Sampling:
 
     Args:
         vocab_size: the number of logits.
+        places: the most tokens that a step chooses for a request.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, vocab_size: int) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, vocab_size: int, places: int = 1) -> None:
         self._device, self._vocab_size = device, vocab_size
         self._processors = build_logitsprocs(
             vllm_config, device, False, False, vllm_config.model_config.logits_processors or ()
         )
         self._budgets = maybe_create_thinking_budget_state_holder(
-            vllm_config.reasoning_config, vllm_config.scheduler_config.max_num_seqs, 0, device, False
+            vllm_config.reasoning_config, places * vllm_config.scheduler_config.max_num_seqs, 0, device, False
         )
         self._none = torch.empty(len(COLUMNS), 0)  # Greedy requests without penalties need no columns.
-        self._requests: list[Request] = []
+        self._requests: list[Chosen] = []
         self._metadata: Rows | None = None
 
-    def metadata(self, requests: list[Request]) -> Rows:
+    def metadata(self, requests: list[Chosen]) -> Rows:
         """Return the metadata for the rows of these requests."""
         update = None
         if self._metadata is None or requests != self._requests:
@@ -113,7 +116,7 @@ class Sampling:
             self._requests, self._metadata = requests, self._make(requests)
         return self._metadata
 
-    def _make(self, requests: list[Request]) -> Rows:
+    def _make(self, requests: list[Chosen]) -> Rows:
         params, size = [each.params for each in requests], self._vocab_size
         random = [each.temperature >= GREEDY for each in params]
         penalized = any(
@@ -159,7 +162,7 @@ class Sampling:
             drawing=drawing,
         )
 
-    def _prompts(self, requests: Sequence[Request]) -> Tensor:
+    def _prompts(self, requests: Sequence[Chosen]) -> Tensor:
         width = max(len(each.prompt) for each in requests)
         rows = [each.prompt + [self._vocab_size] * (width - len(each.prompt)) for each in requests]
         return to_device(rows, self._device)
@@ -173,7 +176,7 @@ class Sampling:
         return to_device(mask, self._device)
 
 
-def batch_update(before: Sequence[Request], after: Sequence[Request]) -> BatchUpdate:
+def batch_update(before: Sequence[Chosen], after: Sequence[Chosen]) -> BatchUpdate:
     """Return how the rows of ``before`` become those of ``after``, for vLLM's logits processors.
 
     A processor forgets what it knows of a request that is removed or added, so one that stays is only moved.

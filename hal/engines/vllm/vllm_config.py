@@ -9,10 +9,10 @@ from functools import reduce
 from typing import Any
 
 import hal
+from hal.engines.vllm.speculative_config import draft_config
 from hal.errors import ConfigError
 
 REFUSED = {
-    "speculative_config": "speculative decoding",
     "lora_config": "LoRA",
     "kv_transfer_config": "KV connectors",
     "ec_transfer_config": "encoder connectors",
@@ -117,6 +117,7 @@ def check_config(vllm_config: Any) -> None:
     for name in VARIABLES:
         if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):
             raise ConfigError(f"hal does not read vLLM's variable {name} = {value}", "unset it")
+    draft_config(vllm_config)
     parallel = vllm_config.parallel_config
     for name in SIZES:
         if (size := getattr(parallel, name)) > 1:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +20,11 @@ import hal
 from hal.config import require
 from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.model_runner import HalModelRunner
+from hal.engines.vllm.speculative_config import draft_config
 from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
 from hal.errors import ConfigError, ModelError
+from hal.generation.drafting.drafter import DraftPlan, plan_drafter
+from hal.generation.drafting.speculation import capture_drafts
 from hal.step import SEQUENCE
 from hal.step.fields import DUMMY_BLOCK
 
@@ -47,6 +51,7 @@ class HalWorker(WorkerBase):
         if (sizes := self.vllm_config.additional_config.get(CAPTURE_SIZES)) is not None:
             require(config, "compilation.capture_sizes", sizes, "vLLM's cudagraph_capture_sizes")
         choose_device(self.parallel_config, self.local_rank)
+        self.opened = ExitStack()
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
         join_ranks(self.backend, self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
@@ -57,6 +62,7 @@ class HalWorker(WorkerBase):
         """Load the checkpoint, or random weights in its place: vLLM's dummy weights, which others replace later."""
         dummy = load_dummy_weights or self.load_config.load_format == "dummy"
         opened = (hal.RandomCheckpoint if dummy else hal.Checkpoint).open(self.model_config.model)
+        self.draft_plan = self._plan_drafter(opened)
         self.model = hal.load_model(opened, self.backend)
         if not self.model.causal:
             raise ModelError(
@@ -68,6 +74,24 @@ class HalWorker(WorkerBase):
                 f"vLLM does not know that {type(self.model).__name__} keeps states per sequence",
                 "install torchvision, which vLLM's class of it needs",
             )
+
+    def _plan_drafter(self, checkpoint: hal.Checkpoint) -> DraftPlan | None:
+        """Return what drafts tokens; None without speculative decoding.
+
+        Raises:
+            ConfigError: it does not fit the model.
+        """
+        config = draft_config(self.vllm_config)
+        if config is None:
+            return None
+        if self.model_config.is_hybrid:
+            raise ConfigError(
+                f"{checkpoint.architecture} keeps states per sequence, from which hal drops no rejected drafts in vLLM",
+                "leave out speculative_config, or serve the model with `hal serve --draft`",
+            )
+        plan = plan_drafter(config, checkpoint, self.backend)
+        capture_drafts(self.backend, 1 + config.tokens)
+        return plan
 
     def reload_weights(
         self,
@@ -162,7 +186,11 @@ class HalWorker(WorkerBase):
             max_length=longest,
             num_blocks=kv_cache_config.num_blocks if groups is None else None,
         )
-        self.model_runner = HalModelRunner(self.vllm_config, runner, groups)
+        drafter = None
+        if self.draft_plan is not None:
+            sequences = self.scheduler_config.max_num_seqs
+            drafter = self.draft_plan.open(runner, self.opened, sequences, longest)
+        self.model_runner = HalModelRunner(self.vllm_config, runner, groups, drafter)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Return no times: the runner has captured and compiled already."""
@@ -175,6 +203,10 @@ class HalWorker(WorkerBase):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Choose the tokens of the last step."""
         return self.model_runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> Any:
+        """Return the drafted tokens that follow the last step."""
+        return self.model_runner.take_draft_token_ids()
 
     def execute_dummy_batch(self) -> None:
         """Run a step for other replicas, if they share experts with this one."""
@@ -204,6 +236,7 @@ class HalWorker(WorkerBase):
 
     def shutdown(self) -> None:
         """Close the backend."""
+        self.opened.close()
         self.backend.close()
         leave_ranks(self.parallel_config)
 

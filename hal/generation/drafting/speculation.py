@@ -15,8 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 from torch import Tensor
 
+from hal.drivers.backend import Backend
+from hal.drivers.compiler import EAGER
 from hal.errors import ConfigError
 from hal.execution.runner import Runner
 from hal.execution.state_spec import states_per_sequence
@@ -50,6 +53,15 @@ def keep_states(model: CausalLM, saves: int) -> None:
         )
     base: Any = model.batch_type
     model.batch_type = rollback_batch(base, saves)
+
+
+def capture_drafts(backend: Backend, queries: int) -> None:
+    """Let whole graphs hold steps with as many tokens of each sequence, if the compiler captures any."""
+    config = backend.config
+    name = config.compilation.of("decode").compiler
+    if name != EAGER and not backend.compiler(name).any_shape:
+        asked = tuple(sorted({*config.compilation.queries, queries}))
+        backend.configure(attrs.evolve(config, compilation=attrs.evolve(config.compilation, queries=asked)))
 
 
 class Speculation:

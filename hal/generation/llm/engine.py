@@ -14,7 +14,6 @@ from hal.checkpoint.loading import Progress, load_model
 from hal.config import Config, read
 from hal.config.bounds import SEQUENCES, check_count
 from hal.drivers.backend import Backend
-from hal.drivers.compiler import EAGER
 from hal.drivers.registry import open_backend
 from hal.errors import ConfigError
 from hal.execution.memory_plan import plan_memory
@@ -22,7 +21,7 @@ from hal.execution.runner import Runner
 from hal.execution.state_spec import longest_sequence, spec_of, states_per_sequence
 from hal.generation.drafting.drafter import DraftConfig, plan_drafter
 from hal.generation.drafting.expectation import expected_acceptance
-from hal.generation.drafting.speculation import Speculation, keep_states
+from hal.generation.drafting.speculation import Speculation, capture_drafts, keep_states
 from hal.nn import CausalLM
 from hal.parallel.launch import gathered
 from hal.step.fields import DUMMY_BLOCK
@@ -92,7 +91,7 @@ def open_engine(
     if draft is not None:
         keep_states(model, 1 + spare)
         if "queries" not in settings.get("compilation", {}):
-            _capture(backend, 1 + spare)
+            capture_drafts(backend, 1 + spare)
     if "reuse_prefixes" not in cache and not states_per_sequence(model):
         backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, reuse_prefixes=True)))
     num_blocks = None
@@ -115,15 +114,6 @@ def open_engine(
         expected = expected_acceptance(runner, drafter, checkpoint.tokenizer(), max_sequences, longest).rate
         runner.forget()
     return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt, expected=expected))
-
-
-def _capture(backend: Backend, queries: int) -> None:
-    """Let whole graphs hold steps with as many tokens of each sequence, if the compiler captures any."""
-    config = backend.config
-    name = config.compilation.of("decode").compiler
-    if name != EAGER and not backend.compiler(name).any_shape:
-        asked = tuple(sorted({*config.compilation.queries, queries}))
-        backend.configure(attrs.evolve(config, compilation=attrs.evolve(config.compilation, queries=asked)))
 
 
 def _num_blocks(
