@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
-import torch
 from vllm.v1.outputs import DraftTokenIds
 
 import hal
@@ -77,7 +76,7 @@ class Drafting:
         for request, text, places, drafts in zip(step.requests, texts, step.places, step.drafts, strict=True):
             right = self._counted.accepted(drafts, next(new)) if places else None
             rights.append(right if request.computed >= text.length else None)
-        ends = torch.tensor(step.counts).cumsum(0).tolist()
+        ends = [*accumulate(step.counts)]
         for decoding in (False, True):
             chosen = [index for index, right in enumerate(rights) if (right is not None) == decoding]
             if not chosen:
@@ -89,13 +88,11 @@ class Drafting:
                 for each, size in zip(chosen, counts, strict=True)
                 for row in range(size)
             ]
-            hidden = step.hidden
-            if len(rows) != hidden.shape[0]:
-                hidden = hidden.index_select(0, to_device(rows, hidden.device))
+            output = step.output if len(rows) == ends[-1] else _rows_of(step.output, rows)
             starts = [step.requests[each].computed for each in chosen]
             accepted = [right for right in rights if right is not None] if decoding else None
             with self._runner.running():
-                self._drafter.ran([texts[each] for each in chosen], starts, counts, hidden, accepted)
+                self._drafter.ran([texts[each] for each in chosen], starts, counts, output, accepted)
 
     def end(self, request: Request) -> None:
         """Forget a request, which has ended or starts anew."""
@@ -119,6 +116,11 @@ class Drafting:
         # vLLM tracks the thinking of a request by its tokens, and cannot take any back.
         if params.thinking_token_budget is not None or length + self._drafter.tokens > self._longest:
             return 0
+        held = len(request.blocks[0]) * self._runner.spec.block_size
+        if (
+            self._drafter.predicts and length + self._drafter.tokens > held + 1
+        ):  # A model that drafts caches all but one.
+            return 0
         return self._longest if params.max_tokens is None else params.max_tokens - len(request.outputs) - 1
 
     def _text(self, request: Request) -> Text:
@@ -137,3 +139,10 @@ class Drafting:
         text.drawn = request.drawn + len(request.outputs)
         text.blocks = request.blocks[0]
         return text
+
+
+def _rows_of(output: hal.StepOutput, rows: Sequence[int]) -> hal.StepOutput:
+    """Return what a step computed of some tokens."""
+    index = to_device(rows, output.hidden_states.device)
+    extra = {name: each.index_select(0, index) for name, each in output.extra.items()}
+    return hal.StepOutput(output.hidden_states.index_select(0, index), extra, None)

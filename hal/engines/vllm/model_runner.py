@@ -110,7 +110,7 @@ class HalModelRunner:
         logits = None if wanted is NONE else found.logits
         if logits is not None and any(scores):
             logits = self._score(requests, scores, asked, places, logits)
-        self._step = _Step(scheduled, Ran(requests, counts, places, drafts, found.hidden_states), logits)
+        self._step = _Step(scheduled, Ran(requests, counts, places, drafts, found), logits)
         return None
 
     def _places(self, scheduled: Any, requests: list[Request], counts: list[int]) -> tuple[list[int], list[list[int]]]:

@@ -30,14 +30,14 @@ class Ran:
         counts: the number of tokens of each, of which those behind its drafted ones are padding.
         places: how many of them get a token: 0 in the middle of a prompt, else 1 and those scheduled for drafts.
         drafts: the drafted tokens of each.
-        hidden: ``[tokens, width]``, valid until the next step.
+        output: what it computed, valid until the next step.
     """
 
     requests: list[Request]
     counts: list[int]
     places: list[int]
     drafts: list[list[int]]
-    hidden: Tensor
+    output: hal.StepOutput
 
 
 class StepOutput(AsyncModelRunnerOutput):
