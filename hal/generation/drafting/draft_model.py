@@ -56,7 +56,7 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, runner: Runner, tokens: int, max_requests: int, max_length: int) -> None:
-        self.tokens = tokens
+        self.tokens, self.drafting = tokens, runner
         self.reads = runner.model if isinstance(runner.model, DraftLM) else None
         self._runner, self._ahead = runner, int(self.reads is not None)
         self._inputs = runner.input_batch(max_requests, max_length, spare=tokens)

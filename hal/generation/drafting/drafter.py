@@ -42,7 +42,8 @@ class DraftConfig:
         tokens: the most drafted tokens of a text in a step.
         adapt: draft fewer tokens, or none, where that is faster by the measured times and acceptance. Ranks that share
             a model always draft ``tokens``.
-        examine: let the model continue two short texts when it is opened, and state the acceptance to expect.
+        examine: compare the drafter with other wirings and with its references on short texts when it is opened, and
+            state the acceptance to expect.
         options: options of the drafter.
     """
 
@@ -102,10 +103,12 @@ class Drafter(ABC):
     Attributes:
         tokens: the most tokens that it drafts for a request.
         predicts: whether it drafts for any text, so that few accepted tokens mean that it does not fit the model.
+        drafting: runs its model, which is compared with its references and other wirings; None without a model.
     """
 
     tokens: int
     predicts: ClassVar[bool] = True
+    drafting: Runner | None = None
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], most: int) -> Drafts:

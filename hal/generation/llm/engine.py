@@ -20,7 +20,7 @@ from hal.execution.memory_plan import plan_memory
 from hal.execution.runner import Runner
 from hal.execution.state_spec import longest_sequence, spec_of, states_per_sequence
 from hal.generation.drafting.drafter import DraftConfig, plan_drafter
-from hal.generation.drafting.expectation import expected_acceptance
+from hal.generation.drafting.expectation import examine
 from hal.generation.drafting.speculation import Speculation, capture_drafts, keep_states
 from hal.nn import CausalLM
 from hal.parallel.launch import gathered
@@ -111,7 +111,7 @@ def open_engine(
     drafter = plan.open(runner, stack, max_sequences, longest)
     expected = None
     if draft.examine and drafter.predicts and checkpoint.has_tokenizer:
-        expected = expected_acceptance(runner, drafter, checkpoint.tokenizer(), max_sequences, longest).rate
+        expected = examine(runner, drafter, checkpoint.tokenizer(), max_sequences, longest).acceptance.rate
         runner.forget()
     return Engine(runner, longest, Speculation(runner, drafter, adapt=draft.adapt, expected=expected))
 
