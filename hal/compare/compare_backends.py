@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,11 @@ from hal.compare.watch import ModelWatch, disturbing
 from hal.config import CompilationConfig, DTypeName
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
+from hal.execution.runner import Runner
+from hal.generation.drafting.draft_checkpoints import ModelPlan
+from hal.generation.drafting.draft_passes import pass_of_target
+from hal.generation.drafting.drafter import DraftConfig, plan_drafter
+from hal.nn import CausalLM, DraftLM
 from hal.progress import Say, going_on, silent, since_start
 
 
@@ -29,6 +35,7 @@ def compare_backends(
     second: Backend,
     prompts: Prompts,
     *,
+    draft: DraftConfig | None = None,
     save_to: Path | None = None,
     say: Say = silent,
 ) -> Comparison:
@@ -39,11 +46,14 @@ def compare_backends(
         first: opened backend; the dtype of its config also applies to the second.
         second: another opened backend.
         prompts: prompts, run together: one prefill, then decode steps.
+        draft: compare the model that drafts for the checkpoint's, with the hidden states of that on ``first``; None to
+            compare the checkpoint's.
         save_to: folder for the first call out of tolerance; created only if one exists.
         say: called with progress messages, also from another thread.
 
     Raises:
-        ConfigError: the backends have no common dtype or block size, or were opened with different dtypes.
+        ConfigError: the backends have no common dtype or block size, or were opened with different dtypes; or the
+            drafter does not fit the model, or is none.
         CompareError: a kernel raises, or the model calls different operations on the two backends.
         NumericsError: the reference's logits contain NaN.
     """
@@ -54,13 +64,12 @@ def compare_backends(
             "the two backends to compare are the same object", "open the driver twice, or compare its modes"
         )
     say = since_start(say)
-    sides = _sides(checkpoint, first, second, prompts, say)
-    ours, theirs = sides
+    ours, theirs, hidden = _sides(checkpoint, first, second, prompts, draft, say)
     dtype = ours.runner.spec.dtype
     watched, other = ModelWatch(ours.model), ModelWatch(theirs.model)
     comparing, recording = CallComparer(ours, theirs, keep=save_to is not None), CallRecorder(theirs)
     disturbance, beside = disturbing(dtype), new_runner(ours.model, first)
-    texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length), Drifts()
+    texts, drifts = Texts(prompts, ours.runner.spec.block_size, ours.model.max_length, hidden), Drifts()
     with going_on(say, f"comparing {second.name} with {first.name}") as done:
         while running := texts.running:
             recording.calls.clear()
@@ -150,19 +159,43 @@ def configure(
 
 
 def _sides(
-    checkpoint: str | Path | Checkpoint, first: Backend, second: Backend, prompts: Prompts, say: Say
-) -> tuple[Side, Side]:
+    checkpoint: str | Path | Checkpoint,
+    first: Backend,
+    second: Backend,
+    prompts: Prompts,
+    draft: DraftConfig | None,
+    say: Say,
+) -> tuple[Side, Side, Sequence[Tensor]]:
+    """Return both sides, and the hidden states that a drafting model reads for each prompt, if it reads any."""
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     dtype, block_size = common_dtype(opened, first, second), common_block_size(first, second)
-    made = []
+    made, hidden = [], list[Tensor]()
     for backend in (first, second):
         configure(backend, prompts, block_size, CompilationConfig(), dtype)
         backend.activate()
         with going_on(say, f"loading the model into {backend.name}") as done:
             model = load_model(opened, backend, progress=done)
+            if draft is not None:
+                target, model = model, _drafting(draft, opened, model, backend)
+        if draft is not None and isinstance(model, DraftLM) and backend is first:
+            if min(map(len, prompts.token_ids)) < 2:
+                raise CompareError("a prompt has one token, behind which no head drafts", "give longer prompts")
+            with Runner(target, backend, max_sequences=1) as runner:
+                hidden = [pass_of_target(runner, list(each)).read(model)[:-1] for each in prompts.token_ids]
         made.append(Side(backend, model, new_runner(model, backend)))
     first.activate()
-    return made[0], made[1]
+    return made[0], made[1], hidden
+
+
+def _drafting(draft: DraftConfig, checkpoint: Checkpoint, target: CausalLM, backend: Backend) -> CausalLM:
+    plan = plan_drafter(draft, checkpoint, backend)
+    if not isinstance(plan, ModelPlan):
+        raise ConfigError(
+            f"the drafter {draft.method} runs no model that could be compared", "name a checkpoint, or mtp, in --draft"
+        )
+    plan.load(target, backend, None)
+    assert plan.model is not None
+    return plan.model
 
 
 def _with_what_came_before(raised: CompareError, comparing: CallComparer) -> CompareError:

@@ -48,19 +48,28 @@ class Prompts:
 class Texts:
     """The token sequences during a comparison. All runs continue with the reference's tokens, to stay comparable.
 
+    Args:
+        prompts: the prompts.
+        block_size: tokens per block of the caches.
+        max_length: the most tokens of a text.
+        hidden: for a model that reads another one's hidden states, those for each prompt, one row fewer than it has
+            tokens. Later steps all read those that the last run of the step before computed.
+
     Attributes:
         step: number of the next step; 0 is the prefill.
         chosen: number of tokens chosen so far.
     """
 
-    def __init__(self, prompts: Prompts, block_size: int, max_length: int) -> None:
+    def __init__(self, prompts: Prompts, block_size: int, max_length: int, hidden: Sequence[Tensor] = ()) -> None:
         self._prompts = prompts
-        self._texts = [list(each) for each in prompts.token_ids]
+        self._ahead = int(bool(hidden))
+        self._texts = [list(each[self._ahead :]) for each in prompts.token_ids]
         self._running = list(range(len(self._texts)))
         self._max_length = max_length
         # Limited by the model's maximum length: graphs refuse wider block tables.
         per = min(prompts.blocks_each(block_size), math.ceil(max_length / block_size))
         self._blocks = [list(range(1 + row * per, 1 + (row + 1) * per)) for row in self._running]
+        self._hidden, self._next = list(hidden), list(hidden)
         self.step = self.chosen = 0
 
     @property
@@ -71,26 +80,32 @@ class Texts:
     def run(self, runner: Runner) -> Tensor:
         """Run the next step on ``runner``; return its logits ``[running, vocab_size]``, in float32 on the CPU."""
         blocks = [self._blocks[row] for row in self._running]
-        if self.step == 0:
-            batch = runner.batch([self._texts[row] for row in self._running], blocks)
-        else:
-            cached = [len(self._texts[row]) - 1 for row in self._running]
-            batch = runner.batch([self._texts[row][-1:] for row in self._running], blocks, cached=cached)
-        logits = runner.step(batch).logits
+        tokens = [self._texts[row] if self.step == 0 else self._texts[row][-1:] for row in self._running]
+        cached = [0 if self.step == 0 else len(self._texts[row]) - 1 for row in self._running]
+        fields = {}
+        if self._ahead:
+            hidden = torch.cat([self._hidden[row] for row in self._running])
+            fields = {"hidden_states": hidden.to(runner.backend.device.torch)}
+        output = runner.step(runner.batch(tokens, blocks, cached=cached, **fields))
         with runner.backend.translating_errors(), torch.inference_mode():
-            return logits.float().cpu().clone()
+            ends = torch.tensor(list(map(len, tokens))).cumsum(0) - 1
+            states = output.hidden_states.cpu()[ends].clone() if self._ahead else ()
+            self._next = list(self._hidden)
+            for row, state in zip(self._running, states, strict=False):
+                self._next[row] = state[None]
+            return output.logits.float().cpu().clone()
 
     def take(self, tokens: Sequence[int]) -> None:
         """Append a token to each running prompt, and advance to the next step."""
         for row, token in zip(self._running, tokens, strict=True):
             self._texts[row].append(token)
         self.chosen += len(tokens)
-        self.step += 1
+        self.step, self._hidden = self.step + 1, self._next
         self._running = [row for row in self._running if not self._is_done(row)]
 
     def _is_done(self, row: int) -> bool:
         text = self._texts[row]
-        new = len(text) - len(self._prompts.token_ids[row])
+        new = len(text) + self._ahead - len(self._prompts.token_ids[row])
         stops = self._prompts.stop_token_ids
         return new >= self._prompts.max_new_tokens or text[-1] in stops or len(text) >= self._max_length
 

@@ -186,6 +186,15 @@ class TestGenerate:
         (alone,) = generate(checkpoint, "--json", prompts=PROMPTS[:1]).stdout.splitlines()
         assert json.loads(alone) == found[0]
 
+    def test_json_ends_with_the_drafts(self, checkpoint: Path) -> None:
+        *objects, last = generate(checkpoint, "--json", "--draft", "ngram", "--draft-tokens", 2).stdout.splitlines()
+        assert [json.loads(each) for each in objects] == [
+            json.loads(each) for each in generate(checkpoint, "--json").stdout.splitlines()
+        ]
+        drafts = json.loads(last)["drafts"]
+        assert [len(drafts[each]) for each in ("drafted", "accepted")] == [2, 2]
+        assert all(some <= all_ for some, all_ in zip(drafts["accepted"], drafts["drafted"], strict=True))
+
     @thorough(MODE, r"\[(?!\])")
     @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
     def test_prompts_from_a_file_follow_the_others(self, checkpoint: Path, tmp_path: Path, ending: str) -> None:

@@ -34,6 +34,7 @@ from hal.quantize.quantize_checkpoint import quantize_checkpoint
 BOTH = ("--backend", "cpu", "--backend", "faulty")
 CAT = ("--prompt", "the cat")
 PROMPTS = ("--prompt", "def read_lines(path):", "--prompt", "class Stack:", "--max-new-tokens", "4")
+CHECKPOINTS = Path("checkpoints")
 NORM = "model.layers.1.self_attn.k_norm"
 ATTENTION = "model.layers.0.self_attn.attention"
 TEXT = "the cat sat on the mat and the rat sat on the hat\n" * 8
@@ -130,6 +131,28 @@ class TestWhatIsPlanted:
         if fault == "lengths":
             turned = found(small, "--backend", "faulty", "--backend", "cpu", *CAT, status=1)
             assert turned["broken"]["call"] == call
+
+    @pytest.mark.parametrize(("draft", "layers"), [("tiny-python-eagle3", 1), ("tiny-python-moe", 4)])
+    def test_a_drafter(self, faulty: Faulty, draft: str, layers: int) -> None:
+        """The model that drafts is compared, on the hidden states of the model."""
+        arguments = (CHECKPOINTS / "tiny-python", "--draft", CHECKPOINTS / draft, *BOTH, "--dtype", "float32", *PROMPTS)
+        right = found(*arguments, status=0)
+        assert (right["steps"], len(right["rows"])) == (4, layers + 1)
+        faulty(fault="lengths")
+        call = found(*arguments, status=1)["broken"]["call"]
+        assert (call["operation"], call["path"], call["step"]) == ("paged_attention", ATTENTION, 0)
+
+    @pytest.mark.parametrize(
+        ("options", "refused"),
+        [
+            ((*BOTH, "--draft", "ngram", *CAT), "ngram runs no model"),
+            (("--backend", "cpu", "--compiler", "eager", "--draft", "ngram", *CAT), "cannot be used with --compiler"),
+        ],
+    )
+    def test_drafters_that_are_not_compared(
+        self, faulty: Faulty, trained: Path, options: tuple[str, ...], refused: str
+    ) -> None:
+        assert refused in hal_compare(trained, *options, status=2).stderr
 
     def test_what_is_wrong_only_in_the_run_itself(self, faulty: Faulty, small: Path) -> None:
         faulty(fault="between")

@@ -19,7 +19,7 @@ from hal.cli.config_options import (
     tensor_parallel,
 )
 from hal.cli.console import print_table, progress_on_stderr
-from hal.cli.generation_options import PROMPT, PROMPTS_FILE, Prompts
+from hal.cli.generation_options import PROMPT, PROMPTS_FILE, Prompts, draft_options
 from hal.cli.stdout import ResultCommand, echo
 from hal.errors import ConfigError
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hal.compare import texts
     from hal.compare.comparison_results import Comparison
     from hal.drivers.backend import Backend
+    from hal.generation.drafting.drafter import DraftConfig
 
 BACKENDS = "A driver. Give it twice to compare two, of which the first is the reference; once with --compiler."
 COMPILERS = "A compiler of the backend. Repeatable; the first is the reference."
@@ -43,6 +44,7 @@ SAVE = "Save the first operation out of tolerance to the new folder DIR: its arg
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help=PROMPT)
 @click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=PROMPTS_FILE)
 @click.option("--max-new-tokens", type=int, default=16, show_default=True, help="Maximum per prompt.")
+@draft_options
 @configured(emulate=EMULATE_EACH, backend=BACKENDS, compiler=COMPILERS, compilation_config=" For all compilers.")
 @click.option("--save", "save_to", type=click.Path(path_type=Path), metavar="DIR", help=SAVE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -56,6 +58,7 @@ def command(
     prompts: Sequence[str],
     prompts_file: BinaryIO | None,
     max_new_tokens: int,
+    draft: DraftConfig | None,
     settings: Settings,
     save_to: Path | None,
     as_json: bool,
@@ -65,6 +68,7 @@ def command(
     All prompts run together with greedy decoding. Two backends are compared operation by operation, on equal arguments.
     Compilers are compared by the KV cache that they write, layer by layer, and by their logits. With --tensor-parallel,
     each rank is compared with one device, to the first operation whose result differs by more than rounding explains.
+    With --draft, two backends are compared with the model that drafts, on the hidden states of the model CHECKPOINT.
 
     The exit status is 0 if everything is within tolerance, 1 if not, and 2 if the comparison failed.
     """
@@ -74,6 +78,11 @@ def command(
     from hal.config import ParallelConfig
 
     named, modes, compilation = list(backends), list(compilers), settings.given.get("compilation")
+    if draft is not None and (modes or tensor_parallel is not None):
+        raise ConfigError(
+            f"--draft cannot be used with {'--compiler' if modes else '--tensor-parallel'}",
+            "compare two backends, or give the drafter's checkpoint in place of the model's",
+        )
     if tensor_parallel is None:
         _check_options(named, modes, save_to, compilation)
     else:
@@ -100,7 +109,9 @@ def command(
 
         # Two backends run eagerly, whatever the environment's compilation is.
         first, second = _opened(named, {**merged, "compilation": {}}, emulate)
-        found = (compare_backends(opened, first, second, prompted, save_to=save_to, say=progress_on_stderr()),)
+        found = (
+            compare_backends(opened, first, second, prompted, draft=draft, save_to=save_to, say=progress_on_stderr()),
+        )
     if as_json:
         echo(json.dumps([comparison_report.as_json(each) for each in found], indent=1))
     else:

@@ -115,7 +115,8 @@ def command(
     prompt, the prompt, its continuation, the new tokens, and "stop" for a stop token or text, which the text leaves
     out, or "length". With --logprobs, the key logprobs has an object for each new token, with the keys logprob and top,
     a list of token ids and their log-probabilities. With --stream, text and token_ids are those of a piece, and
-    finished is null before the last.
+    finished is null before the last. With --draft, a last object has the key drafts: the numbers of drafted and of
+    accepted tokens, each a list by place, the next token first.
 
     Sampling follows the checkpoint's generation_config.json, if it has one; options override it.
 
@@ -217,7 +218,10 @@ def _print_texts(
     if runner.backend.mesh.first:
         click.echo(f"{count} tokens in {took:.2f} s: {count / took:.1f} tokens/s", err=True)
         if speculation is not None:
-            click.echo(str(speculation.acceptance), err=True)
+            found = speculation.acceptance
+            click.echo(str(found), err=True)
+            if as_json:
+                echo(json.dumps({"drafts": {"drafted": found.drafted, "accepted": found.accepted}}))
 
 
 def _as_json(prompt: str, pieces: Sequence[Piece]) -> str:

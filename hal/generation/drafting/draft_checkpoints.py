@@ -33,25 +33,26 @@ class ModelPlan(DraftPlan):
     Attributes:
         checkpoint: where its weights are.
         model_class: its class; None for that of the checkpoint's architecture.
+        model: the model, when it is loaded.
     """
 
     tokens: int
     checkpoint: Checkpoint
     model_class: type[CausalLM] | None = None
-    _model: CausalLM | None = None
+    model: CausalLM | None = None
 
     def load(self, model: CausalLM, backend: Backend, progress: Progress | None) -> StateSpec | None:
         """Load the weights."""
         given: dict[str, Any] = {} if self.model_class is None else {"model_class": self.model_class}
-        self._model = load_model(self.checkpoint, backend, progress=progress, **given)
-        self._model.share(model)
-        return spec_of(self._model, backend, DUMMY_BLOCK + 2)
+        self.model = loaded = load_model(self.checkpoint, backend, progress=progress, **given)
+        loaded.share(model)
+        return spec_of(loaded, backend, DUMMY_BLOCK + 2)
 
     def open(self, runner: Runner, stack: ExitStack, max_sequences: int, max_length: int) -> Drafter:
         """Return the drafter, with a runner of its own."""
-        assert self._model is not None, "load comes first"
+        assert self.model is not None, "load comes first"
         spec = runner.spec
-        own = Runner(self._model, runner.backend, max_sequences=max_sequences, num_blocks=spec.num_blocks)
+        own = Runner(self.model, runner.backend, max_sequences=max_sequences, num_blocks=spec.num_blocks)
         stack.enter_context(own)
         if own.spec.block_size != spec.block_size:
             raise ConfigError(
