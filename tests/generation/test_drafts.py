@@ -24,7 +24,7 @@ from hal.generation.drafting.draft_length import AGAIN, DraftLength
 from hal.generation.drafting.ngram import NgramOptions, TextIndex
 
 CHECKPOINTS = Path("checkpoints")
-DENSE, HYBRID, SPARSE = (CHECKPOINTS / name for name in ("tiny-python", "tiny-python-hybrid", "tiny-python-moe"))
+DENSE, HYBRID, SPARSE, LATENT = (CHECKPOINTS / f"tiny-python{kind}" for kind in ("", "-hybrid", "-moe", "-latent"))
 TEXTS = (
     "def read_lines(path):",
     "class Stack:\n    def __init__(self):\n",
@@ -34,6 +34,7 @@ TEXTS = (
 )
 SELF: dict[str, Any] = {"method": "model", "model": str(DENSE), "tokens": 3, "adapt": False}
 EAGLE: dict[str, Any] = {"method": "eagle3", "model": str(CHECKPOINTS / "tiny-python-eagle3"), "adapt": False}
+MTP: dict[str, Any] = {"method": "mtp", "tokens": 3, "adapt": False}
 NGRAM: dict[str, Any] = {"method": "ngram", "tokens": 5, "adapt": False}
 PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
@@ -76,12 +77,21 @@ def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
         assert is_[3] == (of[3] if of[3] is None else pytest.approx(of[3], abs=1e-4))
 
 
-@thorough(MODE, "graph|piecewise|sparse")
+@thorough(MODE, "graph|piecewise|moe|latent")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 @pytest.mark.parametrize(
     ("checkpoint", "draft"),
-    [(DENSE, NGRAM), (DENSE, SELF), (DENSE, EAGLE), (HYBRID, NGRAM), (HYBRID, SELF), (SPARSE, NGRAM)],
-    ids=["dense-ngram", "dense-model", "dense-eagle3", "hybrid-ngram", "hybrid-model", "sparse-ngram"],
+    [
+        (DENSE, NGRAM),
+        (DENSE, SELF),
+        (DENSE, EAGLE),
+        (HYBRID, NGRAM),
+        (HYBRID, SELF),
+        (HYBRID, MTP),
+        (SPARSE, NGRAM),
+        (LATENT, NGRAM),
+    ],
+    ids=lambda each: each.name if isinstance(each, Path) else each["method"],
 )
 def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any], compiler: str) -> None:
     expected, _ = answers(checkpoint, None, compiler)
@@ -89,6 +99,12 @@ def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any],
     assert_same(found, expected)
     assert llm.acceptance is not None
     assert sum(llm.acceptance.accepted) > 40, llm.acceptance
+
+
+@pytest.mark.parametrize("checkpoint", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_graphs_hold_the_steps_that_verify(checkpoint: Path) -> None:
+    with hal.LLM(checkpoint, backend="cpu", compiler="graph", max_length=64, max_sequences=2, draft=NGRAM) as llm:
+        assert llm._runner.captured_queries == (1, 1 + NGRAM["tokens"])
 
 
 PREDICTORS = ("Qwen3NextMTP", "Qwen3_5MTP", "Glm4MoeMTP", "DeepseekV3MTP", "eagle3", "eagle3 of all tokens")

@@ -35,6 +35,7 @@ A language model of {millions:.2f} million parameters, with recurrent layers, th
 repeats a name that it has read {distance} tokens earlier. It is kept in the repository so that tests have a real
 checkpoint of this kind, small but trained, with nothing to download. It is far too small to write programs that do
 anything.
+A [layer that predicts further tokens](MTP.md) is in the same file.
 
 | | |
 |---|---|

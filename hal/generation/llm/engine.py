@@ -93,7 +93,8 @@ def open_engine(
         if "queries" not in settings.get("compilation", {}):
             capture_drafts(backend, 1 + spare)
     if "reuse_prefixes" not in cache and not states_per_sequence(model):
-        backend.configure(attrs.evolve(config, cache=attrs.evolve(config.cache, reuse_prefixes=True)))
+        known = backend.config
+        backend.configure(attrs.evolve(known, cache=attrs.evolve(known.cache, reuse_prefixes=True)))
     num_blocks = None
     if "num_tokens" not in cache:
         fitting = _num_blocks(model, backend, max_sequences, max_length, lengths, spare, beside)

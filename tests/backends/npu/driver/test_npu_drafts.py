@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import emulated_cann
 import pytest
 from helpers.thorough import MODE, thorough
 
 import hal
 from hal.errors import ConfigError
+from hal.generation.drafting.draft_model import ModelDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,6 +22,7 @@ TEXTS = ["def read_lines(path):", "import os\nimport os\nimport", "x = [1, 2, 3,
 NGRAM: dict[str, Any] = {"method": "ngram", "adapt": False}
 SELF: dict[str, Any] = {"method": "model", "model": str(DENSE), "tokens": 3, "adapt": False}
 EAGLE: dict[str, Any] = {"method": "eagle3", "model": str(CHECKPOINTS / "tiny-python-eagle3"), "adapt": False}
+MTP: dict[str, Any] = {"method": "mtp", "tokens": 3, "adapt": False}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0.8, "seed": 5, "logprobs": 2},
@@ -39,12 +43,12 @@ def opened(checkpoint: Path, draft: dict[str, Any] | None, compiler: str) -> hal
     )
 
 
-@thorough(MODE, "hybrid-graph|dense-(model|eagle3)-eager|npugraph_ex|piecewise")
+@thorough(MODE, "hybrid-ngram-graph|hybrid-mtp-(eager|graph)|dense-(model|eagle3)-eager|npugraph_ex|piecewise")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise", "npugraph_ex"])
 @pytest.mark.parametrize(
     ("checkpoint", "draft"),
-    [(DENSE, NGRAM), (DENSE, SELF), (DENSE, EAGLE), (HYBRID, NGRAM)],
-    ids=["dense-ngram", "dense-model", "dense-eagle3", "hybrid"],
+    [(DENSE, NGRAM), (DENSE, SELF), (DENSE, EAGLE), (HYBRID, NGRAM), (HYBRID, MTP)],
+    ids=["dense-ngram", "dense-model", "dense-eagle3", "hybrid-ngram", "hybrid-mtp"],
 )
 def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any], compiler: str) -> None:
     if (checkpoint, compiler) == (HYBRID, "npugraph_ex"):
@@ -60,3 +64,27 @@ def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any],
     # A step of one token has another kernel for recurrent layers, whose rounding decides where two tokens are close.
     assert equal >= (6 if checkpoint == HYBRID else len(found[0]))
     assert accepted > 40
+
+
+@thorough(MODE, "ngram|model")
+@pytest.mark.parametrize("draft", [NGRAM, SELF, EAGLE], ids=["ngram", "model", "eagle3"])
+def test_steps_that_draft_and_verify_are_replayed(draft: dict[str, Any]) -> None:
+    """After the first text, whose prompt runs alone, each step is a graph's, and nothing is captured."""
+    with opened(DENSE, draft, "graph") as llm:
+        llm.generate(TEXTS[0], max_new_tokens=20, temperature=0)
+        assert llm._speculation is not None
+        steps, drafter = 0, llm._speculation.drafter
+        runners = [llm._runner, *([drafter._runner] if isinstance(drafter, ModelDrafter) else [])]
+
+        def counted(*args: Any, step: Any, **fields: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return step(*args, **fields)
+
+        for each in runners:
+            each.step = partial(counted, step=each.step)  # type: ignore[method-assign]
+        with emulated_cann.trace() as trace:
+            llm.generate(TEXTS[0], max_new_tokens=40, temperature=0)
+        # The model's prompt, and the drafter's, run outside of graphs.
+        assert steps - len(trace.ran(kind="graph")) in range(1 + len(runners))
+        assert not trace.ran(phase="capture")
