@@ -38,6 +38,7 @@ def differing(
     before: str | None = None,
     load_format: str = "auto",
     alone: Mapping[str, Any] = MappingProxyType({}),
+    vocabulary: int = 90,
     **vllm: Any,
 ) -> list[str]:
     """Return what differs between the tokens of the two. vLLM may start with other weights, or random ones.
@@ -49,10 +50,11 @@ def differing(
         before: the checkpoint whose weights are replaced.
         load_format: vLLM's.
         alone: further keys of the configuration of hal without vLLM.
+        vocabulary: the tokens of the prompts are below.
         vllm: further arguments of vLLM.
     """
     draw = random.Random(seed)
-    prompts = [[draw.randrange(5, 90) for _ in range(draw.randint(1, 100))] for _ in range(12)]
+    prompts = [[draw.randrange(5, vocabulary) for _ in range(draw.randint(1, 100))] for _ in range(12)]
     engine = LLM(
         model=before or checkpoint,
         max_model_len=LONGEST,
@@ -63,6 +65,7 @@ def differing(
         num_gpu_blocks_override=CACHED // 16,
         additional_config={"hal": config},
         load_format=load_format,
+        disable_log_stats=False,
         **{"dtype": "float32", **vllm},
     )
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
@@ -81,6 +84,9 @@ def differing(
     expected: list[list[int]] = [[] for _ in prompts]
     for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
         expected[token.prompt_index].append(token.token_id)
+    counted = {each.name: each.value for each in engine.get_metrics() if each.name.endswith("_draft_tokens")}
+    if "speculative_config" in vllm and not any(counted.values()):
+        return [f"nothing was drafted: {counted}"]
     return [
         f"prompt {index}: {[*output.outputs[0].token_ids]} and {wanted}"
         for index, (output, wanted) in enumerate(zip(found, expected, strict=True))

@@ -116,10 +116,8 @@ class Drafting:
         # vLLM tracks the thinking of a request by its tokens, and cannot take any back.
         if params.thinking_token_budget is not None or length + self._drafter.tokens > self._longest:
             return 0
-        held = len(request.blocks[0]) * self._runner.spec.block_size
-        if (
-            self._drafter.predicts and length + self._drafter.tokens > held + 1
-        ):  # A model that drafts caches all but one.
+        cached = length + self._drafter.tokens - 1  # by a model that drafts, of all but the last token
+        if self._drafter.predicts and cached > len(request.blocks[0]) * self._runner.spec.block_size:
             return 0
         return self._longest if params.max_tokens is None else params.max_tokens - len(request.outputs) - 1
 

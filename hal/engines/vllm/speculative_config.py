@@ -8,7 +8,7 @@ from typing import Any
 from hal.errors import ConfigError
 from hal.generation.drafting.drafter import MOST_TOKENS, DraftConfig
 
-METHODS = {"ngram": "ngram"}
+METHODS = {"ngram": "ngram", "draft_model": "model", "mtp": "mtp", "eagle3": "eagle3"}
 """hal's drafters, by vLLM's names."""
 READ = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 """The options that hal reads."""
@@ -34,12 +34,14 @@ def draft_config(vllm_config: Any) -> DraftConfig | None:
         raise ConfigError(
             f"hal does not support vLLM's num_speculative_tokens = {tokens}", f"draft at most {MOST_TOKENS} tokens"
         )
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    given = {"draft_tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size}  # which vLLM sets, too
+    if method == "mtp":
+        given["quantization"] = vllm_config.model_config.quantization
     for each in dataclasses.fields(asked):
         if not each.init or each.name in READ or each.name in SET_BY_VLLM:
             continue
         value = getattr(asked, each.name)
-        if each.name == "draft_tensor_parallel_size" and value == ranks:  # which vLLM sets, if nobody else does
+        if value is not None and value == given.get(each.name):
             continue
         if value != getattr(each.default, "default", each.default):
             raise ConfigError(
@@ -50,7 +52,7 @@ def draft_config(vllm_config: Any) -> DraftConfig | None:
             "hal does not support vLLM's logits_processors with speculative decoding, in which vLLM takes none",
             "leave out logits_processors, or speculative_config",
         )
-    options, model = {}, asked.model
+    options, model = {}, None if method == "mtp" else asked.model
     if method == "ngram":
         options, model = {"shortest": asked.prompt_lookup_min, "longest": asked.prompt_lookup_max}, None
     return DraftConfig(METHODS[method], model, tokens, adapt=False, examine=False, options=options)

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
+from hal.checkpoint.random_weights import meta_model
 from hal.config import require
 from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.model_runner import HalModelRunner
@@ -52,6 +53,7 @@ class HalWorker(WorkerBase):
             require(config, "compilation.capture_sizes", sizes, "vLLM's cudagraph_capture_sizes")
         choose_device(self.parallel_config, self.local_rank)
         self.opened = ExitStack()
+        self.draft_states: hal.step.StateSpec | None = None
         self.backend = hal.open(config)
         self.device = self.backend.device.torch
         join_ranks(self.backend, self.parallel_config, self.rank, self.local_rank, self.distributed_init_method)
@@ -64,6 +66,8 @@ class HalWorker(WorkerBase):
         opened = (hal.RandomCheckpoint if dummy else hal.Checkpoint).open(self.model_config.model)
         self.draft_plan = self._plan_drafter(opened)
         self.model = hal.load_model(opened, self.backend)
+        if self.draft_plan is not None:
+            self.draft_states = self.draft_plan.load(self.model, self.backend, None)
         if not self.model.causal:
             raise ModelError(
                 f"{type(self.model).__name__} attends to later tokens, so it generates no text", "use hal.LLM.embed"
@@ -84,10 +88,20 @@ class HalWorker(WorkerBase):
         config = draft_config(self.vllm_config)
         if config is None:
             return None
-        if self.model_config.is_hybrid:
+        states = [
+            state
+            for layer in meta_model(checkpoint.config, self.backend.config.model_source).states
+            for state in layer.values()
+        ]
+        if any(each.per is SEQUENCE for each in states):
             raise ConfigError(
                 f"{checkpoint.architecture} keeps states per sequence, from which hal drops no rejected drafts in vLLM",
                 "leave out speculative_config, or serve the model with `hal serve --draft`",
+            )
+        if config.method != "ngram" and any(each.window is not None for each in states):
+            raise ConfigError(
+                f"vLLM frees the blocks before the windows of {checkpoint.architecture}, which a drafting model reads",
+                "draft with ngram, or leave out speculative_config",
             )
         plan = plan_drafter(config, checkpoint, self.backend)
         capture_drafts(self.backend, 1 + config.tokens)
@@ -147,14 +161,15 @@ class HalWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Return the bytes for the cache: those asked for, or what weights, steps and captures leave of vLLM's share.
 
-        ``kv_cache_memory_bytes`` asks for bytes, and ``cache.num_tokens`` in hal's configuration for tokens.
+        ``kv_cache_memory_bytes`` asks for bytes, of which a drafter's cache takes its part, and ``cache.num_tokens`` in
+        hal's configuration for tokens.
 
         Raises:
             DeviceOutOfMemory: the largest step does not fit.
         """
         asked = self.cache_config.kv_cache_memory_bytes
         if asked is not None:
-            return int(asked)
+            return self._without_drafter(int(asked))
         if (tokens := hal_config(self.vllm_config).get("cache", {}).get("num_tokens")) is not None:
             blocks = math.ceil(tokens / self.backend.block_size) + DUMMY_BLOCK + 1
             return int(blocks * sum(each.page_size_bytes for each in self.get_kv_cache_spec().values()))
@@ -169,7 +184,15 @@ class HalWorker(WorkerBase):
             share=share,
         )
         log.info("hal's memory:\n%s", plan)
-        return plan.available
+        return self._without_drafter(plan.available)
+
+    def _without_drafter(self, available: int) -> int:
+        """Return what the cache of a drafter, which has as many blocks, leaves of some bytes."""
+        if self.draft_states is None:
+            return available
+        own = sum(each.page_size_bytes for each in self.get_kv_cache_spec().values())
+        beside = self.draft_states.token_bytes * self.backend.block_size
+        return int(available * own // (own + beside))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the runner with as many blocks as vLLM decided. Block 0 is vLLM's null block, and hal's dummy block.

@@ -29,6 +29,7 @@ class Row:
         number: its row; -1 as long as it has no token, which is behind a prompt of one token.
         known: how many of its row's tokens are the request's own; drafted ones follow.
         cached: how many of its tokens the cache has.
+        blocks: how many blocks it has. Requests of an engine get more as they grow.
         drafted: how many tokens were drafted last.
         hidden: the model's hidden states for the tokens behind the cached ones, in parts.
     """
@@ -36,6 +37,7 @@ class Row:
     number: int
     known: int
     cached: int
+    blocks: int = 0
     drafted: int = 0
     hidden: list[Tensor] = attrs.field(factory=list)
 
@@ -79,6 +81,7 @@ class ModelDrafter(Drafter):
                     continue  # A text that is too long for the drafter is never drafted.
                 self._rows[each] = Row(-1, 0, starts[index])
                 self._extend(each, each.length)
+            self._extend_blocks(each)
             row, new = self._rows[each], counts[index]
             if accepted is not None:
                 new = 1 + accepted[index]
@@ -154,16 +157,24 @@ class ModelDrafter(Drafter):
             self._inputs.truncate(row.number, row.known)
             self._inputs.extend(row.number, tokens[row.known :])
         elif tokens:
-            row.number = self._inputs.add(tokens, request.blocks)
+            row.number = self._inputs.add(tokens)
+        self._extend_blocks(request)
         row.known = len(tokens)
         if row.number >= 0:
             row.cached = min(row.cached, max(0, row.known - 1)) if request.has_generated else row.cached
             self._inputs.set_cached(row.number, min(row.cached, row.known))
 
+    def _extend_blocks(self, request: Request) -> None:
+        row = self._rows[request]
+        if row.number >= 0 and row.blocks < len(request.blocks):
+            self._inputs.extend(row.number, (), request.blocks[row.blocks :])
+            row.blocks = len(request.blocks)
+
     def _first(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         """Run what the cache lacks of each row, and return the logits and hidden states of the last tokens."""
         new = [row.known - row.cached for row in rows]
-        fitting = [each for each in self._queries if each >= max(new)]
+        room = min(row.blocks * self._runner.spec.block_size - row.cached for row in rows)
+        fitting = [each for each in self._queries if max(new) <= each <= room]
         run = [min(fitting)] * len(new) if fitting else new
         for row, own, whole in zip(rows, new, run, strict=True):
             if whole > own:
