@@ -198,6 +198,38 @@ class TestDecode:
             assert each["times_floor"] == pytest.approx(median / (max(took) + cache * took[0] / weights))
 
 
+class TestDrafts:
+    def test_texts_with_and_without_drafts(self, tmp_path: Path) -> None:
+        file, prompts = tmp_path / "drafts.json", tmp_path / "prompts.txt"
+        prompts.write_text("x = [1, 2, 3, 1, 2, 3, 1,\nimport os\nclass Reader:\n")
+        shared = ("--batch-size", "2", "--compiler", "eager", "--repeats", "3", "--dtype", "float32")
+        options = ("--draft", "ngram", "--draft-tokens", "3", "--prompts-file", prompts, "--figures", file)
+        shown = succeeds("decode", ROOT / "checkpoints" / "tiny-python", *shared, *options).stdout
+        (found,) = json.loads(file.read_text())
+        assert len(found["plain_seconds"]) == len(found["draft_seconds"]) == 3
+        assert (found["tokens"], found["equal"]) == (3 * 64, 1.0)
+        drafted, accepted = found["acceptance"]["drafted"], found["acceptance"]["accepted"]
+        assert len(drafted) == len(accepted) == 3
+        assert found["acceptance_by_place"] == [some / all_ for some, all_ in zip(accepted, drafted, strict=True)]
+        assert 0 < accepted[0] <= drafted[0]
+        assert f"{found['ratio']:.2f}" in shown
+
+    @pytest.mark.parametrize(
+        ("options", "refused"),
+        [
+            (("--draft", "ngram"), "--draft needs a CHECKPOINT"),
+            (("nowhere", "--draft", "ngram", "--context", "8"), "--context cannot be used with --draft"),
+            (("nowhere", "--draft", "ngram", "--trace"), "--trace cannot be used with --draft"),
+            (("nowhere", "--draft", "ngram", "--repeats", "0"), "number of repeats must be at least 1"),
+            (("nowhere", "--prompts-file", __file__), "--prompts-file needs --draft"),
+        ],
+    )
+    def test_what_is_refused(self, options: tuple[str, ...], refused: str) -> None:
+        result = bench("decode", *options)
+        assert result.exit_code == 2
+        assert refused in result.stderr
+
+
 class TestCheckpoints:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

@@ -7,20 +7,25 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from hal.cli.config_options import Settings, configured, start_ranks, tensor_parallel
 from hal.cli.console import SuggestingGroup, print_table, progress_on_stderr
+from hal.cli.generation_options import PROMPTS_FILE, Prompts, draft_options
 from hal.cli.stdout import ResultCommand, check_file, echo, writing
 
 if TYPE_CHECKING:
     from hal.bench.plan import Workload
+    from hal.generation.drafting.drafter import DraftConfig
 
 log = logging.getLogger("hal.cli")
 
+GRAPH = "graph"
+"""The compiler of texts with drafts, if none is named."""
 FILE = click.Path(path_type=Path)
 HELP = {
     "shapes": "Use random weights with the shapes of a model, such as qwen3-0.6b, in place of a checkpoint.",
@@ -70,8 +75,26 @@ def command() -> None:
 @command.command(cls=ResultCommand)
 @_options
 @click.option("--context", "length", type=int, default=512, show_default=True, help="Tokens in each sequence's cache.")
-def decode(**options: Any) -> None:
-    """Time one decode step of the model in the folder CHECKPOINT, or of --shapes."""
+@draft_options
+@click.option("--prompts-file", type=click.File("rb"), metavar="FILE", help=f"With --draft: {PROMPTS_FILE}")
+def decode(draft: DraftConfig | None, prompts_file: BinaryIO | None, **options: Any) -> None:
+    """Time one decode step of the model in the folder CHECKPOINT, or of --shapes.
+
+    With --draft, time texts of 64 new tokens with and without drafts, by turns, and print the ratio, and the part of
+    the drafted tokens that the model accepts, by place.
+    """
+    if draft is not None:
+        context = click.get_current_context()
+        if unread := [
+            f"--{name.replace('_', '-')}"
+            for name in ("shapes", "length", "against", "threads", "tensor_parallel", "trace", "memory")
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        ]:
+            raise click.UsageError(f"{unread[0].replace('length', 'context')} cannot be used with --draft.")
+        _bench_drafts(draft, prompts_file, **options)
+        return
+    if prompts_file is not None:
+        raise click.UsageError("--prompts-file needs --draft.")
     _bench("decode", **options)
 
 
@@ -101,6 +124,50 @@ def _warn_of_unread_compilation() -> None:
         log.warning(
             "%s of the environment is not read, because the benchmark sets the compiler; use --compilation-config", keys
         )
+
+
+def _bench_drafts(
+    draft: DraftConfig,
+    prompts_file: BinaryIO | None,
+    *,
+    checkpoint: str | None,
+    batch_sizes: Sequence[int],
+    compilers: Sequence[str],
+    repeats: int,
+    settings: Settings,
+    figures_file: Path | None,
+    **unread: Any,
+) -> None:
+    from hal.bench import draft_speed
+    from hal.config.bounds import REPEATS, SEQUENCES, check_count
+
+    if checkpoint is None:
+        raise click.UsageError("--draft needs a CHECKPOINT.")
+    check_count(repeats, REPEATS, "the number of repeats must be")
+    for each in batch_sizes:
+        check_count(each, SEQUENCES, "the batch size must be")
+    if figures_file is not None:
+        check_file(figures_file)
+    prompts = draft_speed.PROMPTS if prompts_file is None else Prompts.read((), prompts_file).texts
+    found = []
+    with settings.emulated() as settings:
+        for compiler in compilers or (GRAPH,):
+            for size in dict.fromkeys(batch_sizes):
+                speed = draft_speed.measure(
+                    checkpoint,
+                    draft,
+                    settings.given,
+                    batch_size=size,
+                    compiler=compiler,
+                    repeats=repeats,
+                    prompts=prompts,
+                    say=progress_on_stderr(),
+                )
+                found.append(speed)
+    print_table(*draft_speed.table(found))
+    if figures_file is not None:
+        with writing(figures_file):
+            figures_file.write_text(json.dumps([each.as_json() for each in found], indent=1) + "\n", encoding="utf-8")
 
 
 def _bench(workload: Workload, figures_file: Path | None, settings: Settings, **options: Any) -> None:
