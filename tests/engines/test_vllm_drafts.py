@@ -200,3 +200,28 @@ def test_drafters_that_do_not_fit_are_refused_before_the_model_is_loaded(reposit
     found = [each for each in result.stdout.splitlines() if each.startswith("refused: ")]
     assert len(found) == len(cases), result.stdout + result.stderr
     assert [error for error, (*_, problem) in zip(found, cases, strict=True) if problem not in error] == []
+
+
+@needs_vllm
+def test_stop_texts_and_budgets_end_texts_with_drafts_alike(repository: Path) -> None:
+    """Several tokens of a step may follow a stop text, a budget of thinking tokens, or the fewest tokens."""
+    model = str(repository / "checkpoints" / "tiny-python")
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
+    result = run(
+        "from vllm import LLM, SamplingParams\n"
+        "from vllm.config import ReasoningConfig\n"
+        "found = []\n"
+        f"for drafts in ({{}}, {{'speculative_config': {drafts}}}):\n"
+        f"    engine = LLM(model={model!r}, max_model_len=128, dtype='float32', **drafts,\n"
+        "        reasoning_config=ReasoningConfig(reasoning_start_str='def', reasoning_end_str='return self.x'),\n"
+        "        additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 2048}}})\n"
+        "    start = engine.llm_engine.vllm_config.reasoning_config.reasoning_start_token_ids\n"
+        "    options = [{'stop': ['\\n    ']}, {'stop': ['import']}, {'min_tokens': 7, 'stop': ['self']},\n"
+        "        {'thinking_token_budget': 5}, {'bad_words': ['range']}]\n"
+        "    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **each) for each in options]\n"
+        "    prompts = ['def f(x):', 'import os', 'class A:', {'prompt_token_ids': [9, 10, *start]}, 'for i in ']\n"
+        "    outputs = [each.outputs[0] for each in engine.generate(prompts, params)]\n"
+        "    found.append([(each.text, [*each.token_ids], each.stop_reason) for each in outputs])\n"
+        "print('equal:', found[0] == found[1], found[1][0][2] is not None)\n"
+    )
+    assert "equal: True True\n" in result.stdout, result.stdout + result.stderr
