@@ -189,6 +189,7 @@ class Scheduler:
             if not sequences[0].drawn:
                 self._run_to_places(sequences)
             counts = None if sequences[0].drawn else [each.length - each.cached for each in sequences]
+            starts = [] if self._speculation is None else [each.first_new for each in sequences]
             rows = None if len(sequences) == len(self._running) else list(map(_row, sequences))
             batch = inputs.batch(counts, rows=rows, **{} if plain else self._fields(sequences, counts))
             output = runner.step(batch)
@@ -212,7 +213,11 @@ class Scheduler:
                 each.drawn += 1
             self._unread = sequences, HostCopy(runner.backend, chosen, wrong, *likely)
             if not self._overlaps:
-                return self._read()
+                found = self._read()
+                if counts is None and self._speculation is not None:
+                    ones = [1] * len(sequences)
+                    self._speculation.drafter.ran(sequences, starts, ones, output, [0] * len(sequences))
+                return found
             inputs.extend_pending(list(map(_row, sequences)), chosen)
         return found
 
@@ -226,6 +231,10 @@ class Scheduler:
         runner, inputs = self._runner, self._inputs
         with runner.running():
             drafts, added = speculation.propose(sequences)
+            if not any(added):
+                found = self._step(sequences)
+                speculation.measured(drafts)
+                return found
             rows, counts = list(map(_row, sequences)), [1 + count for count in added]
             inputs.extend_drafts(rows, added, drafts.tokens)
             batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))

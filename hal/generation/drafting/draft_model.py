@@ -20,6 +20,9 @@ from hal.generation.request import Request
 from hal.nn import DraftLM
 from hal.step import ALL, LAST, NONE, Wanted, to_device
 
+UNDRAFTED = 72
+"""The steps without drafts after which a text gets no more drafts from a model that would need all hidden states."""
+
 
 @attrs.define(eq=False)
 class Row:
@@ -74,6 +77,8 @@ class ModelDrafter(Drafter):
         accepted: Sequence[int] | None,
     ) -> None:
         """Run a step's prompts, or note which drafts are right."""
+        if accepted is not None and not any(each in self._rows for each in requests):
+            return
         hidden = self._read(output)
         for index, each in enumerate(requests):
             if each not in self._rows:
@@ -90,6 +95,8 @@ class ModelDrafter(Drafter):
             if hidden is not None:
                 first = sum(counts[:index])
                 row.hidden.append(hidden[first : first + new].clone())
+                if len(row.hidden) > UNDRAFTED:
+                    self.end(each)
         if accepted is None:
             self._read_prompts(requests, starts, counts)
 
