@@ -180,7 +180,7 @@ def _sides(
         if draft is not None and isinstance(model, DraftLM) and backend is first:
             if min(map(len, prompts.token_ids)) < 2:
                 raise CompareError("a prompt has one token, behind which no head drafts", "give longer prompts")
-            with Runner(target, backend, max_sequences=1) as runner:
+            with Runner(target, backend, max_sequences=1) as runner, runner.running():
                 hidden = [pass_of_target(runner, list(each)).read(model)[:-1] for each in prompts.token_ids]
         made.append(Side(backend, model, new_runner(model, backend)))
     first.activate()

@@ -61,9 +61,11 @@ class TargetPass:
         return Feed(self.tokens[1:], self.read(model)[:-1]) if isinstance(model, DraftLM) else Feed(self.tokens)
 
     def read(self, model: DraftLM) -> Tensor:
-        """Return the hidden states that a drafting model reads, one for each token of the text."""
-        with torch.inference_mode():
-            return model.read(self.outputs[model.reads or HIDDEN])
+        """Return the hidden states that a drafting model reads, one for each token of the text.
+
+        Call it in :meth:`hal.Runner.running`, as :meth:`feed`, because the model may compute them.
+        """
+        return model.read(self.outputs[model.reads or HIDDEN])
 
     def predicted(self, model: CausalLM) -> Tensor:
         """Return the logits that a drafting model predicts, for each of its positions."""

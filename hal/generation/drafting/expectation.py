@@ -171,7 +171,7 @@ def _wrong_wiring(runner: Runner, drafting: Runner, tokens: list[int], deviation
     def fit(feed: Feed) -> Tensor:
         return overlap(pass_of_drafting(drafting, [feed])[1], expected)
 
-    with torch.inference_mode():
+    with drafting.running():
         own = fit(text.feed(drafting.model))
         if not agreed(float(own.mean()) < ALIKE, runner.backend.mesh):
             return
@@ -204,11 +204,13 @@ def _wrong_drafts(runner: Runner, drafting: Runner, noted: Sequence[tuple[int, l
     longest = {number: tokens for number, tokens, _ in noted}
     hidden: dict[int, Tensor] = {}
     if isinstance(model := drafting.model, DraftLM):
-        hidden = {number: pass_of_target(runner, tokens).read(model) for number, tokens in longest.items()}
+        passes = {number: pass_of_target(runner, tokens) for number, tokens in longest.items()}
+        with drafting.running():
+            hidden = {number: each.read(model) for number, each in passes.items()}
     some = noted[:: -(-len(noted) // (PLACES_OF_LAYERS if hidden else PLACES))]
     texts = [(tokens, drafts, hidden[number] if hidden else None) for number, tokens, drafts in some]
     references = drafting.backend.mesh.size == 1
-    with torch.inference_mode():
+    with drafting.running():
         expected = _chains(drafting, texts, references)
         chosen = torch.tensor([token for _, drafts, _ in texts for token in drafts], device=expected.device)
         behind = expected.amax(-1) - expected.gather(1, chosen[:, None])[:, 0]
