@@ -232,9 +232,9 @@ class Scheduler:
         with runner.running():
             drafts, added = speculation.propose(sequences)
             if not any(added):
-                found = self._step(sequences)
+                alone = self._step(sequences)
                 speculation.measured(drafts)
-                return found
+                return alone
             rows, counts = list(map(_row, sequences)), [1 + count for count in added]
             inputs.extend_drafts(rows, added, drafts.tokens)
             batch = inputs.batch(counts, rows=rows, **self._fields(sequences, counts))
