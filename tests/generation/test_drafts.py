@@ -77,7 +77,7 @@ def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
         assert is_[3] == (of[3] if of[3] is None else pytest.approx(of[3], abs=1e-4))
 
 
-@thorough(MODE, "graph|piecewise|moe|latent")
+@thorough(MODE, "graph|piecewise|moe|latent|hybrid-eagle3")
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 @pytest.mark.parametrize(
     ("checkpoint", "draft"),
@@ -88,6 +88,7 @@ def assert_same(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -
         (HYBRID, NGRAM),
         (HYBRID, SELF),
         (HYBRID, MTP),
+        (HYBRID, EAGLE | {"model": f"{HYBRID}-eagle3"}),
         (SPARSE, NGRAM),
         (LATENT, NGRAM),
     ],
