@@ -11,6 +11,7 @@ import torch
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress, build_model, load_model
 from hal.checkpoint.model_registry import find_model, knows, make_model
+from hal.checkpoint.safetensors_files import DTYPES
 from hal.checkpoint.tensor_names import speller
 from hal.drivers.backend import Backend
 from hal.errors import ConfigError
@@ -18,7 +19,7 @@ from hal.execution.runner import Runner
 from hal.execution.state_spec import spec_of, states_per_sequence
 from hal.generation.drafting.draft_model import ModelDrafter
 from hal.generation.drafting.drafter import DraftConfig, Drafter, DrafterType, DraftPlan
-from hal.nn import CausalLM, DraftLM
+from hal.nn import CausalLM, DecoderLM, DraftLM
 from hal.step.fields import DUMMY_BLOCK
 from hal.step.state import StateSpec
 
@@ -69,18 +70,12 @@ class DraftModel(DrafterType):
 
     def plan(self, config: DraftConfig, checkpoint: Checkpoint, backend: Backend) -> DraftPlan:
         """Compare the vocabularies."""
-        _check_options(config)
-        if config.model is None:
-            raise ConfigError("draft.method is model, and draft.model is not set", "name the drafter's checkpoint")
-        found = Checkpoint.open(config.model)
-        drafting, model = (build_model(each) for each in (found, checkpoint))
+        found, drafting, _ = _opened(config, checkpoint)
         if in_slots := states_per_sequence(drafting):
             raise ConfigError(
                 f"the drafter {type(drafting).__name__} keeps {in_slots[0]} per sequence, which drafts would change",
                 "draft with a model that keeps states per token only",
             )
-        if drafting.vocab_size != model.vocab_size:
-            raise _other_vocabulary(f"{drafting.vocab_size} tokens, and the model's {model.vocab_size}")
         if found.has_tokenizer and checkpoint.has_tokenizer:
             own, theirs = found.tokenizer().get_vocab(), checkpoint.tokenizer().get_vocab()
             if wrong := [token for token, number in theirs.items() if own.get(token) != number]:
@@ -112,7 +107,7 @@ class PredictingLayer(DrafterType):
         layer = make_model(found, checkpoint.model_config)
         first = f"{layer.base_name}.fc.weight"
         spell = speller(layer, {first})
-        if not any(spell(each) == first for each in checkpoint.tensors):
+        if not any(spell(each).startswith(f"{layer.base_name}.fc.") for each in checkpoint.tensors):
             raise ConfigError(
                 f"{checkpoint.path} has no tensors of a layer that predicts further tokens ({first})",
                 "draft with ngram, or use the published checkpoint, which has them",
@@ -127,31 +122,48 @@ class EagleHead(DrafterType):
 
     def plan(self, config: DraftConfig, checkpoint: Checkpoint, backend: Backend) -> DraftPlan:
         """Compare the sizes and the embeddings."""
-        _check_options(config)
-        if config.model is None:
-            raise ConfigError("draft.method is eagle3, and draft.model is not set", "name the head's checkpoint")
-        found = Checkpoint.open(config.model)
-        head, model = (build_model(each) for each in (found, checkpoint))
+        found, head, model = _opened(config, checkpoint)
         if not isinstance(head, DraftLM):
             raise ConfigError(
                 f"{found.path} is of {type(head).__name__}, which is no head of EAGLE-3",
                 "set draft.method to model, or name a head's checkpoint",
             )
-        if head.vocab_size != model.vocab_size:
-            raise _other_vocabulary(f"{head.vocab_size} tokens, and the model's {model.vocab_size}")
+        if not isinstance(model, DecoderLM):
+            raise ConfigError(
+                f"a head of EAGLE-3 reads the layers of a model of hal's, and the model is {type(model).__name__}",
+                "draft with ngram, or with a smaller checkpoint",
+            )
         head.share(model)
         _check_embedding(found, checkpoint)
         return ModelPlan(config.tokens, found)
 
 
+def _opened(config: DraftConfig, checkpoint: Checkpoint) -> tuple[Checkpoint, CausalLM, CausalLM]:
+    """Return a drafter's checkpoint, its model and the model that it drafts for, both without weights.
+
+    Raises:
+        ConfigError: no checkpoint is named, or it is of another vocabulary.
+    """
+    _check_options(config)
+    if config.model is None:
+        raise ConfigError(f"draft.method is {config.method}, and draft.model is not set", "name its checkpoint")
+    found = Checkpoint.open(config.model)
+    drafting, model = (build_model(each) for each in (found, checkpoint))
+    if drafting.vocab_size != model.vocab_size:
+        raise _other_vocabulary(f"{drafting.vocab_size} tokens, and the model's {model.vocab_size}")
+    return found, drafting, model
+
+
 def _check_embedding(head: Checkpoint, model: Checkpoint) -> None:
     """Compare a head's embedding, if it has one, with that of the model, which it will use."""
-    pair = [next((name for name in each.tensors if name.endswith(EMBEDDING)), None) for each in (head, model)]
-    if None in pair:
+    tables = []
+    for each in (head, model):
+        for name, info in each.tensors.items():
+            if name.endswith(EMBEDDING) and DTYPES[info.dtype].is_floating_point:
+                tables += [value.to(torch.float32, copy=True) for _, value in each.read([name])]
+    if len(tables) < 2:
         return
-    own, theirs = (
-        next(each.read([name]))[1].float() for each, name in zip((head, model), pair, strict=True) if name is not None
-    )
+    own, theirs = tables
     if own.shape != theirs.shape or not torch.allclose(own, theirs, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"{head.path} has another embedding than {model.path}", "use the model that the head was trained for"
