@@ -129,7 +129,11 @@ QUERY, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens
         ("tied", lambda given: given.update(nonsense=torch.ones(1)), r"nonsense is not in the model \(.*known"),
         ("tied", lambda given: given.update({QUERY: torch.ones(3, 4)}), rf"{QUERY} is \[3, 4\], not \[64, 32\]"),
         ("tied", lambda given: given.update({QUERY: given[QUERY].int()}), f"{QUERY} is I32, expected a floating"),
-        ("tied", lambda given: given.update({QUERY: given[QUERY].bool()}), f"{QUERY} is torch.bool, which"),
+        (
+            "tied",
+            lambda given: given.update({QUERY: given[QUERY].bool()}),
+            f"{QUERY} is BOOL, expected a floating",
+        ),
         ("tied", lambda given: given.pop(QUERY), f"{QUERY} is missing, which .*qkv_proj.weight holds together with"),
         ("tied", lambda given: given.update({"lm_head.weight": given[EMBEDDING] + 1}), "but their values differ"),
         ("compressed-tensors/w8a8", lambda given: given.pop(QUERY + "_scale"), f"{QUERY}_scale is missing"),
