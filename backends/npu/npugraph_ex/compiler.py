@@ -19,9 +19,11 @@ from hal.compile.optimize import OptimizedStep, Stage, optimize_model
 from hal.compile.trace import StepSizes
 from hal.device.device import Stream
 from hal.drivers.compiler import Outputs
-from hal.errors import CaptureError, ConfigError, HalError
+from hal.errors import CaptureError, HalError
+from hal.execution.capture.capture_sizes import queries_to_capture
 from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
 from hal.execution.context import FormContext
+from hal.execution.state_spec import states_per_sequence
 from hal.step import StaticBatch, StepShape
 
 from ..backend import NpuBackend
@@ -148,11 +150,6 @@ def make_form(context: FormContext) -> FullGraphForm:
         ConfigError: an option of the compiler is invalid, or not supported on this machine.
     """
     backend: NpuBackend = context.backend  # type: ignore[assignment]
-    if context.model.batch_type.saves > 1:
-        raise ConfigError(
-            "npugraph_ex does not keep the states of recurrent layers after each drafted token",
-            "choose the compiler graph or piecewise, or leave out draft",
-        )
     check_device(backend.options.device)
     if backend.options.static_kernels:
         check_static_kernels()
@@ -183,7 +180,9 @@ class ExGraphs(GraphMaker):
 
     def __init__(self, context: FormContext, backend: NpuBackend) -> None:
         self._context, self._npu = context, backend
-        self._code = CodeCache(context.config.cache_dir, compiler_options(backend.options))
+        # torch's pass that computes in place confuses the states of recurrent layers in steps of several tokens.
+        several = max(queries_to_capture(context.config)) > 1 and bool(states_per_sequence(context.model))
+        self._code = CodeCache(context.config.cache_dir, compiler_options(backend.options, in_place=not several))
         self._lowered: list[tuple[OptimizedStep, Callable[..., Outputs]]] = []
         self.optimized: dict[StepShape, OptimizedStep] = {}
 

@@ -37,8 +37,12 @@ OP_COMPILER = "op_compiler"
 """CANN's command that compiles kernels for the shapes of one graph."""
 
 
-def compiler_options(options: NpuOptions) -> dict[str, Any]:
+def compiler_options(options: NpuOptions, *, in_place: bool = True) -> dict[str, Any]:
     """Return the compiler's options for the driver's options.
+
+    Args:
+        options: the driver's options.
+        in_place: whether the compiler may let operations write their results into their inputs.
 
     Raises:
         ConfigError: an option is unknown, has an invalid value, or is not supported on this machine.
@@ -64,7 +68,8 @@ def compiler_options(options: NpuOptions) -> dict[str, Any]:
                 f"the option npugraph_ex sets {name!r} to {value!r}: {first_line(error)}", f"correct {name}"
             ) from error
     static = {"static_kernel_compile": True} if options.static_kernels else {}
-    return {**DEFAULTS, **options.npugraph_ex, **FIXED, **static}
+    safe = {} if in_place else {"inplace_pass": False}
+    return {**DEFAULTS, **options.npugraph_ex, **FIXED, **static, **safe}
 
 
 def check_static_kernels() -> None:
