@@ -1,6 +1,6 @@
 """EAGLE-3: one layer that drafts for a target model, from the inputs of some of the target's layers.
 
-It has an output projection of its own for a part of the vocabulary, and the target's embedding.
+It uses the target's embedding. Its output projection covers a part of the vocabulary.
 
 Source: Li et al., *EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test*, 2025.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import attrs
 import torch
@@ -53,13 +53,16 @@ class EagleConfig(DecoderConfig):
     target_hidden_size: int | None = None
     target_layers: tuple[int, ...] | None = None
     norm_before_residual: bool = False
+    norm_before_fc: Literal[False] = False
+    norm_output: Literal[False] = False
+    fc_norm: Literal[False] = False
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.num_hidden_layers != 1 or self.tie_word_embeddings:
             raise ValueError(
                 f"num_hidden_layers is {self.num_hidden_layers} and tie_word_embeddings {self.tie_word_embeddings}; "
-                "a head of EAGLE-3 has one layer, and an output projection of its own"
+                "a head of EAGLE-3 has one layer, and does not tie its output projection"
             )
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size, {self.draft_vocab_size}, exceeds vocab_size, {self.vocab_size}")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import hal
 from hal.errors import ConfigError
 from hal.generation.drafting.draft_length import AGAIN, DraftLength
+from hal.generation.drafting.draft_model import UNDRAFTED, ModelDrafter
 from hal.generation.drafting.ngram import NgramOptions, TextIndex
 
 CHECKPOINTS = Path("checkpoints")
@@ -106,6 +107,29 @@ def test_texts_are_those_without_drafts(checkpoint: Path, draft: dict[str, Any],
 def test_graphs_hold_the_steps_that_verify(checkpoint: Path) -> None:
     with hal.LLM(checkpoint, backend="cpu", compiler="graph", max_length=64, max_sequences=2, draft=NGRAM) as llm:
         assert llm._runner.captured_queries == (1, 1 + NGRAM["tokens"])
+
+
+def test_a_head_lets_go_of_a_text_without_drafts() -> None:
+    """It would need all hidden states of the text. The next text gets drafts."""
+    held: list[int] = []
+    with hal.LLM(DENSE, backend="cpu", dtype="float32", max_length=256, draft=EAGLE | {"examine": False}) as llm:
+        assert llm._speculation is not None
+        drafter, length = llm._speculation.drafter, llm._speculation._length
+        assert isinstance(drafter, ModelDrafter)
+        ran, choose = drafter.ran, length.choose
+
+        def noted(*args: Any) -> None:
+            ran(*args)
+            held.append(len(drafter._rows))
+
+        drafter.ran, length.choose = noted, lambda texts: 0  # type: ignore[method-assign]
+        llm.generate(TEXTS[0], max_new_tokens=UNDRAFTED + 9, ignore_eos=True)
+        length.choose = choose  # type: ignore[method-assign]
+        llm.generate(TEXTS[0], max_new_tokens=9, ignore_eos=True)
+        assert llm.acceptance is not None
+        assert sum(llm.acceptance.drafted) > 0
+    assert held[0] == held[UNDRAFTED - 1] == 1
+    assert held[UNDRAFTED + 1] == 0
 
 
 PREDICTORS = ("Qwen3NextMTP", "Qwen3_5MTP", "Glm4MoeMTP", "DeepseekV3MTP", "eagle3", "eagle3 of all tokens")
@@ -340,6 +364,7 @@ class TestDraftLength:
         ),
         ({"num_hidden_layers": 2}, {}, "has one layer"),
         ({"draft_vocab_size": 5000}, {}, "draft_vocab_size, 5000, exceeds vocab_size, 4096"),
+        ({"norm_output": True}, {}, "norm_output"),
         ({"vocab_size": 5000}, {}, "another vocabulary"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state"),
         ({}, {"embed_tokens.weight": torch.ones(4096, 192)}, "another embedding"),

@@ -10,6 +10,7 @@ Faster Large Language Models via Multi-token Prediction*, 2024; Qwen Team, *Qwen
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -111,16 +112,16 @@ class Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class Predictor(nn.Module):
+class Predictor(nn.Module, ABC):
     """What both kinds share. The tensors' names are those of published checkpoints."""
 
+    @abstractmethod
     def start(self, hidden: Tensor) -> Tensor:
         """Return what the first step reads of the model's hidden states."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, embeddings: Tensor, hidden: Tensor, earlier: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the hidden states that the next step reads, and those of the logits."""
-        raise NotImplementedError
 
     def unrolled(self, embeddings: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
         """Return the hidden states of the logits of each step of chains that begin at every position.
@@ -140,7 +141,7 @@ class Predictor(nn.Module):
 
 
 class EagleHead(Predictor):
-    """A head of EAGLE-3 with a vocabulary of its own."""
+    """A head of EAGLE-3, which drafts a part of the vocabulary."""
 
     def __init__(self, config: Any, layers: int, vocabulary: int) -> None:
         super().__init__()

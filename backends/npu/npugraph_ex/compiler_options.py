@@ -68,6 +68,12 @@ def compiler_options(options: NpuOptions, *, in_place: bool = True) -> dict[str,
                 f"the option npugraph_ex sets {name!r} to {value!r}: {first_line(error)}", f"correct {name}"
             ) from error
     static = {"static_kernel_compile": True} if options.static_kernels else {}
+    if not in_place and options.npugraph_ex.get("inplace_pass"):
+        raise ConfigError(
+            "the option npugraph_ex sets 'inplace_pass', which gives wrong states of recurrent layers in steps of "
+            "several tokens",
+            "remove inplace_pass, or leave out draft and compilation.queries",
+        )
     safe = {} if in_place else {"inplace_pass": False}
     return {**DEFAULTS, **options.npugraph_ex, **FIXED, **static, **safe}
 

@@ -1,7 +1,7 @@
 """Passes of a drafting model over whole texts, without its drafter: on a backend's kernels, or on the references.
 
-The drafter runs few tokens at a time, on graphs, beside a cache. A pass runs a whole text at once, eagerly, on states
-of its own. Both give the same drafts, so that a pass finds what a drafter reads wrongly.
+The drafter runs few tokens at a time, on graphs, beside a cache. A pass runs a whole text at once, eagerly, on new
+states. Both give the same drafts, unless a drafter reads wrong positions, cached tokens or hidden states.
 """
 
 from __future__ import annotations

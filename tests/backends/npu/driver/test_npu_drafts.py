@@ -11,6 +11,7 @@ import pytest
 from helpers.thorough import MODE, thorough
 
 import hal
+from hal.errors import ConfigError
 from hal.generation.drafting.draft_model import ModelDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,3 +84,9 @@ def test_steps_that_draft_and_verify_are_replayed(draft: dict[str, Any]) -> None
         # The model's prompt, and the drafter's, run outside of graphs.
         assert steps - len(trace.ran(kind="graph")) in range(1 + len(runners))
         assert not trace.ran(phase="capture")
+
+
+def test_the_pass_that_confuses_states_is_refused() -> None:
+    options = {"emulator": True, "npugraph_ex": {"inplace_pass": True}}
+    with pytest.raises(ConfigError, match="sets 'inplace_pass', which gives wrong states of recurrent layers"):
+        hal.LLM(HYBRID, backend="npu", compiler="npugraph_ex", max_length=64, draft=NGRAM, config={"options": options})
