@@ -128,7 +128,7 @@ def load_model(
             f"{type(model).__name__} has {', '.join(left)}, which no checkpoint tensor fills",
             "make it a parameter, or compute it in forward",
         )
-    model.loaded = LoadedWeights(tuple(layers), dtype)
+    model.loaded = LoadedWeights(tuple(layers), dtype, checkpoint)
     return model
 
 

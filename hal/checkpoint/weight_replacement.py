@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from hal.checkpoint.checkpoint import Checkpoint
+from hal.checkpoint.gguf.gguf_files import GgufFiles
 from hal.checkpoint.safetensors_files import DTYPES, TensorInfo
 from hal.checkpoint.tensor_names import renamed, speller
 from hal.checkpoint.validate import tensor_problems, value_problems
+from hal.checkpoint.weight_arrival import WeightArrival
 from hal.checkpoint.weight_bindings import Binding, Piece
 from hal.checkpoint.weight_filling import LayerFilling
 from hal.drivers.backend import Backend
@@ -27,14 +30,20 @@ class LoadedWeights:
 
     Attributes:
         layers: what was filled at once.
+        checkpoint: the checkpoint that has the weights; None after others replaced them.
+        shared: the names of tensors that the model has no more, because it uses another model's.
     """
 
     layers: tuple[LayerFilling, ...]
     dtype: torch.dtype
+    checkpoint: Checkpoint | None = None
+    shared: frozenset[str] = frozenset()
 
     def without(self, *modules: nn.Module) -> LoadedWeights:
         """Return the record without modules that are no part of the model any more, so that they can be freed."""
-        return attrs.evolve(self, layers=tuple(each for each in self.layers if each.module not in modules))
+        left = tuple(each for each in self.layers if each.module not in modules)
+        gone = {name for each in self.layers if each.module in modules for name in each.pieces}
+        return attrs.evolve(self, layers=left, shared=self.shared | gone)
 
 
 class _Replacement:
@@ -42,6 +51,8 @@ class _Replacement:
 
     Attributes:
         known: the layer, the piece and the binding of each checkpoint tensor, also those of other ranks, by its name.
+        arrival: brings tensors into the form of the checkpoint.
+        written: the layers that have new values.
     """
 
     def __init__(self, model: CausalLM, backend: Backend, loaded: LoadedWeights) -> None:
@@ -51,6 +62,8 @@ class _Replacement:
             for binding in layer.bindings:
                 for piece in binding.pieces():
                     self.known.setdefault(piece.source, []).append((layer, piece, binding))
+        self.arrival = WeightArrival(model, loaded.layers, self.known)
+        self.written: set[LayerFilling] = set()
 
     def check(self, given: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless tensors have the names, shapes, dtypes and numbers of those that were loaded."""
@@ -76,10 +89,10 @@ class _Replacement:
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by the model's names, each after a check of its name, shape and dtype."""
-        model, spell, seen = self._model, speller(self._model, self.known), set[str]()
-        for given, tensor in tensors:
-            spelled = spell(given)
-            name, values = model.tied.get(spelled, spelled), tensor.detach()
+        model, spell, seen = self._model, speller(self._model, self.arrival.names), set[str]()
+        stored = self.arrival.stored
+        for given, values in (pair for name, each in tensors for pair in stored(spell(name), each.detach())):
+            name = model.tied.get(given, given)
             problems = list(self._problems(name, values))
             if name in seen and name not in model.tied.values():
                 problems.append(f"{given} is given twice")
@@ -106,6 +119,7 @@ class _Replacement:
                     if not missing:
                         del begun[layer]
                         layer.replace(self._backend)
+                        self.written.add(layer)
         finally:
             for layer in begun:
                 layer.release()
@@ -119,7 +133,7 @@ class _Replacement:
     def _problems(self, name: str, tensor: Tensor) -> Iterator[str]:
         """Yield why a tensor has not the name, shape or dtype of one that was loaded."""
         if name not in self.known and name not in self._model.tied:
-            if not self._model.ignores(name):
+            if not self._model.ignores(name) and name not in self._loaded.shared:
                 yield f"{name} is not in the model ({nearest(name, {*self.known, *self._model.tied})})"
         elif tensor.dtype not in _NAMES:
             yield f"{name} is {tensor.dtype}, which no checkpoint has"
@@ -140,36 +154,61 @@ class _Replacement:
         return True
 
 
+def loaded_weights(model: CausalLM) -> LoadedWeights:
+    """Return the record of a model's load.
+
+    Raises:
+        ModelError: :func:`hal.load_model` did not load it.
+    """
+    if not isinstance(model.loaded, LoadedWeights):
+        raise ModelError(
+            f"{type(model).__name__} was not loaded by hal.load_model, so its weights have no names",
+            "copy into its parameters, or load it from a checkpoint",
+        )
+    return model.loaded
+
+
 def replace_tensors(
-    model: CausalLM, backend: Backend, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    model: CausalLM, backend: Backend, tensors: Checkpoint | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> None:
     """Write new values into a model's weights; see :func:`hal.replace_weights`.
 
     Args:
         model: loaded on the backend; no step may be running.
-        tensors: whole tensors, by their names in the checkpoint.
+        tensors: whole tensors, by their names in the checkpoint; or a checkpoint that has them.
 
     Raises:
         CheckpointError: a tensor does not fit.
         ModelError: :func:`hal.load_model` did not load the model.
     """
-    loaded = model.loaded
-    if not isinstance(loaded, LoadedWeights):
-        raise ModelError(
-            f"{type(model).__name__} was not loaded by hal.load_model, so its weights have no names",
-            "copy into its parameters, or load it from a checkpoint",
-        )
-    replacement = _Replacement(model, backend, loaded)
+    loaded = loaded_weights(model)
+    replacement, checkpoint = _Replacement(model, backend, loaded), None
+    if isinstance(tensors, Checkpoint):
+        checkpoint, tensors = tensors, tensors.read(tensors.tensors)
+        if isinstance(checkpoint.files, GgufFiles) and checkpoint is not loaded.checkpoint:
+            raise CheckpointError(
+                f"{checkpoint.path} is a GGUF file, whose weights cannot replace those of a loaded model",
+                "load it with hal.load_model, for another runner",
+            )
     if isinstance(tensors, Mapping):
-        given = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, replacement.known)
+        arrival = replacement.arrival
+        named = renamed({name: tensor.detach() for name, tensor in tensors.items()}, model, arrival.names)
+        given = dict(pair for name, tensor in named.items() for pair in arrival.stored(name, tensor))
         replacement.check(given)  # Nothing is refused from here on.
+        model.loaded = attrs.evolve(loaded, checkpoint=None)
         replacement.write(given.items())
         return
+    model.loaded = attrs.evolve(loaded, checkpoint=None)
     try:
         replacement.write(replacement.checked(tensors))
     except CheckpointError as error:
         problem = f"{error.problem}; the model may be partly replaced"
         raise CheckpointError(problem, f"{error.remedy}, and load the model again") from None
+    finally:
+        if isinstance(tensors, Generator):
+            tensors.close()  # It may have to receive what another process sends.
+    if checkpoint is not None and replacement.written.issuperset(loaded.layers):
+        model.loaded = attrs.evolve(loaded, checkpoint=checkpoint)
 
 
 def _tied_problems(model: CausalLM, given: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:

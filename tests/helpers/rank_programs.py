@@ -347,6 +347,35 @@ def replaced(first: str, second: str, parallel: dict[str, Any]) -> dict[str, Ten
     return found
 
 
+def broadcast_weights(first: str, second: str) -> dict[str, Any]:
+    """Send the second checkpoint's weights from rank 0 to a hal.LLM with the first's in rank 1, then wrong ones."""
+    from hal.errors import CheckpointError
+    from hal.parallel import receive_weights, send_weights
+    from helpers.replacing import PROMPTS, tensors
+
+    if distributed.get_rank() == 0:
+        new = tensors(Path(second))
+        send_weights(new)
+        send_weights({"nonsense": torch.ones(2), **new})
+        send_weights((name, each.double()) for name, each in tensors(Path(first)).items())
+        return {}
+
+    def texts() -> list[list[int]]:
+        given: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+        return [list(each.token_ids) for each in llm.generate([list(each) for each in PROMPTS], **given)]
+
+    with hal.LLM(first, backend="cpu", dtype="float32", config={"cache": {"num_tokens": 1024}}) as llm:
+        found: dict[str, Any] = {"before": texts(), "refused": False}
+        llm.replace_weights(receive_weights())
+        found["after"] = texts()
+        try:
+            llm.replace_weights(receive_weights())
+        except CheckpointError:
+            found["refused"] = True
+        llm.replace_weights(receive_weights())
+        return {**found, "again": texts()}
+
+
 def family_difference(folder: str, family: str, compiler: str, tensor: int) -> float:
     """Return how far the logits of a model of transformers differ from its own, in parts of the largest.
 

@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +22,7 @@ from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
 from hal.drivers.registry import merged_config, read_config
 from hal.errors import ConfigError
+from hal.execution.replace_weights import NewWeights
 from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
@@ -29,8 +30,10 @@ from hal.generation.generated_text import GeneratedText
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.embedder import Embedder
-from hal.generation.llm.engine import open_engine
+from hal.generation.llm.engine import Engine, open_engine
+from hal.generation.llm.loop_pass import Change
 from hal.generation.llm.messages import Message
+from hal.generation.llm.model_weights import pairs_of, replace
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.processor import Conversations
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
@@ -290,6 +293,36 @@ class LLM:
         scores = self._scoring(whole, [len(prompt) for prompt, _ in pairs]).result().scores
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
+    def log_probabilities(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+    ) -> list[Tensor]:
+        """Return the log-probabilities of the tokens of each continuation, ``[tokens]``, float32, on the CPU.
+
+        They are the log-softmax of the model's logits, at temperature 1. The arguments and errors are those of
+        :meth:`score`.
+        """
+        return [torch.tensor([each.logprob for each in found.tokens]) for found in self.score(prompts, continuations)]
+
+    def replace_weights(self, tensors: NewWeights, *, drafter: bool = False) -> None:
+        """Write new values into the weights, as :func:`hal.replace_weights`, and drop all cached prefixes.
+
+        Running texts end with the former weights. Those that come later wait. If ranks share the model, the first rank
+        passes whole tensors to the others, and each opens the checkpoint of a path.
+
+        Args:
+            tensors: tensors by name, or pairs of them, such as what :func:`hal.parallel.receive_weights` yields; or a
+                checkpoint, or its path.
+            drafter: whether they are those of the drafter. It shares the model's embedding where it has the same.
+
+        Raises:
+            CheckpointError: a tensor does not fit, or the checkpoint is damaged. A mapping changes nothing then.
+            ConfigError: there is no drafter with weights.
+            ClosedError: the LLM is closed.
+        """
+        if self._runner.backend.mesh.size > 1 and not isinstance(tensors, str | Path):
+            tensors = {name: each.detach().cpu() for name, each in pairs_of(tensors)}
+        self._change(functools.partial(replace, tensors=tensors, drafter=drafter))
+
     async def aprompt_logprobs(self, prompts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[Logprob]]:
         """Return the log-probabilities of prompts' second and later tokens, and of ``top`` likely ones, as score()."""
         encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
@@ -325,6 +358,9 @@ class LLM:
 
     def _embeddings(self, done: PoolingPass) -> Tensor:
         return self.embedder.pooling.apply(torch.stack(done.vectors)) if done.vectors else torch.empty(0)
+
+    def _change(self, make: Callable[[Engine], Any]) -> Any:
+        return self._loop.start(functools.partial(Change, make=make)).result().result
 
     def _scoring(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> Future[ScorePass]:
         return self._loop.start(functools.partial(ScorePass, prompts=prompts, starts=starts, top=top))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,8 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.execution.runner import Runner
 from hal.execution.step_output import StepOutput
+from hal.generation.llm.engine import Engine
+from hal.generation.llm.loop_pass import Pass
 from hal.generation.logits_processing import Logprob, logprobs_of, read_logprobs
 from hal.step import NONE, Wanted, to_device
 from hal.step.input_batch import InputBatch
@@ -37,7 +38,7 @@ class Chunk:
     stop: int
 
 
-class PromptPass(ABC):
+class PromptPass(Pass):
     """Runs prompts through the model, some at a time, so that other requests can run in between.
 
     Args:
@@ -46,8 +47,8 @@ class PromptPass(ABC):
 
     max_tokens: int
 
-    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]]) -> None:
-        self._runner = runner
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+        self._runner = engine.runner
         self._waiting = deque(enumerate(prompts))
 
     @property
@@ -120,10 +121,10 @@ class ScorePass(PromptPass):
         scores: the log-probabilities of each prompt's tokens from its start on.
     """
 
-    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> None:
-        super().__init__(runner, prompts)
-        most = max(16, MOST_LOGITS // runner.model.vocab_size)
-        self.max_tokens = min(runner.backend.config.max_prefill_tokens, most)
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> None:
+        super().__init__(engine, prompts)
+        most = max(16, MOST_LOGITS // self._runner.model.vocab_size)
+        self.max_tokens = min(self._runner.backend.config.max_prefill_tokens, most)
         self._starts, self._top = starts, top
         self.scores: list[list[Logprob]] = [[] for _ in prompts]
 
@@ -164,9 +165,9 @@ class PoolingPass(PromptPass):
         vectors: the vector of each prompt, after the pass: ``[width]``, float32, on the CPU.
     """
 
-    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], mode: str) -> None:
-        super().__init__(runner, prompts)
-        self.max_tokens, self._mode = runner.backend.config.max_prefill_tokens, mode
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], mode: str) -> None:
+        super().__init__(engine, prompts)
+        self.max_tokens, self._mode = self._runner.backend.config.max_prefill_tokens, mode
         self.vectors: list[Any] = [None] * len(prompts)
 
     def rows(self, chunks: Sequence[Chunk]) -> list[int]:

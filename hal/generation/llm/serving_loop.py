@@ -17,14 +17,13 @@ import attrs
 from tokenizers import Tokenizer
 
 from hal.errors import BatchError, ClosedError, ConfigError, HalError, NumericsError
-from hal.execution.runner import Runner
 from hal.generation.llm.engine import Engine
-from hal.generation.llm.prompt_pass import PromptPass
+from hal.generation.llm.loop_pass import Pass
 from hal.generation.request import Request, Token, checked
 from hal.generation.scheduler import Scheduler
 from hal.parallel.host_values import RankMessages
 
-P = TypeVar("P", bound=PromptPass)
+P = TypeVar("P", bound=Pass)
 
 Deliver = Callable[[Request, Token | HalError], None]
 """Called in the loop's thread with each token of a request, or with the error that ended it. It must not block."""
@@ -71,7 +70,7 @@ class ServingLoop:
     """
 
     def __init__(self, engine: Engine, max_requests: int, tokenizer: Callable[[], Tokenizer]) -> None:
-        self._runner, self._tokenizer = engine.runner, functools.cache(tokenizer)
+        self._engine, self._runner, self._tokenizer = engine, engine.runner, functools.cache(tokenizer)
         self._max_length = engine.max_length
         limits: dict[str, Any] = {"max_requests": max_requests, "max_length": engine.max_length}
         self._new_scheduler = functools.partial(Scheduler, self._runner, **limits, speculation=engine.speculation)
@@ -80,8 +79,8 @@ class ServingLoop:
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         self._calls: deque[Call] = deque()
-        self._passes: deque[tuple[Callable[[Runner], PromptPass], PromptPass, Future[Any]]] = deque()
-        self._pass: tuple[PromptPass, Future[Any]] | None = None
+        self._passes: deque[tuple[Callable[[Engine], Pass], Pass, Future[Any]]] = deque()
+        self._pass: tuple[Pass, Future[Any]] | None = None
         self._live: dict[int, tuple[Request, Deliver]] = {}
         self._closed = False
         self._failure: HalError | None = None
@@ -141,8 +140,8 @@ class ServingLoop:
             raise failed[0]
         return found
 
-    def start(self, make: Callable[[Runner], P]) -> Future[P]:
-        """Run a pass over prompts, between the steps of requests.
+    def start(self, make: Callable[[Engine], P]) -> Future[P]:
+        """Run a pass, between the steps of requests. One that is to run alone waits until the running ones have ended.
 
         Args:
             make: returns the pass. Other ranks get it by pickle.
@@ -154,7 +153,7 @@ class ServingLoop:
         Raises:
             HalError: as :meth:`submit`.
         """
-        made, done = make(self._runner), Future[P]()
+        made, done = make(self._engine), Future[P]()
         if made.finished:
             done.set_result(made)
         else:
@@ -223,9 +222,9 @@ class ServingLoop:
             if each in self._live:
                 self._scheduler.cancel(self._live.pop(each)[0])
 
-    def _begin(self, make: Callable[[Runner], PromptPass]) -> None:
+    def _begin(self, make: Callable[[Engine], Pass]) -> None:
         if self._pass is None:  # in another rank
-            self._pass = make(self._runner), Future()
+            self._pass = make(self._engine), Future()
 
     def _run(self) -> None:
         try:
@@ -276,7 +275,7 @@ class ServingLoop:
                     break
             if self._closed:
                 return None
-            calls, self._calls = list(self._calls), deque()
+            calls = self._taken()
             while self._passes and self._pass is None:
                 make, made, done = self._passes.popleft()
                 if done.set_running_or_notify_cancel():
@@ -284,11 +283,23 @@ class ServingLoop:
                     calls.append(("begin", make))
         return calls
 
+    def _taken(self) -> list[Call]:
+        """Return the calls to make now. While a pass waits to run alone, these are cancellations of what runs."""
+        held = self._pass is not None and self._pass[0].alone
+        calls, later = list[Call](), deque[Call]()
+        for each in self._calls:
+            waits = held and (each[0] != "cancel" or self._live.keys().isdisjoint(each[1]))
+            (later if waits else calls).append(each)
+        self._calls = later
+        return calls
+
     def _run_pass(self) -> None:
-        """Run a step of the pass, unless there is none, or it waits for room."""
+        """Run a step of the pass, unless there is none, or it waits for room or for requests."""
         if self._pass is None:
             return
         found, done = self._pass
+        if found.alone and not self._scheduler.idle:
+            return
         try:
             if not found.step():
                 if not self._scheduler.idle:

@@ -1,0 +1,178 @@
+"""Tests of hal.LLM as the rollout of a training loop: new weights, and the log-probabilities of given tokens."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import EXPERTS, random_checkpoint
+from helpers.ranks import in_ranks
+from helpers.replacing import PROMPTS, tensors
+from helpers.thorough import MODE, PROCESSES, thorough
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hal
+from hal.errors import CheckpointError, ConfigError
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
+from hal.step import ALL
+
+CONFIG: dict[str, Any] = {"cache": {"block_size": 16, "num_tokens": 2048}, "compilation": {"capture_sizes": [1, 2, 4]}}
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+Texts = list[tuple[int, ...]]
+
+
+def opened(folder: Path, compiler: str = "graph", **options: Any) -> hal.LLM:
+    config = {**CONFIG, **options.pop("config", {})}
+    return hal.LLM(folder, backend="cpu", dtype="float32", compiler=compiler, max_sequences=8, config=config, **options)
+
+
+def texts(llm: hal.LLM) -> Texts:
+    return [each.token_ids for each in llm.generate([list(each) for each in PROMPTS], **GREEDY)]
+
+
+def texts_of(folder: Path) -> Texts:
+    with opened(folder) as llm:
+        return texts(llm)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("two")
+    return random_checkpoint(folder / "1", seed=1), random_checkpoint(folder / "2", seed=2)
+
+
+def test_weights_from_tensors_pairs_and_files(two: tuple[Path, Path]) -> None:
+    first, second = two
+    before, after = map(texts_of, two)
+    assert before != after
+    with opened(first) as llm:
+        assert texts(llm) == before
+        for given, wanted in (
+            (tensors(second), after),
+            (iter(tensors(first).items()), before),
+            (str(second), after),
+            (hal.Checkpoint.open(first), before),
+        ):
+            llm.replace_weights(given)
+            assert texts(llm) == wanted
+
+
+def test_a_wrong_tensor_changes_nothing(two: tuple[Path, Path]) -> None:
+    with opened(two[0]) as llm:
+        before = texts(llm)
+        with pytest.raises(CheckpointError, match="nonsense is not in the model"):
+            llm.replace_weights({**tensors(two[1]), "nonsense": torch.ones(1)})
+        assert texts(llm) == before
+        with pytest.raises(ConfigError, match="no drafter with weights"):
+            llm.replace_weights({}, drafter=True)
+
+
+def test_each_text_has_one_version_of_the_weights(two: tuple[Path, Path]) -> None:
+    """Texts that run end with the former weights, and those that come later have the new ones."""
+    wanted = [sorted(each) for each in map(texts_of, two)]
+    given = [tensors(each) for each in two]
+    with opened(two[0]) as llm, ThreadPoolExecutor(4) as threads:
+        going = []
+        for version in (1, 0, 1, 0):
+            going += [threads.submit(texts, llm) for _ in range(4)]
+            llm.replace_weights(given[version])
+            assert sorted(texts(llm)) == wanted[version]
+        each_prompt = [set(pair) for pair in zip(*map(texts_of, two), strict=True)]
+        for done in going:
+            assert all(text in both for text, both in zip(done.result(), each_prompt, strict=True))
+
+
+def test_weights_of_a_drafter(two: tuple[Path, Path]) -> None:
+    """A drafter with the model's own weights is always right. Its texts are the model's in any case."""
+    draft = {"method": "model", "model": str(two[1]), "tokens": 2, "adapt": False, "examine": False}
+    after = texts_of(two[0])
+    with opened(two[0], draft=draft) as llm:
+        assert texts(llm) == after
+        assert llm.acceptance is not None
+        assert llm.acceptance.rate < 0.5
+        llm.replace_weights(tensors(two[0]), drafter=True)
+        drafted, accepted = sum(llm.acceptance.drafted), sum(llm.acceptance.accepted)
+        assert texts(llm) == after
+        new = sum(llm.acceptance.drafted) - drafted
+        assert sum(llm.acceptance.accepted) - accepted == new > 0
+
+
+@thorough(PROCESSES)
+def test_weights_from_a_process_group(two: tuple[Path, Path]) -> None:
+    """Rank 0 trains, and rank 1 generates. A refused tensor keeps neither waiting."""
+    _, found = in_ranks("broadcast_weights", 2, first=str(two[0]), second=str(two[1]))
+    before, after = ([list(each) for each in texts_of(folder)] for folder in two)
+    assert found == {"before": before, "after": after, "refused": True, "again": before}
+
+
+@thorough(MODE, "w8a16|fp8|experts")
+@pytest.mark.parametrize("kind", ["w8a8_dynamic", "w8a16", "w4a16", "fp8", "w8a8_dynamic/experts"])
+def test_weights_are_quantized_at_arrival(kind: str, tmp_path: Path) -> None:
+    scheme, _, experts = kind.partition("/")
+    sizes: dict[str, Any] = {**(EXPERTS if experts else {}), "hidden_size": 64, "intermediate_size": 64}
+    groups = {"group_size": 32} if scheme == "w4a16" else {}
+    plain, folders = [], []
+    for seed in (1, 2):
+        plain.append(random_checkpoint(tmp_path / f"{seed}", seed=seed, **sizes))
+        folders.append(quantize_checkpoint(plain[-1], tmp_path / f"{seed}-quantized", scheme, **groups).path)
+    wanted, (probe,) = texts_of(folders[1]), PROMPTS[1:2]
+    with opened(folders[1]) as fresh:
+        expected = fresh.log_probabilities([list(probe[:5])], [list(probe[5:])])[0]
+    with opened(folders[0]) as llm:
+        for given in (tensors(plain[1]), iter(tensors(plain[1]).items())):
+            llm.replace_weights(tensors(plain[0]))
+            assert texts(llm) != wanted
+            llm.replace_weights(given)
+            assert texts(llm) == wanted
+            assert torch.equal(llm.log_probabilities([list(probe[:5])], [list(probe[5:])])[0], expected)
+
+
+def test_experts_by_the_names_of_transformers(tmp_path: Path) -> None:
+    """transformers has one tensor for the experts of a layer, and the checkpoint one for each expert."""
+    folder = random_checkpoint(tmp_path / "checkpoint", **EXPERTS)
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(5)
+    trained = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = trained.state_dict()
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    tokens = list(range(5, 25))
+    with torch.no_grad():
+        logits = trained(torch.tensor([tokens])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    with opened(folder) as llm:
+        for given in (state, iter(state.items())):
+            llm.replace_weights(tensors(folder))
+            assert (llm.log_probabilities([tokens[:1]], [tokens[1:]])[0] - expected).abs().max() > 0.01
+            llm.replace_weights(given)
+            assert (llm.log_probabilities([tokens[:1]], [tokens[1:]])[0] - expected).abs().max() < 1e-5
+        with pytest.raises(CheckpointError, match="has 16 projections of experts in its place"):
+            llm.replace_weights({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(3, 3)})
+
+
+@thorough(MODE, "eager")
+@pytest.mark.parametrize("compiler", ["graph", "eager"])
+def test_log_probabilities_are_the_log_softmax_of_the_logits(compiler: str, two: tuple[Path, Path]) -> None:
+    """Also of prompts that take several steps, and of several prompts in a step."""
+    rows, starts = [list(range(3, 90)), [7, 8, 9, 10], list(range(90, 40, -1))], [1, 2, 30]
+    with opened(two[0], compiler, config={"max_prefill_tokens": 64}) as llm:
+        found = llm.log_probabilities(
+            [row[:start] for row, start in zip(rows, starts, strict=True)],
+            [row[start:] for row, start in zip(rows, starts, strict=True)],
+        )
+    settings = {**CONFIG, "max_prefill_tokens": 64, "compilation": {"compiler": compiler}}
+    with hal.open({"backend": "cpu", "dtype": "float32", **settings}) as backend:
+        runner = hal.Runner(hal.load_model(two[0], backend), backend)
+        for row, start, each in zip(rows, starts, found, strict=True):
+            blocks = runner.blocks.take(runner.spec.blocks_for(len(row)))
+            logits = runner.step(runner.batch([row], [blocks or []]), ALL).logits.float()
+            wanted = logits.log_softmax(-1)[start - 1 : -1].gather(1, torch.tensor(row[start:])[:, None])[:, 0]
+            assert each.dtype == torch.float32
+            torch.testing.assert_close(each, wanted, rtol=0, atol=1e-5)
+    reference = AutoModelForCausalLM.from_pretrained(two[0], dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor([rows[0]])).logits[0].log_softmax(-1)
+    wanted = logits[:-1].gather(1, torch.tensor(rows[0][1:])[:, None])[:, 0]
+    torch.testing.assert_close(found[0], wanted, rtol=0, atol=1e-4)
