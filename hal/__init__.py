@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from hal.checkpoint.loading import load_model
     from hal.checkpoint.model_registry import architectures
     from hal.checkpoint.random_weights import RandomCheckpoint
-    from hal.config import CacheConfig, CompilationConfig, Config, EncoderConfig, ParallelConfig, PhaseConfig
+    from hal.config import (
+        AdaptersConfig,
+        CacheConfig,
+        CompilationConfig,
+        Config,
+        EncoderConfig,
+        ParallelConfig,
+        PhaseConfig,
+    )
     from hal.drivers.backend import Backend, active_backend
     from hal.drivers.registry import open_backend as open  # noqa: A004 - hal.open reads well, and nobody imports * here
     from hal.drivers.registry import read_config
@@ -46,6 +54,7 @@ if TYPE_CHECKING:
     from hal.generation.sampling_params import SamplingParams
 
 _HOME = {
+    "AdaptersConfig": "hal.config",
     "Backend": "hal.drivers.backend",
     "CacheConfig": "hal.config",
     "Checkpoint": "hal.checkpoint.checkpoint",
@@ -82,6 +91,7 @@ _MODULES = ("errors", "nn", "ops", "step", "vendor")
 __all__ = [
     "API_VERSION",
     "LLM",
+    "AdaptersConfig",
     "Backend",
     "CacheConfig",
     "Checkpoint",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hal.checkpoint.adapters import make_room
 from hal.checkpoint.cache_dtype import check_cache_dtype, check_scales, quantize_cache
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.driver_layers import put_layers
@@ -56,6 +57,7 @@ def load_model(
     *,
     model_class: type[CausalLM] | None = None,
     progress: Progress | None = None,
+    adapters: bool = True,
 ) -> CausalLM:
     """Load a checkpoint onto a backend's device.
 
@@ -68,6 +70,7 @@ def load_model(
         model_class: the model class; None selects the one that ``model_source`` of the backend's config has for the
             checkpoint's architecture.
         progress: called as weights are loaded.
+        adapters: whether it gets the room for adapters that the backend's configuration asks for.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, unsafe, or does not fit its architecture.
@@ -129,6 +132,8 @@ def load_model(
             "make it a parameter, or compute it in forward",
         )
     model.loaded = LoadedWeights(tuple(layers), dtype, checkpoint)
+    if adapters:
+        make_room(model, backend, dtype)
     return model
 
 

@@ -91,8 +91,9 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if is_there(folder / ADAPTER):
         raise CheckpointError(
-            f"{folder} holds an adapter ({ADAPTER}), which hal does not apply",
-            "save the merged model (merge_and_unload in peft), or remove the adapter's files to run the model without",
+            f"{folder} holds an adapter ({ADAPTER})",
+            "give the folder of its base model, and the adapter's with adapters= of hal.LLM; or save the merged model "
+            "(merge_and_unload in peft), or remove the adapter's files to run the model without",
         )
     index = _index(folder)
     if index is not None:

@@ -17,6 +17,7 @@ from hal.config.compile_cache import (
 from hal.config.cxx_compiler import compiler_key, cxx_compiler
 from hal.config.reading import read, read_model_config
 from hal.config.settings import (
+    AdaptersConfig,
     CacheConfig,
     CompilationConfig,
     Config,
@@ -38,6 +39,7 @@ from hal.config.text import parse_json, read_file
 
 __all__ = [
     "CACHE_DIR",
+    "AdaptersConfig",
     "CacheConfig",
     "CompilationConfig",
     "CompileCache",

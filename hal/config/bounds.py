@@ -20,6 +20,10 @@ CAPTURES = 512
 """Sizes that a phase captures, for each number of queries: each holds memory, and some devices have fewer streams."""
 RANKS = 1 << 20
 """Ranks in each direction of a mesh. Planned ones take nothing, and started ones are checked against the machine."""
+ADAPTERS = 1 << 12
+"""Slots of adapters: composed kernels multiply by all of them."""
+ADAPTER_RANK = 1 << 12
+"""The rank of an adapter: beyond the width of most projections."""
 SECONDS = 30 * 24 * 3600
 """Seconds of a timeout: 30 days."""
 REPEATS = 100_000

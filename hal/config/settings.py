@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
-from hal.config.bounds import CAPTURES, RANKS, SECONDS, SEQUENCES, TOKENS, at_most
+from hal.config.bounds import ADAPTER_RANK, ADAPTERS, CAPTURES, RANKS, SECONDS, SEQUENCES, TOKENS, at_most
 from hal.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -188,6 +188,20 @@ class ParallelConfig:
 
 
 @attrs.frozen
+class AdaptersConfig:
+    """The room for adapters (LoRA) of a model's projections, which is allocated once, when the model is loaded.
+
+    Attributes:
+        slots: the most adapters at once; None (``null``) for no room. ``hal.LLM`` and the commands that are given
+            adapters make room for one more than these.
+        rank: the largest rank of an adapter. Each slot takes memory for this rank in each projection.
+    """
+
+    slots: int | None = attrs.field(default=None, validator=at_most(ADAPTERS))
+    rank: int = attrs.field(default=16, validator=at_most(ADAPTER_RANK))
+
+
+@attrs.frozen
 class Config:
     """The configuration of :func:`hal.open`.
 
@@ -207,6 +221,7 @@ class Config:
         compilation: how a runner executes the model; see :class:`CompilationConfig`.
         cache: the size of the paged KV cache; see :class:`CacheConfig`.
         parallel: how several ranks share the model; see :class:`ParallelConfig`.
+        adapters: the room for adapters; see :class:`AdaptersConfig`.
         options: options of the driver; the driver's page lists them.
     """
 
@@ -220,4 +235,9 @@ class Config:
     compilation: CompilationConfig = attrs.field(factory=CompilationConfig)
     cache: CacheConfig = attrs.field(factory=CacheConfig)
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
+    adapters: AdaptersConfig = attrs.field(factory=AdaptersConfig)
     options: dict[str, Any] = attrs.field(factory=dict)
+
+
+CONFIGS = (Config, CompilationConfig, PhaseConfig, EncoderConfig, CacheConfig, ParallelConfig, AdaptersConfig)
+"""The classes of the configuration and of its tables."""

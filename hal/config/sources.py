@@ -12,14 +12,7 @@ import attrs
 
 from hal.config.compile_cache import CACHE_DIR
 from hal.config.reading import read
-from hal.config.settings import (
-    CacheConfig,
-    CompilationConfig,
-    Config,
-    EncoderConfig,
-    ParallelConfig,
-    PhaseConfig,
-)
+from hal.config.settings import CONFIGS, Config
 from hal.config.text import Digit, kind_of, parse_json, read_file
 from hal.errors import ConfigError, UnknownKey, nearest
 
@@ -130,7 +123,7 @@ def load(source: Source = None, *, driver_names: Iterable[str] = ()) -> Config:
 
 def _table(value: Any) -> Any:
     """Return a Config as a mapping. Unlike attrs.asdict, it keeps the driver's options as objects."""
-    if not isinstance(value, (Config, CompilationConfig, PhaseConfig, EncoderConfig, CacheConfig, ParallelConfig)):
+    if not isinstance(value, CONFIGS):
         return value
     return {field.name: _table(getattr(value, field.name)) for field in attrs.fields(type(value))}
 

@@ -83,6 +83,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     *,
     items: Sequence[Sequence[EncoderItem]] | None = None,
+    adapters: Sequence[str | None] | None = None,
     speculation: Speculation | None = None,
 ) -> Iterator[Token]:
     """Continue all ``prompts``, yielding the tokens of each step in the order of the prompts.
@@ -98,6 +99,7 @@ def generate(
         params: one for all prompts, or one for each.
         tokenizer: the model's; for parameters that are texts.
         items: the images and other inputs of each prompt, in the order of their placeholders; None for texts alone.
+        adapters: the name of each prompt's adapter in ``runner.model.adapters``, or None; None for no adapters.
         speculation: drafts tokens for the runner's model; None for no drafts.
 
     Raises:
@@ -127,10 +129,12 @@ def generate(
         raise BatchError(
             f"got {len(prompts)} prompts and items of {len(items)}", "give a list of items for each prompt"
         )
-    of_prompt = items or [()] * len(prompts)
+    if adapters is not None and len(adapters) != len(prompts):
+        raise BatchError(f"got {len(prompts)} prompts and {len(adapters)} adapters", "give one, or None, for each")
+    of_prompt, named = items or [()] * len(prompts), adapters or [None] * len(prompts)
     requests = [
-        checked(runner, index, prompt, wanted, tokenizer=tokenizer, items=own)
-        for index, (prompt, wanted, own) in enumerate(zip(prompts, per_prompt, of_prompt, strict=True))
+        checked(runner, index, prompt, wanted, tokenizer=tokenizer, items=own, adapter=adapter)
+        for index, (prompt, wanted, own, adapter) in enumerate(zip(prompts, per_prompt, of_prompt, named, strict=True))
     ]
     data = runner.backend.mesh.data
     return _run(runner, requests, speculation) if data.size == 1 else _run_share(runner, requests, data)
@@ -143,8 +147,12 @@ def _run(runner: Runner, requests: Sequence[Request], speculation: Speculation |
         max_length=max((each.length + each.limit for each in requests), default=1),
         speculation=speculation,
     )
-    for each in requests:
-        scheduler.add(each)
+    try:
+        for each in requests:
+            scheduler.add(each)
+    except ConfigError:
+        scheduler.close()
+        raise
     return _tokens(scheduler)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import attrs
 from tokenizers import Tokenizer
 
+from hal.checkpoint.adapters import Adapter, Adapters
 from hal.errors import BatchError, ConfigError
 from hal.execution.runner import Runner
 from hal.generation.generated_text import GeneratedText, special_stops
@@ -62,6 +63,8 @@ class Request:
         leader: a request of the same prompt, whose prompt is to be in the cache first.
         inputs: the inputs of the prompt beside its tokens; None for text alone.
         plain: whether each next token is the likeliest, whatever the other parameters, without images or a mask.
+        adapter: the name of its adapter; None for none.
+        loaded: that adapter, from the first step on.
     """
 
     prompt_index: int
@@ -87,11 +90,14 @@ class Request:
     leader: Request | None = None
     inputs: PromptInputs | None = None
     plain: bool = False
+    adapter: str | None = None
+    loaded: Adapter | None = None
 
     @property
     def identities(self) -> list[int]:
-        """The tokens, in which placeholders of images and other inputs differ by their content."""
-        return self.tokens if self.inputs is None else self.inputs.identities(self.tokens)
+        """The tokens, in which placeholders of inputs differ by their content, and the first one by the adapter."""
+        found = self.tokens if self.inputs is None else self.inputs.identities(self.tokens)
+        return found if self.loaded is None else [self.loaded.identity(found[0]), *found[1:]]
 
     @property
     def first_new(self) -> int:
@@ -160,6 +166,7 @@ def checked(
     tokenizer: Tokenizer | None = None,
     max_length: int | None = None,
     items: Sequence[EncoderItem] = (),
+    adapter: str | None = None,
 ) -> Request:
     """Return the request of a prompt.
 
@@ -167,13 +174,14 @@ def checked(
         tokenizer: the model's; for stop texts, bad words and grammars.
         max_length: the most tokens of a request; None for the model's maximum.
         items: the images and other inputs of the prompt, in the order of their placeholders.
+        adapter: the name of its adapter; None for none.
 
     Raises:
         BatchError: the prompt is empty, longer than the model or the cache, or has a token id out of range; or its
             placeholders are not those of the items.
         ModelError: there are items, and the model reads text alone.
         ConfigError: the parameters need a tokenizer, have a token id out of range, or a grammar that is invalid or not
-            supported.
+            supported; or there is no such adapter.
     """
     try:
         given = list(tokens)
@@ -212,7 +220,10 @@ def checked(
             f"prompt {index} needs {len(prompt) + limit} tokens of cache, but the cache holds {capacity}",
             "raise cache.num_tokens, shorten the prompt, or ask for fewer new tokens",
         )
+    if adapter is not None:
+        adapters_of(runner).check(adapter)
     request = Request(index, prompt, params, len(prompt), limit, stops=params.stop_token_ids, mask=params.mask)
+    request.adapter = adapter
     request.inputs = PromptInputs.of(runner, prompt, items)
     if tokenizer is not None and params.in_text:
         request.stops |= special_stops(tokenizer, params)
@@ -221,6 +232,22 @@ def checked(
         if params.has_grammar:
             request.mask = GrammarMask(tokenizer, params, vocab_size, request.stops)
     return request
+
+
+def adapters_of(runner: Runner) -> Adapters:
+    """Return the adapters of a runner's model.
+
+    Raises:
+        ConfigError: it has no room for any.
+    """
+    found = runner.model.adapters
+    if not isinstance(found, Adapters):
+        raise ConfigError(
+            f"{type(runner.model).__name__} was loaded without room for adapters",
+            "set adapters.slots, or pass adapters= to hal.LLM",
+            key="adapters.slots",
+        )
+    return found
 
 
 def _spellings(tokenizer: Tokenizer, words: Iterable[str]) -> Iterator[tuple[int, ...]]:

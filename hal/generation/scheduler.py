@@ -19,7 +19,8 @@ from hal.generation.choosing import Chooser
 from hal.generation.drafting.speculation import Speculation
 from hal.generation.logits_processing import logprobs_of, read_logprobs
 from hal.generation.prompt_inputs import step_fields
-from hal.generation.request import Place, Request, Token
+from hal.generation.request import Place, Request, Token, adapters_of
+from hal.ops.lora import NO_ADAPTER
 from hal.step import ALL, NONE, to_device
 from hal.step.block_allocator import BlockAllocator, PrefixCache
 
@@ -87,7 +88,13 @@ class Scheduler:
         return len({block for each in list(self._running) for block in each.blocks})
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its first step."""
+        """Let a request wait for its first step.
+
+        Raises:
+            ConfigError: its adapter was removed.
+        """
+        if request.adapter is not None:
+            request.loaded = adapters_of(self._runner).take(request.adapter)
         self._waiting.append(request)
         self._chooser.add(request)
 
@@ -96,12 +103,14 @@ class Scheduler:
         request.cancelled = True
         if request in self._waiting:
             self._waiting.remove(request)
+            self._return_adapter(request)
         elif request in self._running and not request.unread:  # Else the step that it is in must end first.
             self._release(request)
 
     def close(self) -> None:
         """Free what all requests hold."""
-        self._waiting.clear()
+        while self._waiting:
+            self._return_adapter(self._waiting.pop())
         while self._running:
             self._give_back(self._running.pop())
         if self._speculation is not None:
@@ -173,7 +182,10 @@ class Scheduler:
             slot, *spare = first.slots or (None,)
             if runner.prefixes is not None and cached and slot is not None:
                 runner.prefixes.load_states(first.identities[:cached], slot)
-            first.row = self._inputs.add(first.tokens, first.blocks, cached=cached, slot=slot, spare_slots=spare)
+            adapter = NO_ADAPTER if first.loaded is None else first.loaded.slot
+            first.row = self._inputs.add(
+                first.tokens, first.blocks, cached=cached, slot=slot, spare_slots=spare, adapter=adapter
+            )
             admitted.append(self._waiting.popleft())
             self._running.append(first)
         return admitted
@@ -356,8 +368,14 @@ class Scheduler:
 
     def _give_back(self, sequence: Request) -> None:
         self._blocks.give_back(sequence.blocks)
+        self._return_adapter(sequence)
         if not self._runner.closed:  # Tokens that nobody asks for may outlive the runner.
             self._runner.slots.give_back(sequence.slots)
+
+    @staticmethod
+    def _return_adapter(request: Request) -> None:
+        if request.loaded is not None:
+            request.loaded.give_back()
 
     @property
     def _blocks(self) -> BlockAllocator | PrefixCache:

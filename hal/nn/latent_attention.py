@@ -103,6 +103,8 @@ class AbsorbedLinear(Linear):
         value_dim: elements of its value, whose rows in the weight follow those of the key.
     """
 
+    takes_adapters = False
+
     def __init__(self, rank: int, heads: int, key_dim: int, value_dim: int) -> None:
         self.dims = key_dim, value_dim
         super().__init__(rank, heads * sum(self.dims), shard=OUT, share=Share(sum(self.dims)))

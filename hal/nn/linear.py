@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
+from hal.nn.lora import Lora
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Stacked, Whole
 from hal.nn.weights.weight import EQUALLY, Consumer, Share, Weight
 from hal.ops.forms import FLOAT, SECOND, Form
@@ -269,9 +270,15 @@ class Linear(Projection):
         gather: whether each rank gets the whole output if ranks split ``out_features``.
         parts: see :class:`MergedLinear`.
         rows: see :class:`MergedLinear`.
+
+    Attributes:
+        takes_adapters: whether adapters may change its output.
+        lora: the adapters that change its output; None for none.
     """
 
     operation = "linear"
+    takes_adapters: ClassVar[bool] = True
+    lora: Lora | None
 
     def __init__(
         self,
@@ -286,6 +293,7 @@ class Linear(Projection):
         rows: Sequence[tuple[str, int, int]] = (),
     ) -> None:
         super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, gather=gather, rows=rows)
+        self.lora = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None)
 
@@ -301,13 +309,18 @@ class Linear(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, of this rank if the layer is split."""
+        output = self.product(x)
+        return self.join(output if self.lora is None else self.lora(output, x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return this rank's product with the weight, which :meth:`forward` joins with those of other ranks."""
         if not self.quantized:
-            return self.join(ops.linear(x, self.weight, self.bias))
+            return ops.linear(x, self.weight, self.bias)
         if self.form.ordered and self.input_order is not None:
             x = self.gathered(x).index_select(-1, self.input_order)
         x, x_scale, dtype = self.rounded(x)
         given = self.weight, self.bias, self.weight_scale, self.weight_zero_point
-        return self.join(ops.linear(x, *given, x_scale, dtype, self.form))
+        return ops.linear(x, *given, x_scale, dtype, self.form)
 
     if TYPE_CHECKING:
         __call__ = forward

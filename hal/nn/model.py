@@ -88,6 +88,7 @@ class CausalLM(nn.Module):
             tokens of a sequence must be in one step, and the model generates no text.
         recognize: whether compilers look for hal's operations in what the model computes in plain torch.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
+        adapters: the adapters of its projections; None without room for them.
     """
 
     model_types: tuple[str, ...] = ()
@@ -107,6 +108,7 @@ class CausalLM(nn.Module):
     recognize: bool = False
     prepared_by: str | None = None
     loaded: Any = None
+    adapters: Any = None
 
     @property
     def encoder(self) -> Encoder | None:

@@ -31,6 +31,8 @@ class Gate(Linear):
         dtype: the dtype of its tensors and of the computation, such as float32; None for the model's.
     """
 
+    takes_adapters = False
+
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, dtype: torch.dtype | None = None
     ) -> None:

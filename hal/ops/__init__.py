@@ -35,6 +35,7 @@ from hal.ops.latent_attention import (
     store_latent_cache,
 )
 from hal.ops.logits import mask_logits, penalize
+from hal.ops.lora import add_lora
 from hal.ops.ngrams import hash_ngrams
 from hal.ops.norm import add_rms_norm, gated_rms_norm, l2_norm, layer_norm, rms_norm
 from hal.ops.projection import embedding, linear
@@ -65,6 +66,7 @@ __all__ = [
     "Operation",
     "Sample",
     "activate",
+    "add_lora",
     "add_rms_norm",
     "add_rms_norm_dynamic_quantize",
     "add_rms_norm_quantize",

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from hal.device.device import Device, to_device
 from hal.errors import BatchError
+from hal.ops.lora import NO_ADAPTER
 from hal.step.batch import Batch
 from hal.step.batch_inputs import Bounds, check_size, int64_of, integers_of, length_of, rows_of
 from hal.step.block_table import MORE, BlockTable
 from hal.step.fields import DUMMY_SLOT, fields_of
-from hal.step.model_batches import SlotBatch, rollback_batch
+from hal.step.model_batches import SlotBatch, adapter_batch, rollback_batch
 from hal.step.new_tokens import PENDING, NewTokens, PendingTokens
 from hal.step.staging import Staging
 
+ADAPTERS = "adapter_slots"
 _COLUMNS = 8
 """Block tables have a multiple of so many columns, so that few sizes occur."""
 
@@ -68,7 +70,11 @@ class InputBatch:
         self.max_sequences, self.max_length, self._block_size = max_sequences, max_length, block_size
         self._type, self._bounds, self.slotted = batch_type, bounds, issubclass(batch_type, SlotBatch)
         slotted = SlotBatch if batch_type.saves == 1 else rollback_batch(SlotBatch, batch_type.saves)
-        self._staged = batch_type if batch_type.groups is not None else slotted if self.slotted else Batch
+        staged: Any = batch_type if batch_type.groups is not None else slotted if self.slotted else Batch
+        self._takes_adapters = ADAPTERS in fields_of(batch_type)
+        if self._takes_adapters and batch_type.groups is None:
+            staged = adapter_batch(staged, required=True)
+        self._staged: type[Batch] = staged
         self._number_of_fields = len(fields_of(batch_type))
         self._staging = Staging(self._staged, device)
         self._columns = -(-max_length // block_size)
@@ -78,6 +84,7 @@ class InputBatch:
         self._slots = np.zeros((len(self._slot_fields), max_sequences), np.int64)
         self._saving = np.zeros((max_sequences, batch_type.saves), np.int64)
         self._lengths, self._cached, self._pending = np.zeros((3, max_sequences), np.int64)
+        self._adapters = np.full(max_sequences, NO_ADAPTER)
         self._size = 0
         self._numbers = np.arange(max_sequences)
         self._ones = np.ones(max_sequences, np.int64)
@@ -94,6 +101,7 @@ class InputBatch:
         cached: int = 0,
         slot: int | None = None,
         spare_slots: Sequence[int] = (),
+        adapter: int = NO_ADAPTER,
     ) -> int:
         """Add a sequence as the last row, and return its row.
 
@@ -104,9 +112,10 @@ class InputBatch:
             slot: the slot of its states; required if and only if the model keeps states per sequence.
             spare_slots: further slots for the states that a step keeps beside the last, one fewer than ``saves`` of the
                 batch class.
+            adapter: the slot of its adapter; -1 for none.
 
         Raises:
-            BatchError: there are no tokens, all rows are taken, or as :meth:`extend`.
+            BatchError: there are no tokens, all rows are taken, the model takes no adapters, or as :meth:`extend`.
         """
         if not length_of("token_ids", token_ids):
             raise BatchError("a sequence has no tokens", "add it with at least one token")
@@ -126,6 +135,8 @@ class InputBatch:
             )
         for each in own:
             check_size("slot", each, DUMMY_SLOT + 1)
+        if adapter != NO_ADAPTER and not self._takes_adapters:
+            raise BatchError(f"adapter is {adapter}, and the model takes no adapters", "set adapters.slots")
         self._clear(row)
         self._size += 1
         try:
@@ -137,6 +148,7 @@ class InputBatch:
             raise
         if slot is not None:
             self._slots[:, row], self._saving[row] = slot, own
+        self._adapters[row] = adapter
         return row
 
     def slot_after(self, row: int, length: int) -> int:
@@ -378,6 +390,8 @@ class InputBatch:
             layout.host[name][:] = of_group[index]
         if self._type.saves > 1:
             layout.host["write_slots"][:] = self._saving[index]
+        if ADAPTERS in layout.host:
+            layout.host[ADAPTERS][:] = self._adapters[of_token]
         self._staging.send(layout)
         if np.count_nonzero(self._pending[index]):
             places = new.positions - (self._lengths - self._pending)[of_token]
@@ -443,7 +457,7 @@ class InputBatch:
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         width = int(self._lengths[sources].max())
-        for array in (self._lengths, self._cached, self._pending, self._saving, *self._slots):
+        for array in (self._lengths, self._cached, self._pending, self._saving, self._adapters, *self._slots):
             array[targets] = array[sources]
         self._tokens[targets, :width] = self._tokens[sources, :width]
         for each in self._tables:

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.ops.lora import NO_ADAPTER
 from hal.step.batch import Batch
 from hal.step.fields import DUMMY_SLOT, BatchBase, Padding, field, fields_of, host_twin, suffixed
 from hal.step.page_layout import CacheGroups
@@ -57,6 +58,30 @@ def rollback_batch(base: type[SlotBatch], saves: int) -> type[SlotBatch]:
     RollbackBatch.saves = saves
     RollbackBatch.__name__ = RollbackBatch.__qualname__ = base.__name__
     return RollbackBatch
+
+
+def _no_adapters(batch: Batch) -> Tensor:
+    return torch.full((batch.num_tokens,), NO_ADAPTER, dtype=torch.int32, device=batch.token_ids.device)
+
+
+@lru_cache(maxsize=64)
+def adapter_batch(base: Any, *, required: bool = False) -> type[Batch]:
+    """Return a batch class with the field ``adapter_slots``, ``[tokens]``, int32: the slot of each token's adapter.
+
+    Tokens without an adapter, and padding, have the slot -1. In batches that are built without the field, all have.
+
+    Args:
+        base: the class to derive from.
+        required: whether each batch must be given the field.
+    """
+    default = None if required else _no_adapters
+
+    @attrs.frozen(eq=False, slots=False)
+    class AdapterBatch(base):  # type: ignore[misc]
+        adapter_slots: Tensor = field("tokens", torch.int32, pad=NO_ADAPTER, default=default)
+
+    AdapterBatch.__name__ = AdapterBatch.__qualname__ = base.__name__
+    return AdapterBatch
 
 
 def _none_embedded(batch: Batch) -> Tensor:

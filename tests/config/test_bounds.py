@@ -23,7 +23,7 @@ import hal
 from hal.bench.plan import SHAPES
 from hal.checkpoint.loading import check_shared
 from hal.cli import main
-from hal.config import CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig, bounds, read
+from hal.config import AdaptersConfig, CacheConfig, CompilationConfig, Config, ParallelConfig, PhaseConfig, bounds, read
 from hal.device import host_capacity
 from hal.errors import BatchError, CaptureError, ConfigError
 from hal.execution.memory_plan import plan_memory
@@ -74,7 +74,7 @@ def numeric_fields(cls: type) -> Iterator[str]:
 
 FIELDS = [
     (cls, name)
-    for cls in (Config, CacheConfig, CompilationConfig, PhaseConfig, ParallelConfig)
+    for cls in (Config, CacheConfig, CompilationConfig, PhaseConfig, ParallelConfig, AdaptersConfig)
     for name in numeric_fields(cls)
 ]
 

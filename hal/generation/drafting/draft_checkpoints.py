@@ -45,7 +45,7 @@ class ModelPlan(DraftPlan):
     def load(self, model: CausalLM, backend: Backend, progress: Progress | None) -> StateSpec | None:
         """Load the weights."""
         given: dict[str, Any] = {} if self.model_class is None else {"model_class": self.model_class}
-        self.model = loaded = load_model(self.checkpoint, backend, progress=progress, **given)
+        self.model = loaded = load_model(self.checkpoint, backend, progress=progress, adapters=False, **given)
         loaded.share(model)
         return spec_of(loaded, backend, DUMMY_BLOCK + 2)
 

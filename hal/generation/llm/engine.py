@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
 
+from hal.checkpoint.adapter_files import AdapterFiles
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress, load_model
 from hal.config import Config, read
@@ -59,6 +62,7 @@ def open_engine(
     progress: Progress | None,
     lengths: Sequence[int] | None = None,
     draft: DraftConfig | None = None,
+    adapters: Mapping[str, str | Path] = MappingProxyType({}),
 ) -> Engine:
     """Open a backend, load a model and what drafts for it, and make their runners.
 
@@ -70,10 +74,17 @@ def open_engine(
         progress: called as weights are loaded.
         lengths: the most tokens of each text, if they are known, and ``parallel.data`` is allowed.
         draft: how tokens are drafted; None for no drafts.
+        adapters: folders of adapters by name. Unless the settings say otherwise, there is room for one more, so that
+            one can be loaded anew while requests use it.
 
     Raises:
+        CheckpointError: an adapter is damaged, or does not fit the model.
         ConfigError: the configuration is invalid, nothing fits, or the drafter does not fit the model.
     """
+    if adapters:
+        ranks = [AdapterFiles.open(each).largest_rank for each in adapters.values()]
+        room = {"slots": len(adapters) + 1, "rank": max(ranks)}
+        settings = {**settings, "adapters": {**room, **settings.get("adapters", {})}}
     check_count(max_sequences, SEQUENCES, "max_sequences must be")
     config = read(Config, settings, "configuration")
     if lengths is None and config.parallel.data > 1:
@@ -86,6 +97,8 @@ def open_engine(
     shown = progress if backend.mesh.first else None
     plan = None if draft is None else plan_drafter(draft, checkpoint, backend)
     model = load_model(checkpoint, backend, progress=shown)
+    for name, folder in adapters.items():
+        model.adapters.load(name, folder)
     beside = None if plan is None else plan.load(model, backend, shown)
     spare = 0 if draft is None else draft.tokens
     if draft is not None:

@@ -27,6 +27,7 @@ from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
+from hal.generation.llm.adapter_change import AdapterChange
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.embedder import Embedder
@@ -79,6 +80,8 @@ class LLM:
         draft: drafts tokens, which the model verifies some at a time: ``ngram``, ``mtp``, the folder or name of a
             smaller checkpoint, or keys of :class:`~hal.generation.drafting.drafter.DraftConfig`. The texts are the
             same.
+        adapters: folders of adapters (LoRA) that PEFT saved, by the name with which requests choose one. Unless the
+            configuration says ``adapters.slots``, there is room for one more, of the largest rank.
         config: further keys of the configuration; see :func:`hal.open`. The ``HAL_*`` environment variables set the
             keys that are not given.
         progress: called as weights are loaded.
@@ -108,6 +111,7 @@ class LLM:
         max_length: int | None = None,
         max_sequences: int = 64,
         draft: str | Mapping[str, Any] | DraftConfig | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         config: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -134,6 +138,7 @@ class LLM:
                 max_sequences=max_sequences,
                 progress=progress,
                 draft=None if draft is None else DraftConfig.of(draft),
+                adapters=adapters or {},
             )
             self._runner, self.max_length, self._speculation = engine.runner, engine.max_length, engine.speculation
             self.first = self._runner.backend.mesh.first
@@ -183,24 +188,58 @@ class LLM:
         """How many drafted tokens the model agreed with so far; None without a drafter."""
         return None if self._speculation is None else self._speculation.acceptance
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests can choose."""
+        found = self._runner.model.adapters
+        return [] if found is None else found.names
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Load an adapter (LoRA) that PEFT saved, or load it anew in the place of the one of this name.
+
+        Requests that run keep the former one.
+
+        Raises:
+            CheckpointError: the files are missing or damaged, do not fit the model, or ask for what hal does not
+                compute.
+            ConfigError: its rank is above ``adapters.rank``, no slot is free, or the model has no room for adapters.
+            ClosedError: the LLM is closed.
+        """
+        self._change_adapter(name, str(folder))
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter. Requests that run with it go on.
+
+        Raises:
+            ConfigError: there is none of this name.
+            ClosedError: the LLM is closed.
+        """
+        self._change_adapter(name, None)
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Continue one prompt or several, and return the texts in their order, ``n`` for each.
 
         Args:
             prompts: a text or its token ids, or a list of these.
             params: the sampling parameters, as they are; instead of ``sampling``.
+            adapter: the name of the adapter to continue them with; None for the model alone.
             sampling: sampling parameters by name.
 
         Raises:
             BatchError: a prompt is empty or too long, or has a token id out of range.
-            ConfigError: a parameter is unknown or out of range.
+            ConfigError: a parameter is unknown or out of range, or there is no such adapter.
             CheckpointError: a prompt is text, and the checkpoint has no tokenizer.
             NumericsError: the logits have a NaN.
             ClosedError: the LLM is closed.
         """
-        return self._complete(self._encoded(prompts), params, sampling)
+        return self._complete(self._encoded(prompts), params, adapter, sampling)
 
     def chat(
         self,
@@ -208,6 +247,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         params: SamplingParams | None = None,
+        adapter: str | None = None,
         **given: Any,
     ) -> list[Completion]:
         """Answer one conversation or several, and return the answers in their order.
@@ -219,6 +259,7 @@ class LLM:
                 ``{"type": "video", "video": ..., "fps": ...}``, a file or a list of frames.
             tools: the JSON schemas of functions that the model may call.
             params: the sampling parameters, as they are.
+            adapter: as of :meth:`generate`.
             given: sampling parameters by name. Every other name is a switch of the template, such as
                 ``enable_thinking``.
 
@@ -232,7 +273,7 @@ class LLM:
         conversations: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         switches = {name: given.pop(name) for name in given.keys() - _SAMPLING}
         prompts = [self.chat_prompt(each, tools=tools, **switches) for each in conversations]
-        return self._complete(self._encoded(prompts), params, given)
+        return self._complete(self._encoded(prompts), params, adapter, given)
 
     def chat_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **switches: Any
@@ -243,36 +284,54 @@ class LLM:
         """
         return self._conversations.prompt(messages, tools, switches)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None, **sampling: Any
+    ) -> Iterator[str]:
         """Continue a prompt, and yield its text in pieces, which never split a character.
 
         Closing the iterator cancels the request. The arguments and errors are those of :meth:`generate`.
         """
-        return iterate_texts(self.pieces(prompt, params, **sampling))
+        return iterate_texts(self.pieces(prompt, params, adapter=adapter, **sampling))
 
-    def pieces(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> Iterator[Piece]:
+    def pieces(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None, **sampling: Any
+    ) -> Iterator[Piece]:
         """Continue a prompt as :meth:`stream` does, and yield a piece for each token. The last has the reason."""
-        request = self._single(prompt, params, sampling)
+        request = self._single(prompt, params, adapter, sampling)
         return iterate_pieces(self._loop, request, GeneratedText(self.tokenizer, request.tokens, request.params))
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: Any) -> AsyncIterator[str]:
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None, **sampling: Any
+    ) -> AsyncIterator[str]:
         """Continue a prompt as :meth:`stream` does, without blocking the event loop."""
-        return iterate_texts_asynchronously(self._piece_stream([self._single(prompt, params, sampling)]))
+        single = self._single(prompt, params, adapter, sampling)
+        return iterate_texts_asynchronously(self._piece_stream([single]))
 
     def apieces(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **sampling: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        **sampling: Any,
     ) -> PieceStream:
         """Continue one prompt or several, ``n`` texts for each, without blocking the event loop.
 
         An asynchronous iterator of pieces, one for each token, as they arrive. The arguments and errors are those of
         :meth:`generate`; there are no log-probabilities of the prompt.
         """
-        requests = self._requests(self._encoded(prompts), params, sampling)
+        requests = self._requests(self._encoded(prompts), params, adapter, sampling)
         if any(each.params.prompt_logprobs is not None for each in requests):
             raise ConfigError("prompt_logprobs is set, and pieces are of the new text only", "use generate()")
         return self._piece_stream(requests)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | None = None,
+    ) -> list[Score]:
         """Return how likely the model finds each continuation of a prompt.
 
         Two texts are encoded together. If the tokens of the whole do not begin with those of the prompt, each is
@@ -281,6 +340,7 @@ class LLM:
         Args:
             prompts: one for each continuation, or one for all.
             continuations: the continuations.
+            adapter: as of :meth:`generate`.
 
         Raises:
             BatchError: there are not as many prompts, one is empty, or a sequence is too long.
@@ -290,18 +350,23 @@ class LLM:
         pairs = paired(prompts, continuations, lambda: self.tokenizer)
         whole = [[*prompt, *continuation] for prompt, continuation in pairs]
         self._check(whole)
-        scores = self._scoring(whole, [len(prompt) for prompt, _ in pairs]).result().scores
+        scores = self._scoring(whole, [len(prompt) for prompt, _ in pairs], adapter=adapter).result().scores
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
     def log_probabilities(
-        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        adapter: str | None = None,
     ) -> list[Tensor]:
         """Return the log-probabilities of the tokens of each continuation, ``[tokens]``, float32, on the CPU.
 
         They are the log-softmax of the model's logits, at temperature 1. The arguments and errors are those of
         :meth:`score`.
         """
-        return [torch.tensor([each.logprob for each in found.tokens]) for found in self.score(prompts, continuations)]
+        scores = self.score(prompts, continuations, adapter=adapter)
+        return [torch.tensor([each.logprob for each in found.tokens]) for found in scores]
 
     def replace_weights(self, tensors: NewWeights, *, drafter: bool = False) -> None:
         """Write new values into the weights, as :func:`hal.replace_weights`, and drop all cached prefixes.
@@ -323,11 +388,13 @@ class LLM:
             tensors = {name: each.detach().cpu() for name, each in pairs_of(tensors)}
         self._change(functools.partial(replace, tensors=tensors, drafter=drafter))
 
-    async def aprompt_logprobs(self, prompts: Prompt | Sequence[Prompt], top: int = 0) -> list[list[Logprob]]:
+    async def aprompt_logprobs(
+        self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, adapter: str | None = None
+    ) -> list[list[Logprob]]:
         """Return the log-probabilities of prompts' second and later tokens, and of ``top`` likely ones, as score()."""
         encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
         self._check(encoded)
-        return (await asyncio.wrap_future(self._scoring(encoded, [1] * len(encoded), top))).scores
+        return (await asyncio.wrap_future(self._scoring(encoded, [1] * len(encoded), top, adapter))).scores
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.
@@ -362,8 +429,16 @@ class LLM:
     def _change(self, make: Callable[[Engine], Any]) -> Any:
         return self._loop.start(functools.partial(Change, make=make)).result().result
 
-    def _scoring(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> Future[ScorePass]:
-        return self._loop.start(functools.partial(ScorePass, prompts=prompts, starts=starts, top=top))
+    def _change_adapter(self, name: str, folder: str | None) -> None:
+        done = self._loop.start(functools.partial(AdapterChange, name=name, folder=folder)).result()
+        if done.error is not None:
+            raise done.error
+
+    def _scoring(
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0, adapter: str | None = None
+    ) -> Future[ScorePass]:
+        made = functools.partial(ScorePass, prompts=prompts, starts=starts, top=top, adapter=adapter)
+        return self._loop.start(made)
 
     def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[MultimodalPrompt]:
         return read_prompts(prompts, lambda: self.tokenizer)
@@ -386,25 +461,30 @@ class LLM:
             )
         return [with_stops(params, self._stop_token_ids)] * count
 
-    def _request(self, index: int, prompt: MultimodalPrompt, params: SamplingParams) -> Request:
-        tokenizer, tokens = self.tokenizer if params.in_text else None, prompt.token_ids
-        return checked(
-            self._runner, index, tokens, params, tokenizer=tokenizer, max_length=self.max_length, items=prompt.items
-        )
+    def _request(self, index: int, prompt: MultimodalPrompt, params: SamplingParams, adapter: str | None) -> Request:
+        more: dict[str, Any] = {"tokenizer": self.tokenizer} if params.in_text else {}
+        more |= {"max_length": self.max_length, "items": prompt.items, "adapter": adapter}
+        return checked(self._runner, index, prompt.token_ids, params, **more)
 
-    def _single(self, prompt: Prompt, params: SamplingParams | None, sampling: Mapping[str, Any]) -> Request:
+    def _single(
+        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None, sampling: Mapping[str, Any]
+    ) -> Request:
         (wanted,) = self._params(params, sampling, 1)
         if wanted.n != 1 or wanted.prompt_logprobs is not None:
             raise ConfigError("n or prompt_logprobs is set, and a stream has text only", "use generate()")
         (single,) = self._encoded([prompt])
-        return self._request(0, single, wanted)
+        return self._request(0, single, wanted, adapter)
 
     def _piece_stream(self, requests: Sequence[Request]) -> PieceStream:
         texts = {each: GeneratedText(self.tokenizer, each.tokens, each.params) for each in requests}
         return PieceStream(self._loop, texts)
 
     def _requests(
-        self, prompts: Sequence[MultimodalPrompt], params: SamplingParams | None, sampling: Mapping[str, Any]
+        self,
+        prompts: Sequence[MultimodalPrompt],
+        params: SamplingParams | None,
+        adapter: str | None,
+        sampling: Mapping[str, Any],
     ) -> list[Request]:
         found: list[Request] = []
         for index, (prompt, wanted) in enumerate(
@@ -413,16 +493,20 @@ class LLM:
             leader: Request | None = None
             for sample in range(wanted.n):
                 seeded = attrs.evolve(wanted, seed=(wanted.seed + sample) % (1 << 63))
-                request = self._request(index, prompt, seeded)
+                request = self._request(index, prompt, seeded, adapter)
                 request.sample_index, request.leader = sample, leader
                 leader = leader or request
                 found.append(request)
         return found
 
     def _complete(
-        self, prompts: Sequence[MultimodalPrompt], params: SamplingParams | None, sampling: Mapping[str, Any]
+        self,
+        prompts: Sequence[MultimodalPrompt],
+        params: SamplingParams | None,
+        adapter: str | None,
+        sampling: Mapping[str, Any],
     ) -> list[Completion]:
-        requests = self._requests(prompts, params, sampling)
+        requests = self._requests(prompts, params, adapter, sampling)
         if not requests:
             return []
         before = self._prompt_logprobs(requests)
@@ -438,4 +522,5 @@ class LLM:
             return {}
         prompts = [each.tokens[: each.length] for each in first.values()]
         top = next(iter(first.values())).params.prompt_logprobs
-        return dict(zip(first, self._scoring(prompts, [1] * len(prompts), top or 0).result().scores, strict=True))
+        scores = self._scoring(prompts, [1] * len(prompts), top or 0, requests[0].adapter).result().scores
+        return dict(zip(first, scores, strict=True))

@@ -16,6 +16,8 @@ from hal.execution.step_output import StepOutput
 from hal.generation.llm.engine import Engine
 from hal.generation.llm.loop_pass import Pass
 from hal.generation.logits_processing import Logprob, logprobs_of, read_logprobs
+from hal.generation.request import adapters_of
+from hal.ops.lora import NO_ADAPTER
 from hal.step import NONE, Wanted, to_device
 from hal.step.input_batch import InputBatch
 
@@ -43,12 +45,13 @@ class PromptPass(Pass):
 
     Args:
         prompts: the token ids of each prompt.
+        adapter: the name of their adapter; None for none.
     """
 
     max_tokens: int
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-        self._runner = engine.runner
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], adapter: str | None = None) -> None:
+        self._runner, self._adapter = engine.runner, adapter
         self._waiting = deque(enumerate(prompts))
 
     @property
@@ -62,6 +65,11 @@ class PromptPass(Pass):
         allocator = runner.prefixes or runner.blocks
         group: list[tuple[int, Sequence[int]]] = []
         with ExitStack() as stack:
+            adapter = NO_ADAPTER
+            if self._adapter is not None:
+                loaded = adapters_of(runner).take(self._adapter)
+                stack.callback(loaded.give_back)
+                adapter = loaded.slot
             inputs: InputBatch | None = None
             while self._waiting:
                 index, tokens = self._waiting[0]
@@ -79,7 +87,7 @@ class PromptPass(Pass):
                 slot, *spare = slots or (None,)
                 if inputs is None:
                     inputs = runner.input_batch(min(len(self._waiting), self.max_tokens))
-                inputs.add(tokens, blocks, slot=slot, spare_slots=spare)
+                inputs.add(tokens, blocks, slot=slot, spare_slots=spare, adapter=adapter)
                 group.append((index, tokens))
                 self._waiting.popleft()
             if inputs is None:
@@ -116,13 +124,21 @@ class ScorePass(PromptPass):
         prompts: the token ids of each prompt.
         starts: the first token of each prompt that is scored, 1 or more.
         top: how many of the most likely tokens to return beside each.
+        adapter: see :class:`PromptPass`.
 
     Attributes:
         scores: the log-probabilities of each prompt's tokens from its start on.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0) -> None:
-        super().__init__(engine, prompts)
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        top: int = 0,
+        adapter: str | None = None,
+    ) -> None:
+        super().__init__(engine, prompts, adapter)
         most = max(16, MOST_LOGITS // self._runner.model.vocab_size)
         self.max_tokens = min(self._runner.backend.config.max_prefill_tokens, most)
         self._starts, self._top = starts, top

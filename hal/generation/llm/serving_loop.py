@@ -205,15 +205,18 @@ class ServingLoop:
     def _add(self, requests: Sequence[tuple[Request, Deliver]]) -> None:
         for request, deliver in requests:
             self._live[request.number] = request, deliver
-            self._scheduler.add(request)
+            try:
+                self._scheduler.add(request)
+            except ConfigError as error:
+                self._hand_over(request, error)
 
-    def _order(self, orders: Sequence[tuple[int, int | None, int, tuple[Any, ...]]]) -> None:
+    def _order(self, orders: Sequence[tuple[int, int | None, int, tuple[Any, ...], str | None]]) -> None:
         """Make the requests that the first rank adds, and add them."""
-        for number, leader, sample_index, (index, tokens, params, items) in orders:
+        for number, leader, sample_index, (index, tokens, params, items), adapter in orders:
             more: dict[str, Any] = {"tokenizer": self._tokenizer()} if params.in_text else {}
             more |= {"max_length": self._max_length, "items": items}
             request = checked(self._runner, index, tokens, params, **more)
-            request.number, request.sample_index = number, sample_index
+            request.number, request.sample_index, request.adapter = number, sample_index, adapter
             request.leader = self._live[leader][0] if leader in self._live else None
             self._add([(request, lambda request, token: None)])
 
@@ -344,11 +347,11 @@ _NOBODY: tuple[None, None] = None, None
 def _packed(calls: Sequence[Call] | None) -> bytes:
     """Return calls for other ranks, which make the requests themselves."""
 
-    def order(request: Request) -> tuple[int, int | None, int, tuple[Any, ...]]:
+    def order(request: Request) -> tuple[int, int | None, int, tuple[Any, ...], str | None]:
         items = () if request.inputs is None else request.inputs.items
         made = request.prompt_index, request.tokens[: request.length], request.params, items
         leader = None if request.leader is None else request.leader.number
-        return request.number, leader, request.sample_index, made
+        return request.number, leader, request.sample_index, made, request.adapter
 
     packed = [
         ("order", [order(each) for each, _ in given]) if name == "add" else (name, given) for name, given in calls or ()

@@ -16,6 +16,7 @@ from hal.ops.declaration.operation import operation
 from hal.ops.forms import FLOAT, Form, dequantize
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
+from hal.ops.lora import add_lora_in_dtype
 from hal.ops.projection import project
 
 
@@ -165,6 +166,7 @@ def scaled_dot_product_attention(
 
 
 KERNELS: dict[str, Kernel] = {
+    "add_lora": add_lora_in_dtype,
     "add_rms_norm": add_rms_norm,
     "embedding": embedding,
     "gelu": gelu,

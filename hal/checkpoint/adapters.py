@@ -1,0 +1,373 @@
+"""The adapters (LoRA) of a model: room in its projections, and adapters by name, each in a slot of that room."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hal.checkpoint.adapter_files import LORA_A, LORA_B, AdapterFiles
+from hal.checkpoint.tensor_names import renamed
+from hal.checkpoint.weight_bindings import Binding, Piece
+from hal.config.settings import AdaptersConfig
+from hal.device.group import Group
+from hal.drivers.backend import Backend
+from hal.errors import LISTED, CheckpointError, ConfigError, nearest
+from hal.nn import CausalLM, Linear
+from hal.nn.linear import IN, OUT
+from hal.nn.lora import Lora, begin_step, end_step, tokens_in
+from hal.ops.declaration.operation import DEFAULT_TOLERANCE
+from hal.step.model_batches import adapter_batch
+
+log = logging.getLogger("hal.checkpoint")
+
+_RANK = "rank"
+_numbers = itertools.count(1)
+"""Numbers of adapters in this process, so that two of one name are never taken for one another."""
+_TRIED = 8
+"""The rows with which an adapter is compared with merged weights."""
+
+
+@attrs.define(eq=False)
+class Adapter:
+    """A loaded adapter.
+
+    Attributes:
+        name: its name in requests.
+        slot: its place in the stacked tensors.
+        number: differs from that of every other adapter of this process, also of an earlier one of this name.
+        users: the requests that use it.
+        named: whether requests can still name it.
+    """
+
+    name: str
+    slot: int
+    number: int
+    _adapters: Adapters
+    users: int = 0
+    named: bool = True
+
+    def give_back(self) -> None:
+        """End a request's use of it."""
+        self._adapters.give_back(self)
+
+    def identity(self, token: int) -> int:
+        """Return what stands for a sequence's first token in the cache of prefixes, which adapters do not share."""
+        digest = hashlib.sha256(f"{self.number} {token}".encode()).digest()
+        return int.from_bytes(digest[:8], "big", signed=True)
+
+
+@attrs.frozen(eq=False)
+class _Layer:
+    """A projection with room for adapters.
+
+    Attributes:
+        a: the declaration of A of all its parts, as if the checkpoint had it.
+        b: likewise of B, whose rows are placed as those of the weight.
+    """
+
+    path: str
+    module: Linear
+    lora: Lora
+    a: tuple[Piece, ...]
+    b: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, path: str, module: Linear, config: AdaptersConfig, ranks: Group, like: Tensor) -> _Layer:
+        """Give a projection room for adapters, on a device and in a dtype."""
+        assert config.slots is not None
+        sizes = {_RANK: config.rank}
+        a, b = (
+            Binding(path, module, name, weight, torch.empty(weight.shape(weight.sizes or ()), device="meta"))
+            for name, weight in (
+                (LORA_A, module.declare(LORA_A, f"{_RANK} {IN}", sizes=sizes)),
+                (LORA_B, module.declare(LORA_B, f"{OUT} {_RANK}", sizes=sizes)),
+            )
+        )
+        given = a.pieces(ranks.rank, ranks.size), b.pieces(ranks.rank, ranks.size)
+        num_parts, rank, in_features = a.local_shape(ranks.size)
+        out_features = b.local_shape(ranks.size)[0]
+        parts = _runs([_module(each) for each in a.sources], given[1], out_features)
+        lora = Lora(
+            config.slots, num_parts, rank, in_features, parts, out_features, dtype=like.dtype, device=like.device
+        )
+        module.lora = lora
+        return cls(path, module, lora, *given)
+
+    def write(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        """Replace what a slot holds. Projections that the adapter does not change get zeros.
+
+        Args:
+            values: the adapter's tensors by the model's names.
+            scales: the factors by projection.
+        """
+        lora = self.lora
+        a, b = (torch.zeros(each[slot].shape, dtype=each.dtype) for each in (lora.lora_a, lora.lora_b))
+        scale = torch.zeros(lora.scale[slot].shape)
+        for part, piece in enumerate(self.a):
+            if (given := values.get(piece.source)) is not None:
+                rows = functional.pad(given, (0, 0, 0, a.shape[1] - given.shape[0]))
+                piece.put(a, 0, rows[_slices(piece)])
+                scale[part] = scales[_module(piece.source)]
+        for piece in self.b:
+            if (given := values.get(piece.source)) is not None:
+                columns = functional.pad(given, (0, b.shape[0] - given.shape[1]))
+                piece.put(b.t(), 0, columns[_slices(piece)])
+        for held, new in ((lora.lora_a, a), (lora.lora_b, b), (lora.scale, scale)):
+            held[slot].copy_(new)
+
+    def difference(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> float:
+        """Return how much an adapter in a slot differs from its product with A and B merged into the weight.
+
+        Relative to the largest element of the output, for random inputs.
+        """
+        like = self.lora.lora_a
+        x = torch.randn(_TRIED, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
+        output = self.module.product(x)
+        with tokens_in(torch.full((_TRIED,), slot, dtype=torch.int32, device=like.device)):
+            applied = self.lora(output, x).float().cpu()
+        merged, wide = output.float().cpu(), x.float().cpu()
+        inputs = {piece.source: piece for piece in self.a}
+        for piece in self.b:
+            module = _module(piece.source)
+            if (b := values.get(piece.source)) is not None:
+                source = f"{module}.{LORA_A}"
+                a = values[source][:, slice(*inputs[source].taken[1])]
+                update = scales[module] * (b[slice(*piece.taken[0])].float() @ a.float())
+                merged[:, slice(*piece.target[0])] += wide @ update.t()
+        largest = merged.abs().max().item()
+        return (applied - merged).abs().max().item() / (largest or 1.0)
+
+
+class Adapters:
+    """The adapters of a model by name. A captured step uses those that are loaded, changed and removed after it.
+
+    An adapter that is loaded under a known name, or removed, stays in its slot for the requests that use it, and frees
+    the slot after the last of them. Threading: any thread may call the methods.
+
+    Args:
+        model: loaded on the backend. Its projections get room, and its batches the field ``adapter_slots``.
+        config: the room.
+    """
+
+    def __init__(self, model: CausalLM, backend: Backend, config: AdaptersConfig, dtype: torch.dtype) -> None:
+        self._model, self._backend, self._config = model, backend, config
+        self._lock = threading.Lock()
+        assert config.slots is not None
+        self._free = list(range(config.slots))[::-1]
+        self._named: dict[str, Adapter] = {}
+        like = torch.empty(0, dtype=dtype, device=backend.device.torch)
+        with torch.inference_mode():
+            self._layers = [
+                _Layer.of(path, module, config, backend.mesh.tensor, like) for path, module in _projections(model)
+            ]
+        known = {piece.source: (layer, piece) for layer in self._layers for piece in (*layer.a, *layer.b)}
+        self._known = known
+        base: Any = model.batch_type
+        model.batch_type = adapter_batch(base)
+        model.register_forward_pre_hook(begin_step)
+        model.register_forward_hook(end_step, always_call=True)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the loaded adapters."""
+        with self._lock:
+            return list(self._named)
+
+    def load(self, name: str, folder: str | Path) -> None:
+        """Load an adapter that PEFT saved, also in the place of one of the same name.
+
+        It is compared with merged weights in a layer of each kind; a difference above the tolerance of the dtype is
+        logged as a warning.
+
+        Args:
+            name: its name in requests.
+            folder: with adapter_config.json and adapter_model.safetensors.
+
+        Raises:
+            CheckpointError: the files are missing or damaged, do not fit the model, or ask for what hal does not
+                compute.
+            ConfigError: its rank is above ``adapters.rank``, or no slot is free.
+        """
+        files = AdapterFiles.open(folder)
+        values, scales = self._checked(files)
+        with self._lock:
+            former = self._named.get(name)
+            slot = self._slot(name, former)
+            with self._backend.uses, torch.inference_mode():
+                token = self._backend.enter()
+                try:
+                    for layer in self._layers:
+                        layer.write(slot, values, scales)
+                    self._compare(name, slot, values, scales)
+                    self._backend.device.synchronize()
+                finally:
+                    self._backend.leave(token)
+            self._retire(former, kept=slot)
+            self._named[name] = Adapter(name, slot, next(_numbers), self)
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter. Requests that use it end with it.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        with self._lock:
+            self._retire(self._find(name))
+            del self._named[name]
+
+    def take(self, name: str) -> Adapter:
+        """Return the adapter of a request, which stays in its slot until :meth:`give_back`.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        with self._lock:
+            found = self._find(name)
+            found.users += 1
+            return found
+
+    def give_back(self, adapter: Adapter) -> None:
+        """End a request's use of an adapter."""
+        with self._lock:
+            adapter.users -= 1
+            if not adapter.named and not adapter.users:
+                self._free.append(adapter.slot)
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError unless there is an adapter of this name."""
+        with self._lock:
+            self._find(name)
+
+    def _find(self, name: str) -> Adapter:
+        if name not in self._named:
+            raise ConfigError(f"there is no adapter {name!r:.70}", nearest(name, self._named), key="adapter")
+        return self._named[name]
+
+    def _slot(self, name: str, former: Adapter | None) -> int:
+        """Return the slot for a new adapter: a free one, or that of the former one if no request uses it."""
+        if former is not None and not former.users:
+            return former.slot
+        if self._free:
+            return self._free.pop()
+        used = f", of which requests use {name!r:.70}" if former is not None else ""
+        raise ConfigError(
+            f"all {self._config.slots} slots of adapters are taken{used}",
+            "remove one, wait for its requests to end, or raise adapters.slots",
+            key="adapters.slots",
+        )
+
+    def _retire(self, adapter: Adapter | None, kept: int | None = None) -> None:
+        """Forget an adapter's name, and free its slot unless requests use it, or ``kept`` is the slot."""
+        if adapter is not None:
+            adapter.named = False
+            if not adapter.users and adapter.slot != kept:
+                self._free.append(adapter.slot)
+
+    def _checked(self, files: AdapterFiles) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return an adapter's tensors and scales by the model's names."""
+        own = {name: name for name in files.tensors}
+        stored = renamed(own, self._model, self._known.keys())
+        if unknown := sorted(name for name in stored if name not in self._known):
+            modules = list(dict.fromkeys(_module(name) for name in unknown))
+            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+            raise CheckpointError(
+                f"{files.folder} changes {', '.join(modules[:3])}{more}, which {type(self._model).__name__} lacks, or "
+                "which takes no adapters: experts, embeddings, the output projection, and encoders take none",
+                "use an adapter of this model's other projections, or merge it (merge_and_unload in peft)",
+            )
+        if files.largest_rank > self._config.rank:
+            raise ConfigError(
+                f"{files.folder} has the rank {files.largest_rank}, and there is room for {self._config.rank}",
+                f"set adapters.rank to {files.largest_rank}",
+                key="adapters.rank",
+            )
+        wrong = []
+        for name, old in stored.items():
+            _, piece = self._known[name]
+            rank, given = files.rank_of(_module(old)), files.tensors[old].shape
+            wanted = (rank, piece.source_shape[1]) if name.endswith(LORA_A) else (piece.source_shape[0], rank)
+            if given != wanted:
+                wrong.append(f"{old} is {list(given)}, not {list(wanted)}")
+        if wrong:
+            raise CheckpointError(
+                f"{files.folder} does not fit {type(self._model).__name__}: {'; '.join(wrong[:LISTED])}",
+                "use an adapter that was trained for this model",
+            )
+        values = files.read()
+        scales = {_module(name): files.scale_of(_module(old)) for name, old in stored.items()}
+        return {name: values[old] for name, old in stored.items()}, scales
+
+    def _compare(self, name: str, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        """Warn if an adapter that is applied differs from a merged one, in a layer of each kind."""
+        kinds: dict[tuple[str, ...], _Layer] = {}
+        for layer in self._layers:
+            if any(piece.source in values for piece in layer.a):
+                kinds.setdefault(tuple(layer.path.split(".")[-2:]), layer)
+        for layer in kinds.values():
+            found, allowed = layer.difference(slot, values, scales), DEFAULT_TOLERANCE[layer.lora.lora_a.dtype][0]
+            if not found <= allowed:
+                log.warning(
+                    "the adapter %s, applied to %s, differs from merged weights by %.2g of the largest output, "
+                    "where rounding explains %.2g",
+                    name,
+                    layer.path,
+                    found,
+                    allowed,
+                )
+
+
+def make_room(model: CausalLM, backend: Backend, dtype: torch.dtype) -> None:
+    """Give a model room for adapters, if the backend's configuration asks for it.
+
+    Raises:
+        ConfigError: the model has no projection that takes adapters.
+    """
+    config = backend.config.adapters
+    if config.slots is None:
+        return
+    if not any(True for _ in _projections(model)):
+        raise ConfigError(f"{type(model).__name__} has no projection that takes adapters", "leave adapters.slots out")
+    model.adapters = Adapters(model, backend, config, dtype)
+
+
+def _projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+    """Yield the projections that take adapters, by path."""
+    encoder = set() if model.encoder is None else set(model.encoder.modules())
+    for path, module in model.named_modules():
+        takes = isinstance(module, Linear) and module.takes_adapters and module not in encoder
+        if takes and path != model.output_projection:
+            yield path, module
+
+
+def _module(name: str) -> str:
+    """Return the projection of a tensor's name."""
+    return name.removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
+
+
+def _slices(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(*each) for each in piece.taken)
+
+
+def _runs(modules: list[str], pieces: tuple[Piece, ...], size: int) -> str:
+    """Return which part of A each run of an output reads, as :func:`hal.ops.add_lora` takes it."""
+    found: list[list[int]] = []
+    for piece in sorted(pieces, key=lambda each: each.target[0]):
+        part, (start, end) = modules.index(_module(piece.source)), piece.target[0]
+        if found and found[-1][0] == part:
+            found[-1][1] += end - start
+        elif end > start:
+            found.append([part, end - start])
+    missing = size - sum(count for _, count in found)
+    if missing:
+        found[-1][1] += missing  # padding of the last rank
+    return " ".join(f"{part}:{count}" for part, count in found)

@@ -1,0 +1,99 @@
+"""The adapters (LoRA) of a projection, in the slots of stacked tensors, and the slots of a step's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hal import ops
+
+_slots: ContextVar[Tensor | None] = ContextVar("hal_adapter_slots", default=None)
+"""The slot of each token in the step that this thread runs or traces."""
+
+
+class Lora(nn.Module):
+    """What the adapters of a step's tokens add to the output of a projection.
+
+    The tensors keep their addresses, so that captured steps use what they hold. An empty slot is zero.
+
+    Args:
+        slots: the most adapters.
+        num_parts: the projections of the checkpoint that are merged, each of which has an A.
+        rank: the largest rank.
+        in_features: features of the input on this rank.
+        parts: the part and length of each run of the output's features on this rank; see :func:`hal.ops.add_lora`.
+        out_features: features of the output on this rank.
+        dtype: of the computation.
+        device: where the projection is.
+
+    Attributes:
+        lora_a: ``[slots, num_parts, rank, in_features]``.
+        lora_b: ``[slots, rank, out_features]``.
+        scale: ``[slots, num_parts]``, float32.
+    """
+
+    lora_a: Tensor
+    lora_b: Tensor
+    scale: Tensor
+
+    def __init__(
+        self,
+        slots: int,
+        num_parts: int,
+        rank: int,
+        in_features: int,
+        parts: str,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.register_buffer("lora_a", torch.zeros(slots, num_parts, rank, in_features, dtype=dtype, device=device))
+        self.register_buffer("lora_b", torch.zeros(slots, rank, out_features, dtype=dtype, device=device))
+        self.register_buffer("scale", torch.zeros(slots, num_parts, device=device))
+
+    def forward(self, output: Tensor, x: Tensor) -> Tensor:
+        """Return the projection's output with what the tokens' adapters add. Outside of a step, it stays as it is.
+
+        Args:
+            output: ``[tokens, ..., out_features]``.
+            x: ``[tokens, ..., in_features]``.
+        """
+        slots = _slots.get()
+        if slots is None:
+            return output
+        if x.dim() == 2:
+            return ops.add_lora(output, x, self.lora_a, self.lora_b, self.scale, slots, self.parts)
+        each = slots.view(-1, *[1] * (x.dim() - 2)).expand(x.shape[:-1]).flatten()
+        flat = output.flatten(0, -2), x.flatten(0, -2)
+        return ops.add_lora(*flat, self.lora_a, self.lora_b, self.scale, each, self.parts).view(output.shape)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+
+@contextmanager
+def tokens_in(slots: Tensor) -> Iterator[None]:
+    """Let the projections that this thread calls add the adapters in ``slots``, ``[tokens]``, int32."""
+    before = _slots.set(slots)
+    try:
+        yield
+    finally:
+        _slots.reset(before)
+
+
+def begin_step(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Give the slots of a step's tokens to the projections of ``model(batch, states)``: a hook before the call."""
+    _slots.set(arguments[0].adapter_slots)
+
+
+def end_step(model: nn.Module, arguments: tuple[Any, ...], found: Any) -> None:
+    """End what :func:`begin_step` began: a hook after the call, also if it raises."""
+    _slots.set(None)
