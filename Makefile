@@ -145,6 +145,12 @@ test-cuda-build: $(VENV)/.test $(CUDA_BUILD_VENV)/.test
 	  $(TEST_PYTHON) -m pytest -q tests/backends/npu/test_npu_probe.py -k a_build_for_cuda
 
 # hal inside vLLM, built without kernels of its own: no part of `make test`, since it installs some 2 GB.
+# VLLM_RUNNER=2 lets vLLM schedule for its second model runner in every test. vLLM refuses that where Triton has no device,
+# unless no GPU is visible.
+test-vllm: export VLLM_USE_V2_MODEL_RUNNER ?= $(if $(filter 2,$(VLLM_RUNNER)),1,0)
+ifeq ($(VLLM_RUNNER),2)
+test-vllm: export CUDA_VISIBLE_DEVICES =
+endif
 test-vllm: $(VLLM_VENV)/.test
 	$(VLLM_VENV)/bin/python -m pytest -q tests/engines
 

@@ -71,7 +71,12 @@ def scheduled(
 
 def began(name: str, prompt: list[int], block: int, **others: Any) -> SimpleNamespace:
     """Return a new request of vLLM's."""
-    values = {"num_computed_tokens": 0, "sampling_params": SimpleNamespace(seed=None), "mm_features": []}
+    values = {
+        "num_computed_tokens": 0,
+        "sampling_params": SimpleNamespace(seed=None),
+        "mm_features": [],
+        "prefill_token_ids": None,
+    }
     return SimpleNamespace(req_id=name, prompt_token_ids=prompt, block_ids=[[block]], **(values | others))
 
 
@@ -90,15 +95,33 @@ def test_all_ranks_keep_requests_in_the_same_rows() -> None:
     assert found == found[:1] * 6
 
 
+def test_a_preempted_request_that_comes_as_a_new_one_starts_anew() -> None:
+    """Steps for the second model runner have its outputs behind its prompt, without one that was dropped."""
+    requests = new_requests()
+    requests.update(scheduled(began("a", [1, 2], 1), counts={"a": 2}))
+    (first,) = requests.running(["a"])
+    seed = first.seed
+    for token in (5, 6, 7):
+        requests.settle([first], [token])
+    requests.update(scheduled(began("a", [1, 2], 3, prefill_token_ids=[1, 2, 5, 6]), counts={"a": 4}))
+    (again,) = requests.running(["a"])
+    assert (again.outputs, again.computed, again.blocks, again.seed) == ([5, 6], 0, [[3]], seed)
+    requests.update(scheduled(began("b", [1, 2], 4, prefill_token_ids=[1, 2, 9]), ended=["a"], counts={"b": 3}))
+    assert [each.tokens for each in requests.running(["b"])] == [[1, 2, 9]]
+
+
 @pytest.mark.parametrize("dropped", [0, 1])
-def test_a_session_goes_on_drawing(dropped: int) -> None:
+@pytest.mark.parametrize("runner", [1, 2])
+def test_a_session_goes_on_drawing(dropped: int, runner: int) -> None:
     """Its prompt has the tokens so far, without one that asynchronous scheduling may have sampled in vain."""
     requests = new_requests()
     requests.update(scheduled(began("a", [1, 2], 1), counts={"a": 2}))
     (first,) = requests.running(["a"])
     for token in (5, 6, 7)[: 2 + dropped]:
         requests.settle([first], [token])
-    requests.update(scheduled(began("a", [1, 2, 5, 8, 9], 3), counts={"a": 5}))
+    further = [1, 2, 5, 8, 9]
+    again = began("a", further, 3, prefill_token_ids=further if runner == 2 else None)
+    requests.update(scheduled(again, counts={"a": 5}))
     (extended,) = requests.running(["a"])
     assert (extended.drawn, extended.outputs, extended.seed) == (3, [], first.seed)
     requests.update(scheduled(began("a", [1, 2], 4, sampling_params=SimpleNamespace(seed=-1)), counts={"a": 2}))
@@ -129,6 +152,7 @@ def check_random(
     requests: int,
     *,
     devices: int = 1,
+    runner: int | None = None,
     parallel: Mapping[str, Any] = MappingProxyType({}),
     **vllm: Any,
 ) -> dict[str, int]:
@@ -141,6 +165,7 @@ def check_random(
         tmp_path,
         checkpoint,
         devices=devices,
+        runner=runner,
         hal=configuration,
         vllm=vllm,
         dtype=dtype,
@@ -178,6 +203,34 @@ def test_random_requests_get_the_tokens_of_generate(
 ) -> None:
     """A small cache and small steps, so that requests are cut into chunks, resumed, and find cached prefixes."""
     check_random(tmp_path, request.getfixturevalue(name), device, compiler, dtype, requests)
+
+
+@needs_vllm
+@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "requests", "ranks"),
+    [
+        ("trained", "cpu", "float32", 200, 1),
+        ("trained_experts", "cpu", "float32", 60, 2),
+        ("trained", "npu", "float16", 60, 1),
+    ],
+)
+@pytest.mark.shows("texts", "vLLM")
+def test_steps_for_either_model_runner_give_the_tokens_of_generate(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    name: str,
+    device: str,
+    dtype: str,
+    requests: int,
+    ranks: int,
+    runner: int,
+) -> None:
+    """For the second, vLLM schedules a preempted request as a new one, with its outputs."""
+    checkpoint = request.getfixturevalue(name)
+    check_random(
+        tmp_path, checkpoint, device, "graph", dtype, requests, devices=ranks, runner=runner, tensor_parallel_size=ranks
+    )
 
 
 @needs_vllm
@@ -338,7 +391,7 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
 
 
 ON_CPU = "dtype='float32', additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 200000}}}"
-UNREAD = {"VLLM_BATCH_INVARIANT": "1", "VLLM_FLOAT32_MATMUL_PRECISION": "high", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+UNREAD = {"VLLM_BATCH_INVARIANT": "1", "VLLM_FLOAT32_MATMUL_PRECISION": "high"}
 CONFIGURED = {"HAL_BACKEND": "cpu", "HAL_CACHE__BLOCK_SIZE": "24.5"}
 
 

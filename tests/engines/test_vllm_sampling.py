@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.vllm_programs import needs_vllm, run
+from helpers.vllm_programs import found_by, needs_vllm, run, vllm_version
+from packaging.version import Version
 
 UPDATES = """
 import random
@@ -151,3 +153,75 @@ def test_a_top_k_above_the_vocabulary_keeps_all_tokens(trained: Path) -> None:
     )
     result = run(program)
     assert "found: True True" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+@pytest.mark.shows("log-probabilities", "vLLM")
+def test_log_probabilities_of_given_tokens_of_a_prompt(trained: Path) -> None:
+    """They are those of a prompt for all tokens, in chunks and beside others. vLLM has them from 0.31 on."""
+    if vllm_version() < Version("0.31"):
+        pytest.skip("vLLM 0.30 has no prompt_logprob_token_ids")
+    program = (
+        "import numpy\n"
+        "from vllm import LLM, SamplingParams\n"
+        f"engine = LLM(model={str(trained)!r}, max_model_len=64, dtype='float32', max_logprobs=-1, block_size=16,\n"
+        "             max_num_batched_tokens=16, max_num_seqs=2,\n"
+        "             additional_config={'hal': {'backend': 'cpu', 'cache': {'num_tokens': 1024}}})\n"
+        "greedy = dict(temperature=0, max_tokens=3)\n"
+        "prompt = {'prompt_token_ids': [*range(9, 49)]}\n"
+        "given = numpy.array([[3 * row, row + 10, 7 if PADDED and row % 2 else -PADDED] for row in range(39)])\n"
+        "if not PADDED: given = numpy.broadcast_to(given[4], given.shape)\n"
+        "def asked(start, **others):\n"
+        "    ids = given[start:] if PADDED else given[0].tolist()\n"
+        "    return SamplingParams(**greedy, prompt_logprob_token_ids=ids, prompt_logprob_start=start, **others)\n"
+        "params = [SamplingParams(**greedy, prompt_logprobs=-1), asked(0), asked(21), asked(0, prompt_logprobs=2)]\n"
+        "every, some, later, both = engine.generate([prompt] * 4, params)\n"
+        "for start, found in ((0, some), (21, later), (0, both)):\n"
+        "    scores = found.prompt_token_id_logprobs\n"
+        "    assert scores.shape == (39 - start, 3), scores.shape\n"
+        "    for row, own in enumerate(scores, start):\n"
+        "        all_of_row = every.prompt_logprobs[row + 1]\n"
+        "        for token, score in zip(given[row], own, strict=True):\n"
+        "            right = all_of_row[token].logprob if token >= 0 else -numpy.inf\n"
+        "            assert score == right or abs(score - right) < 1e-5, (row, token, score, right)\n"
+        "assert [*map(len, both.prompt_logprobs[1:])] != [] and every.prompt_token_id_logprobs is None\n"
+        "assert len({tuple(each.outputs[0].token_ids) for each in (every, some, later, both)}) == 1\n"
+        "print('equal')\n"
+    )
+    result = run(f"PADDED = {int(vllm_version() >= Version('0.32'))}\n{program}", runner=2)
+    assert "equal" in result.stdout, result.stdout + result.stderr
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("runner", "drafts"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}),
+        (2, {"method": "draft_model"}),
+    ],
+)
+def test_custom_logits_processors(trained: Path, tmp_path: Path, runner: int, drafts: dict[str, Any]) -> None:
+    """Requests without repeated tokens, which are preempted, get the tokens of hal.generate with the same mask."""
+    if vllm_version() < Version("0.31"):
+        pytest.skip("vLLM 0.30 has no custom processors for its second model runner")
+    vllm: dict[str, Any] = {"async_scheduling": drafts.get("method") != "ngram"}
+    if drafts:
+        vllm["speculative_config"] = {**drafts, "num_speculative_tokens": 3}
+        vllm["speculative_config"] |= {"model": str(trained)} if drafts["method"] == "draft_model" else {}
+    found = found_by(
+        "vllm_processors.main",
+        tmp_path,
+        trained,
+        runner=runner,
+        hal={"backend": "cpu"},
+        vllm=vllm,
+        seed=1,
+        requests=24,
+    )
+    assert found["wrong"] == []
+    assert found["repeats"] > 0
+    assert found["masked"] > 0
+    assert found["counts"]["resumed"] > 0 or drafts
+    assert sum(found["counts"].get("accepted", ())) > 0 or not drafts

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm_counts import resumed
 
 import hal
 from hal.engines.vllm.worker import HalWorker
@@ -58,7 +59,7 @@ class GroupWorker(HalWorker):
             FOUND["mixed"] += bool(decoding) and len(decoding) < len(scheduled)
             FOUND["decode"] += len(decoding) == len(scheduled)
             FOUND["chunks"] += len(cached.req_ids) - len(decoding)
-            FOUND["resumed"] += len(cached.resumed_req_ids)
+            FOUND["resumed"] += resumed(scheduler_output)
             FOUND["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
             FOUND["zeroed"] += len(scheduler_output.new_block_ids_to_zero or ())
             FOUND["block copies"] += len(scheduler_output.kv_cache_block_copies or ())

@@ -21,6 +21,7 @@ import attrs
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm_counts import resumed
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, allocate_token_bitmask
 
 import hal
@@ -52,10 +53,7 @@ class CountingWorker(HalWorker):
             STEPS["mixed"] += bool(decoding) and len(decoding) < len(scheduled)
             STEPS["decode"] += len(decoding) == len(scheduled)
             STEPS["chunks"] += len(cached.req_ids) - len(decoding)
-            STEPS["resumed"] += len(cached.resumed_req_ids)
-            STEPS["resumed"] += sum(
-                bool(len(each.prefill_token_ids or ()) > len(each.prompt_token_ids)) for each in new
-            )
+            STEPS["resumed"] += resumed(scheduler_output)
             STEPS["ended together"] += len(scheduler_output.finished_req_ids) > 1
             STEPS["prefix hits"] += sum(each.num_computed_tokens > 0 for each in new)
             STEPS["ahead"] += self.output is not None and not self.output.arrived

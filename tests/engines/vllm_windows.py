@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import torch
 from vllm import LLM, SamplingParams
+from vllm_counts import resumed
 
 import hal
 from hal.engines.vllm.worker import HalWorker
@@ -40,7 +41,7 @@ class WindowWorker(HalWorker):
         FOUND["steps"] += 1
         FOUND["rows"] += len(scheduler_output.num_scheduled_tokens)
         FOUND["together"] = max(FOUND["together"], len(scheduler_output.num_scheduled_tokens))
-        FOUND["resumed"] += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        FOUND["resumed"] += resumed(scheduler_output)
         new = scheduler_output.scheduled_new_reqs
         FOUND["dummies"] += sum(each.block_ids[0].count(DUMMY_BLOCK) for each in new)
         return super().execute_model(scheduler_output)

@@ -21,8 +21,6 @@ def register() -> str | None:
     """Return the platform's class for vLLM, if hal was asked for by ``HAL_VLLM=1`` or ``VLLM_PLUGINS=hal``."""
     if not _asked():
         return None
-    # hal's worker takes steps for vLLM's first model runner. Where Triton works, vLLM would make them for its second.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return "hal.engines.vllm.platform.HalPlatform"
 
 

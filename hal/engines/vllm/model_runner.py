@@ -17,7 +17,7 @@ import hal
 from hal.engines.vllm.cache_groups import VllmGroups, move_pages
 from hal.engines.vllm.drafting import Drafting
 from hal.engines.vllm.request import Request, Requests
-from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs
+from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs, scores_of
 from hal.engines.vllm.step_output import Ran, StepOutput
 from hal.generation.drafting.drafter import Drafter
 from hal.generation.prompt_inputs import PromptInputs, step_fields
@@ -63,16 +63,16 @@ class HalModelRunner:
             self.drafting = Drafting(runner, drafter, longest=longest, asynchronous=asynchronous)
             rows, most = scheduler.max_num_seqs, drafter.tokens  # A drafter has no more.
         replica = vllm_config.parallel_config.data_parallel_index
+        self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
+        self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size, rows, 1 + most)
         self.requests = Requests(
             runner.input_batch(rows, spare=most),
             f"{model_config.seed}, replica {replica}",
             groups,
             partial(PromptInputs.of, runner),
-            *([] if self.drafting is None else [self.drafting.end]),
+            [each.end for each in (self.drafting, self._sampling.custom) if each is not None],
         )
         self._groups = groups
-        self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
-        self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size, 1 + most)
         self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.
         self._step: _Step | None = None
         self._failure: Exception | None = None
@@ -145,14 +145,19 @@ class HalModelRunner:
                 if score:
                     first = max(request.scored - request.computed, 0)
                     begin = request.computed + first + 1
-                    targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
                     at = start + first
                     logprobs = logits[at : at + score].float()
                     if self.sampler.logprobs_mode.endswith("logprobs"):
                         logprobs = self.sampler.compute_logprobs(logprobs)
-                    asked_of_each = num_logprobs(request.params.prompt_logprobs, logprobs.shape[-1])
-                    found = self.sampler.gather_logprobs(logprobs, asked_of_each, targets)
-                    request.prompt_logprobs.append(found.to_cpu_nonblocking())
+                    if (most := request.params.prompt_logprobs) is not None:
+                        targets = torch.tensor(request.prompt[begin : begin + score], device=self._device)
+                        found = self.sampler.gather_logprobs(logprobs, num_logprobs(most, logprobs.shape[-1]), targets)
+                        request.prompt_logprobs.append(found.to_cpu_nonblocking())
+                    if request.given_tokens is not None:
+                        given = scores_of(
+                            request.given_tokens, request.params.prompt_logprob_start, begin - 1, logprobs
+                        )
+                        request.token_scores.append(given.to("cpu", non_blocking=True))
                     request.scored = begin - 1 + score
                 start += rows
                 kept += range(start - own, start)

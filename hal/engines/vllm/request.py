@@ -47,6 +47,7 @@ class Request:
         inputs: the inputs of its prompt beside the tokens, such as images; None for text alone.
         scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
+        token_scores: those of given tokens at the prompt's tokens, in parts.
         drafted: the places behind drafted tokens.
     """
 
@@ -62,6 +63,7 @@ class Request:
     row: int = -1
     scored: int = 0
     prompt_logprobs: list[Any] = attrs.field(factory=list)
+    token_scores: list[Tensor] = attrs.field(factory=list)
     drafted: list[Place] = attrs.field(factory=list)
 
     @property
@@ -69,9 +71,14 @@ class Request:
         """A copy of its tokens so far."""
         return self.prompt + self.outputs
 
+    @property
+    def given_tokens(self) -> Any:
+        """The tokens to score at the prompt's tokens; None for none, and before vLLM 0.31."""
+        return getattr(self.params, "prompt_logprob_token_ids", None)
+
     def to_score(self, count: int) -> int:
         """Return how many of the next ``count`` tokens give a log-probability that is not known yet."""
-        if self.params.prompt_logprobs is None:
+        if self.params.prompt_logprobs is None and self.given_tokens is None:
             return 0
         first = max(self.computed, self.scored)
         return max(0, min(self.computed + count, len(self.prompt) - 1) - first)
@@ -127,6 +134,10 @@ class Place:
         return self.request.drawn
 
 
+Chosen = Request | Place
+"""What a token is chosen for."""
+
+
 def fields_of(kind: str, items: Sequence[EncoderItem]) -> dict[str, Tensor]:
     """Return the items of a kind as fields for vLLM, each joined."""
     own = [each for each in items if each.kind == kind]
@@ -157,7 +168,7 @@ class Requests:
             tokens; replicas have different ones.
         groups: the cache groups; None if there is one, whose blocks are hal's.
         prompt_inputs: returns the inputs of a prompt, given its tokens and its images and videos.
-        dropped: called with each request that ends, or starts anew.
+        dropped: each is called with every request that ends, or starts anew.
     """
 
     def __init__(
@@ -166,7 +177,7 @@ class Requests:
         seed: str,
         groups: Groups | None = None,
         prompt_inputs: Callable[[list[int], Sequence[EncoderItem]], PromptInputs | None] = lambda tokens, items: None,
-        dropped: Callable[[Request], object] = lambda request: None,
+        dropped: Sequence[Callable[[Request], object]] = (),
     ) -> None:
         self.inputs, self._seeds, self._groups = inputs, random.Random(seed), groups
         self._prompt_inputs, self._dropped = prompt_inputs, dropped
@@ -178,25 +189,27 @@ class Requests:
         for name in sorted(scheduled.finished_req_ids):  # A set is in another order on each rank.
             if name in self._known:
                 self._drop(self._known.pop(name))
+        cached, known = scheduled.scheduled_cached_reqs, self._known
         for new in scheduled.scheduled_new_reqs:
-            self._add(new)
-        cached = scheduled.scheduled_cached_reqs
-        known, resumed = self._known, cached.resumed_req_ids
+            earlier, tokens = known.get(new.req_id), new.prefill_token_ids
+            # For the second model runner, a preempted request comes as a new one, with its outputs behind its prompt.
+            if earlier is not None and tokens is not None and earlier.prompt == new.prompt_token_ids:
+                self._take_params(earlier, new.sampling_params)
+                self._restart(earlier, new.block_ids, new.num_computed_tokens, len(tokens) - len(earlier.prompt))
+            else:
+                self._add(new)
+        resumed = cached.resumed_req_ids  # by the scheduler for the first model runner
         for name, blocks, computed, outputs in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
             request = known[name]
-            request.computed = computed
             if name in resumed:
-                self._drop(request)
-                request.blocks = [*map(list, blocks)]
-                del request.outputs[outputs:]  # The scheduler may have dropped the output of a running step.
-                request.drafted.clear()
-                if not request.outputs and not request.prompt_logprobs:
-                    request.scored = 0  # That output may have had them.
+                self._restart(request, blocks, computed, outputs)
+                continue
+            request.computed = computed
             if request.outputs:  # The scheduler may count drafted tokens of a running step, which were rejected.
                 request.computed = min(computed, len(request.prompt) + len(request.outputs) - 1)
-            if name not in resumed and blocks is not None:
+            if blocks is not None:
                 before = [len(each) for each in request.blocks]
                 for own, new in zip(request.blocks, blocks, strict=True):
                     own += new
@@ -252,24 +265,38 @@ class Requests:
     def _add(self, new: Any) -> None:
         """Add a request. A session that goes on comes as a new one, with the tokens so far in its prompt."""
         prompt, before = list(new.prompt_token_ids), self._known.get(new.req_id)
-        request = Request(
-            new.req_id, prompt, new.sampling_params, [*map(list, new.block_ids)], new.num_computed_tokens, []
-        )
+        outputs = list((new.prefill_token_ids or ())[len(prompt) :])
+        blocks = [*map(list, new.block_ids)]
+        request = Request(new.req_id, prompt, new.sampling_params, blocks, new.num_computed_tokens, outputs)
         if new.mm_features:
             items = [item_of(each.modality, each.data, each.identifier.encode()) for each in new.mm_features]
             request.inputs = self._prompt_inputs(prompt, items)
-        if (seed := new.sampling_params.seed) is not None:
-            request.seed = seed % 2**63
-        elif before is None:
-            request.seed = self._seeds.getrandbits(63)
-        else:
-            request.seed = before.seed
         if before is not None:
             self._drop(before)
+            request.seed = before.seed
             request.scored, request.prompt_logprobs = before.scored, before.prompt_logprobs
+            request.token_scores = before.token_scores
             # Outputs do not count: with asynchronous scheduling, one more may have been sampled, and dropped.
             request.drawn = before.drawn + len(prompt) - len(before.prompt)
+        elif new.sampling_params.seed is None:
+            request.seed = self._seeds.getrandbits(63)
+        self._take_params(request, new.sampling_params)
         self._known[new.req_id] = request
+
+    def _take_params(self, request: Request, params: Any) -> None:
+        request.params = params
+        if params.seed is not None:
+            request.seed = params.seed % 2**63
+
+    def _restart(self, request: Request, blocks: Sequence[Sequence[int]], computed: int, outputs: int) -> None:
+        """Let a preempted request start anew, with its first ``outputs`` outputs."""
+        self._drop(request)
+        request.blocks = [*map(list, blocks)]
+        del request.outputs[outputs:]  # The scheduler may have dropped the output of a running step.
+        request.drafted.clear()
+        if not (request.outputs or request.prompt_logprobs or request.token_scores):
+            request.scored = 0  # That output may have had them.
+        request.computed = computed
 
     def _place(self, request: Request, scheduled: Container[str]) -> None:
         if len(self.inputs) == self.inputs.max_sequences:  # A request that waits gives its row away.
@@ -287,7 +314,8 @@ class Requests:
 
     def _drop(self, request: Request) -> None:
         """Take a request's row, if it has one, and move the last row there."""
-        self._dropped(request)
+        for each in self._dropped:
+            each(request)
         if request.row < 0:
             return
         self.inputs.remove(request.row)

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    LogitsProcessors,
+    MinTokensLogitsProcessor,
+    build_logitsprocs,
+)
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -17,11 +22,10 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 import hal
-from hal.engines.vllm.request import Place, Request
+from hal.engines.vllm.logits_processors import CustomProcessors
+from hal.engines.vllm.request import Chosen
 from hal.step import to_device
 
-Chosen = Request | Place
-"""What a token is chosen for."""
 COLUMNS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 """The parameters of which the sampler takes a column, in float32."""
 GREEDY = 1e-5
@@ -33,6 +37,7 @@ class Rows(SamplingMetadata):
     """The sampler's metadata, and what hal's draw needs."""
 
     requests: Sequence[Chosen] = ()
+    custom: CustomProcessors | None = None
     drawing: tuple[Tensor, ...] = ()
     """The arguments of :func:`hal.ops.sample` between the logits and the step. vLLM divides by the temperature."""
 
@@ -48,6 +53,12 @@ class HalSampler(Sampler):
     def __init__(self, logprobs_mode: str, backend: hal.Backend) -> None:
         super().__init__(logprobs_mode)
         self._greedy, self._draw = backend.ops.greedy_sample, backend.ops.sample
+
+    def apply_penalties(self, logits: Tensor, sampling_metadata: Rows, output_token_ids: list[list[int]]) -> Tensor:
+        """Apply penalties, and the custom processors of the second model runner, which come next."""
+        logits = super().apply_penalties(logits, sampling_metadata, output_token_ids)
+        custom = sampling_metadata.custom
+        return logits if custom is None else custom.apply(logits, sampling_metadata.requests)
 
     def sample(
         self, logits: Tensor, sampling_metadata: Rows, logprobs_mode_override: str | None = None
@@ -88,14 +99,24 @@ class Sampling:
 
     Args:
         vocab_size: the number of logits.
+        rows: the most requests that have begun.
         places: the most tokens that a step chooses for a request.
+
+    Attributes:
+        custom: custom processors of the second model runner; None for none. Those of the first are with vLLM's own.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, vocab_size: int, places: int = 1) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, vocab_size: int, rows: int, places: int = 1) -> None:
         self._device, self._vocab_size = device, vocab_size
-        self._processors = build_logitsprocs(
-            vllm_config, device, False, False, vllm_config.model_config.logits_processors or ()
-        )
+        self.custom = CustomProcessors.of(vllm_config, device, vocab_size, rows)
+        if vllm_config.use_v2_model_runner:
+            # vLLM refuses requests for the others beside drafts.
+            own = BUILTIN_LOGITS_PROCESSORS if places == 1 else [MinTokensLogitsProcessor]
+            self._processors = LogitsProcessors(each(vllm_config, device, False) for each in own)
+        else:
+            self._processors = build_logitsprocs(
+                vllm_config, device, False, False, vllm_config.model_config.logits_processors or ()
+            )
         self._budgets = maybe_create_thinking_budget_state_holder(
             vllm_config.reasoning_config, places * vllm_config.scheduler_config.max_num_seqs, 0, device, False
         )
@@ -112,6 +133,8 @@ class Sampling:
             self._budgets.sync_batch(update)
         for each in self._processors.all:
             each.update_state(update)
+        if self.custom is not None:
+            self.custom.take(requests)
         if self._metadata is None or update is not None:
             self._requests, self._metadata = requests, self._make(requests)
         return self._metadata
@@ -159,6 +182,7 @@ class Sampling:
             },
             thinking_budget_state_holder=self._budgets,
             requests=requests,
+            custom=self.custom,
             drawing=drawing,
         )
 
@@ -203,3 +227,20 @@ def batch_update(before: Sequence[Chosen], after: Sequence[Chosen]) -> BatchUpda
 def num_logprobs(asked: int, vocab_size: int) -> int:
     """Return of how many of the likeliest tokens a request gets log-probabilities: -1 asks for all."""
     return vocab_size if asked == -1 else asked
+
+
+def scores_of(given: Any, start: int | None, first: int, logprobs: Tensor) -> Tensor:
+    """Return the log-probabilities of given tokens, ``[tokens of the prompt, given tokens of each]``, -inf for padding.
+
+    Args:
+        given: those of each of the prompt's tokens from ``start`` on, with -1 as padding, or the same for all.
+        first: the number of the prompt's token that ``logprobs`` begin with.
+        logprobs: ``[tokens of the prompt, vocabulary]``.
+    """
+    start = start or 0
+    logprobs, first = logprobs[max(0, start - first) :], max(first, start)
+    ids = torch.tensor(given)
+    if ids.dim() > 1:  # from vLLM 0.32 on
+        ids = ids[first - start : first - start + len(logprobs)]
+    ids = to_device(ids.long(), logprobs.device).expand(len(logprobs), -1)
+    return logprobs.gather(-1, ids.clamp_min(0)).masked_fill_(ids < 0, -torch.inf)

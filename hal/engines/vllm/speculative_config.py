@@ -47,10 +47,10 @@ def draft_config(vllm_config: Any) -> DraftConfig | None:
             raise ConfigError(
                 f"hal does not support vLLM's {each.name} = {value!s:.70} in speculative_config", "leave it out"
             )
-    if vllm_config.model_config.logits_processors:
+    if vllm_config.model_config.logits_processors and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            "hal does not support vLLM's logits_processors with speculative decoding, in which vLLM takes none",
-            "leave out logits_processors, or speculative_config",
+            "hal does not support vLLM's logits_processors with speculative decoding and vLLM's first model runner",
+            "leave out logits_processors or speculative_config, or choose the second model runner",
         )
     options, model = {}, None if method == "mtp" else asked.model
     if method == "ngram":

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate, islice, takewhile
 
 import attrs
+import torch
 from torch import Tensor
 from vllm import envs
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput, SamplerOutput
@@ -63,9 +64,12 @@ class StepOutput(AsyncModelRunnerOutput):
         self.ending = [each for each, places in zip(ran.requests, ran.places, strict=True) if places]
         self._names = [each.name for each in ran.requests]
         self._prompts: dict[str, list[LogprobsTensors]] = {}
+        self._scores: dict[str, list[Tensor]] = {}
         for each in self.ending:
             if each.prompt_logprobs:
                 self._prompts[each.name], each.prompt_logprobs = each.prompt_logprobs, []
+            if each.token_scores:
+                self._scores[each.name], each.token_scores = each.token_scores, []
         logprobs = None if sampled is None else sampled.logprobs_tensors
         self._logprobs = None if logprobs is None else logprobs.to_cpu_nonblocking()
         tokens = None if sampled is None else sampled.sampled_token_ids
@@ -116,6 +120,7 @@ class StepOutput(AsyncModelRunnerOutput):
                 f"the logits of {', '.join(name for name, count in nans.items() if count)!s:.200} have a NaN",
                 "look for its origin with hal's debug mode, or unset VLLM_RAISE_ON_LOGIT_NANS",
             )
+        scores = {name: torch.cat(parts) for name, parts in self._scores.items()}
         return ModelRunnerOutput(
             req_ids=self._names,
             req_id_to_index={name: index for index, name in enumerate(self._names)},
@@ -123,6 +128,7 @@ class StepOutput(AsyncModelRunnerOutput):
             logprobs=logprobs,
             prompt_logprobs_dict={name: LogprobsTensors.cat(parts) for name, parts in self._prompts.items()},
             num_nans_in_logits=nans,
+            **({"prompt_token_id_logprobs_dict": scores} if scores else {}),  # vLLM 0.30 has none.
         )
 
     def get_kv_connector_output(self) -> None:

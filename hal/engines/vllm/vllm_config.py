@@ -76,7 +76,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Parts of vLLM's configuration of which hal reads nothing, or only some options: why, and which."""
 SET_BY_VLLM: dict[tuple[str, str], Any] = {("GptOssForCausalLM", "max_cudagraph_capture_size"): 1024}
 """Options that vLLM itself sets for an architecture, before it asks the platform."""
-VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_V2_MODEL_RUNNER")
+VARIABLES = ("VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION")
 """Variables that change how vLLM's own model runner computes, and that hal does not read."""
 CACHE_DTYPES = {
     "fp8": "fp8",
