@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,13 +30,10 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def application(llm: LLM, options: ServerOptions) -> ASGIApp:
     """Return the application that answers requests with a model."""
     state, created = ServerState.of(llm, options), int(time.time())
-    model = {
-        "id": options.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "hal",
-        "max_model_len": llm.max_length,
-    }
+
+    def model_of(name: str) -> dict[str, Any]:
+        known = {"id": name, "object": "model", "created": created, "owned_by": "hal", "max_model_len": llm.max_length}
+        return known if name == options.name else {**known, "parent": options.name}
 
     async def health(request: Request) -> Response:
         return Response(status_code=200)
@@ -44,14 +42,14 @@ def application(llm: LLM, options: ServerOptions) -> ASGIApp:
         return Response(state.metrics.text(), media_type=PROMETHEUS)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [model_of(each) for each in (options.name, *llm.adapters)]})
 
     async def one_model(request: Request) -> Response:
         try:
             state.check_model(request.path_params["name"])
         except ApiError as error:
             return error_response(error)
-        return JSONResponse(model)
+        return JSONResponse(model_of(request.path_params["name"]))
 
     routes = [
         Route("/health", health),

@@ -275,6 +275,9 @@ class Embeddings(Endpoint):
     async def respond(self, body: bytes, exchange: Exchange) -> None:
         """Compute the embeddings, and send them."""
         asked = await asyncio.to_thread(self.state.parse, EmbeddingRequest, body)
+        if asked.model != self.state.options.name:
+            problem = f"{asked.model!r:.70} is an adapter, and adapters embed no texts"
+            raise ApiError(400, problem, f"use the model {self.state.options.name}", param="model")
         if asked.encoding_format not in ("float", "base64"):
             raise ApiError(
                 400,

@@ -62,7 +62,7 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     if not asked.echo:
         return _job(llm, asked, prompts, sampling, answer, most)
     alone = asked.max_tokens == 0
-    echo = PromptEcho(llm, asked.prompt, prompts, asked.n, asked.logprobs, alone)
+    echo = PromptEcho(llm, asked.prompt, prompts, asked.n, asked.logprobs, alone, adapter_of(llm, asked.model))
     if alone:
         sampling["max_new_tokens"] = 1
     return _job(llm, asked, prompts, sampling, answer, most, echo)
@@ -130,6 +130,11 @@ def _chat_prompt(
     return llm.chat_prompt(messages, tools=tools or None, **{**switches, **asked.chat_template_kwargs})
 
 
+def adapter_of(llm: LLM, model: str) -> str | None:
+    """Return the adapter that a request chooses by the name of its model; None for the model alone."""
+    return model if model in llm.adapters else None
+
+
 def encoded(encode: Callable[[Any], list[list[int]]], given: Any, param: str) -> list[list[int]]:
     """Return the token ids of the prompts in a field, as ``encode`` makes them.
 
@@ -159,7 +164,8 @@ def _job(
     if (count := len(prompts) * asked.n) > most:
         raise ApiError(400, f"the request is for {count} texts, and the server takes {most}", "ask for fewer")
     try:
-        pieces = llm.apieces([] if echo is not None and echo.alone else prompts, **sampling)
+        given = [] if echo is not None and echo.alone else prompts
+        pieces = llm.apieces(given, adapter=adapter_of(llm, asked.model), **sampling)
     except HalError as error:
         grammar = "structured_outputs" if asked.response_format is None else "response_format"
         raise refused(error, {**FIELDS, "max_new_tokens": "max_tokens", **dict.fromkeys(GRAMMARS, grammar)}) from error
@@ -224,6 +230,7 @@ class PromptEcho:
     n: int
     top: int | None
     alone: bool
+    adapter: str | None
 
     async def pieces(self) -> list[list[Piece]]:
         """Return the pieces of each prompt, a piece for each token, for each of its texts.
@@ -234,7 +241,7 @@ class PromptEcho:
         if self.top is None and not self.alone:
             scores: list[list[Logprob]] = [[(None, ())] * (len(each) - 1) for each in self.prompts]
         else:  # They check the prompts, too, if nothing else does.
-            scores = await self.llm.aprompt_logprobs(self.prompts, self.top or 0)
+            scores = await self.llm.aprompt_logprobs(self.prompts, self.top or 0, adapter=self.adapter)
         found = []
         for index, (given, tokens, score) in enumerate(
             zip(listed_prompts(self.given), self.prompts, scores, strict=True)

@@ -209,12 +209,12 @@ class ServerState:
         return next((self.pools[kind] for kind in reversed(KINDS) if kind in kinds), None)
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError unless a name is that of the model."""
-        if name != self.options.name:
+        """Raise ApiError unless a name is that of the model, or of one of its adapters."""
+        if name not in (known := [self.options.name, *self.llm.adapters]):
             raise ApiError(
                 404,
                 f"there is no model {name!r:.70}",
-                f"this server has {self.options.name}",
+                f"this server has {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import transformers_families
 from helpers.adapters import ALL, ATTENTION, adapter_of, merged
+from helpers.ranks import in_ranks
 from helpers.thorough import FAMILY, MODE, thorough
 from helpers.tiny_transformers import generate, model_of, prompts_of
 from helpers.waiting import until
@@ -157,6 +158,22 @@ def test_generate_of_a_runner_takes_adapters(adapted: Adapted) -> None:
             for token in hal.generate(runner, PROMPTS, params, adapters=each):
                 found.setdefault(token.prompt_index, []).append(token.token_id)
             assert found == {index: adapted.tokens[name][index] for index, name in enumerate(each)}
+
+
+@thorough(MODE, "eager")
+@pytest.mark.parametrize("compiler", ["graph", "eager"])
+def test_two_ranks_split_adapters(adapted: Adapted, compiler: str) -> None:
+    on = {"backend": "cpu", "dtype": "float32", "compilation": {"compiler": compiler}}
+    given = {name: str(adapted.folders[name]) for name in list(adapted.folders)[:4]}
+    arguments: dict[str, Any] = {"folders": given, "prompts": PROMPTS, "new": NEW, "on": on}
+    found, other = in_ranks("adapted_texts", 2, base=str(adapted.base), **arguments)
+    assert other == {}
+    assert {name: found[name] for name in given} == {name: adapted.tokens[name] for name in given}
+    assert found["none"] == adapted.tokens[None]
+    first, second, *others = given
+    assert found["changed"] == found["after"] == adapted.tokens[second]
+    assert found["refused"]
+    assert found["names"] == [first, *others]
 
 
 @pytest.mark.parametrize(

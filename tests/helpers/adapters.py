@@ -18,7 +18,7 @@ ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def adapter_of(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Tensor],
     folder: Path,
     targets: Collection[str] = ALL,
     *,
@@ -31,18 +31,17 @@ def adapter_of(
     """Write an adapter that changes a model much, and return what it adds to each weight, by module.
 
     Args:
-        model: of transformers.
+        model: of transformers, or the weights of a checkpoint.
         targets: the last parts of the names of its projections.
         config: further keys of adapter_config.json.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors, updates = dict[str, Tensor](), dict[str, Tensor]()
     ranks, alphas = config.get("rank_pattern", {}), config.get("alpha_pattern", {})
-    for name, module in model.named_modules():
+    for name, inputs, outputs in _projections(model):
         kind = name.rpartition(".")[2]
-        if kind not in targets or not isinstance(getattr(module, "weight", None), Tensor):
+        if kind not in targets:
             continue
-        inputs, outputs = _features(module)
         own = ranks.get(kind, rank)
         a = torch.randn(own, inputs, generator=generator) * inputs**-0.5
         b = torch.randn(outputs, own, generator=generator) * own**-0.5
@@ -90,8 +89,15 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _features(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a projection."""
-    weight: Any = module.weight
-    outputs, inputs = weight.shape
-    return (outputs, inputs) if _transposed(module) else (inputs, outputs)
+def _projections(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, inputs and outputs of each projection."""
+    if not isinstance(model, nn.Module):
+        for name, weight in model.items():
+            if weight.dim() == 2:
+                yield name.removesuffix(".weight"), weight.shape[1], weight.shape[0]
+        return
+    for name, module in model.named_modules():
+        held: Any = getattr(module, "weight", None)
+        if isinstance(held, Tensor) and held.dim() == 2:
+            outputs, inputs = reversed(held.shape) if _transposed(module) else held.shape
+            yield name, inputs, outputs

@@ -376,6 +376,34 @@ def broadcast_weights(first: str, second: str) -> dict[str, Any]:
         return {**found, "again": texts()}
 
 
+def adapted_texts(
+    base: str, folders: dict[str, str], prompts: list[list[int]], new: int, on: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the tokens of prompts with each adapter, and after a change of one; nothing on ranks but the first."""
+    from hal.errors import CheckpointError
+
+    first, second = list(folders)[:2]
+    config = {"parallel": {"tensor": distributed.get_world_size()}, "cache": {"num_tokens": 2048}, **on}
+    found: dict[str, Any] = {}
+    with hal.LLM(base, adapters=folders, config=config) as llm:
+        if not llm.first:
+            return found
+
+        def texts(name: str | None) -> list[list[int]]:
+            made = llm.generate(prompts, adapter=name, max_new_tokens=new, temperature=0.0, ignore_eos=True)
+            return [list(each.token_ids) for each in made]
+
+        found = {name: texts(name) for name in folders} | {"none": texts(None), "refused": False}
+        llm.load_adapter(first, folders[second])
+        found["changed"] = texts(first)
+        try:
+            llm.load_adapter(first, base)
+        except CheckpointError:
+            found["refused"] = True
+        llm.remove_adapter(second)
+        return {**found, "names": llm.adapters, "after": texts(first)}
+
+
 def family_difference(folder: str, family: str, compiler: str, tensor: int) -> float:
     """Return how far the logits of a model of transformers differ from its own, in parts of the largest.
 

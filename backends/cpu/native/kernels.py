@@ -25,6 +25,7 @@ from .expert_kernels import EXPERT_KERNELS, ExpertKernels
 from .latent_kernels import LATENT_KERNELS, LatentKernels
 from .linear_kernels import INT8_KERNELS, Int8Kernels, LinearKernels
 from .logits_kernels import LOGITS_KERNELS, SAMPLING_KERNELS, LogitsKernels, SamplingKernels
+from .lora_kernels import LORA_KERNELS, LoraKernels
 from .recurrent_kernels import RECURRENT_KERNELS, RecurrentKernels
 from .selection_kernels import SELECTION_KERNELS, SelectionKernels
 from .stream_kernels import STREAM_KERNELS, StreamKernels
@@ -47,6 +48,7 @@ NATIVE = (
     *INT8_KERNELS,
     *LATENT_KERNELS,
     *LOGITS_KERNELS,
+    *LORA_KERNELS,
     *RECURRENT_KERNELS,
     *SAMPLING_KERNELS,
     *SELECTION_KERNELS,
@@ -66,6 +68,7 @@ def native_kernels(library: ctypes.CDLL) -> tuple[dict[str, Kernel], Forms]:
         (experts, EXPERT_KERNELS),
         (int8, INT8_KERNELS),
         (LogitsKernels(library), LOGITS_KERNELS),
+        (LoraKernels(library), LORA_KERNELS),
         (RecurrentKernels(library), RECURRENT_KERNELS),
         (SamplingKernels(library), SAMPLING_KERNELS),
         (SelectionKernels(library), SELECTION_KERNELS),

@@ -14,6 +14,7 @@ from hal.errors import ConfigError
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
+from hal.ops.lora import add_lora_in_dtype
 from hal.vendor import PartialKernel
 
 from ..soc import Generation
@@ -34,6 +35,7 @@ def kernels(device: torch.device, generation: Generation, *, attention: str) -> 
     """Return the kernels for a canonical cache, by operation."""
     fused = (AtbAttention if attention == "atb" else FusedAttention)(device)
     return {
+        "add_lora": add_lora_in_dtype,
         "add_rms_norm": add_rms_norm,
         "clipped_silu_and_mul": clipped_silu_and_mul,
         "gelu": gelu,

@@ -46,6 +46,7 @@ SEED = "Prompt i uses SEED + i. By default, or with -1, a random seed, which is 
 CHAT = "Each prompt is a message of a user, in the checkpoint's chat template."
 IMAGE = "An image that precedes each prompt, with --chat, which it implies. Repeatable."
 VIDEO = "A video that precedes each prompt, after the images, with --chat, which it implies. Repeatable."
+ADAPTER = "An adapter (LoRA) for all prompts: the folder that peft saved."
 LOGPROBS = "With --json, add the log-probability of each new token, and the N most likely tokens with theirs."
 STREAM = "With --json, print an object for each piece of text. Other texts are always written as they are generated."
 
@@ -83,6 +84,7 @@ class _Generate(ResultCommand):
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=f"With --chat: {SWITCH}")
 @click.option("--tools", type=click.Path(path_type=Path), metavar="FILE", help=f"With --chat: {TOOLS}")
 @click.option("--revision", metavar="REVISION", help=REVISION)
+@click.option("--adapter", type=click.Path(path_type=Path), metavar="PATH", help=ADAPTER)
 @draft_options
 @configured(ranks=parallel(DATA_PARALLEL))
 @click.option("--json", "as_json", is_flag=True, help=JSON)
@@ -100,6 +102,7 @@ def command(
     switches: Sequence[str],
     tools: Path | None,
     revision: str | None,
+    adapter: Path | None,
     draft: DraftConfig | None,
     settings: Settings,
     as_json: bool,
@@ -172,6 +175,7 @@ def command(
                 progress=progress,
                 lengths=[len(each) + params.max_new_tokens for each in encoded],
                 draft=draft,
+                adapters={} if adapter is None else {str(adapter): adapter},
             )
         runner = engine.runner
         if "seed" not in sampling:
@@ -198,7 +202,9 @@ def _print_texts(
     held: list[Piece] = []  # of the prompt whose JSON is not complete
     tokens, items = [each.token_ids for each in encoded], [each.items for each in encoded]
     runner, speculation = engine.runner, engine.speculation
-    made = generate(runner, tokens, each_params, tokenizer, items=items, speculation=speculation)
+    loaded = [] if runner.model.adapters is None else runner.model.adapters.names
+    adapters = loaded * len(tokens) if loaded else None
+    made = generate(runner, tokens, each_params, tokenizer, items=items, adapters=adapters, speculation=speculation)
     for piece in texts_in_order(made, tokens, tokenizer, each_params):
         if not runner.backend.mesh.first:
             continue

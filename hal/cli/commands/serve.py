@@ -24,6 +24,7 @@ WAITING = "The most texts that wait while others run. Requests beyond are answer
 BODY = "The most MiB of a request. Larger ones are answered with status 413."
 TOGETHER = "The most texts that are generated together."
 LENGTH = "The most tokens of a prompt and its text. By default, what the model takes and the cache holds."
+ADAPTER = "An adapter (LoRA) that peft saved, and its name, which requests give as their model. Repeatable."
 SHUTDOWN = "How long requests may go on after SIGTERM or Ctrl-C."
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -49,6 +50,7 @@ log = logging.getLogger("hal.cli")
 )
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
+@click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help=ADAPTER)
 @draft_options
 @configured(ranks=tensor_parallel())
 def command(
@@ -64,6 +66,7 @@ def command(
     shutdown_timeout: int,
     switches: tuple[str, ...],
     revision: str | None,
+    adapters: tuple[str, ...],
     draft: DraftConfig | None,
     settings: Settings,
 ) -> None:
@@ -85,18 +88,19 @@ def command(
     from hal.serve.application import application, bound_socket, run
     from hal.serve.server_state import ServerOptions
 
-    found = switches_of(switches)
+    found, name = switches_of(switches), served_name or str(checkpoint)
+    folders = _folders(adapters, name)
     config = settings.config()
     opened = Checkpoint.open(checkpoint, revision=revision)
     opened.tokenizer()
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
     listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
-    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length, draft=draft) as llm:
+    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length, draft=draft, adapters=folders) as llm:
         if listener is None:
             return
         allowed = ServerOptions(
-            name=served_name or str(checkpoint),
+            name=name,
             max_texts=max_sequences + max_waiting,
             max_body=max_body << 20,
             api_key=api_key,
@@ -113,3 +117,14 @@ def command(
             lambda: click.echo(f"{allowed.name} is served at http://{shown}:{listening_port}/v1", err=True),
             lambda: llm.ended,
         )
+
+
+def _folders(adapters: tuple[str, ...], model: str) -> dict[str, Path]:
+    """Return the folders of adapters by name."""
+    found: dict[str, Path] = {}
+    for each in adapters:
+        name, _, folder = each.partition("=")
+        if not name or not folder or name in found or name == model:
+            raise click.UsageError(f"--adapter {each}: give NAME=PATH, each name once, and another than the model's.")
+        found[name] = Path(folder)
+    return found
