@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         CompilationConfig,
         Config,
         EncoderConfig,
+        NumericsConfig,
         ParallelConfig,
         PhaseConfig,
     )
@@ -66,6 +67,7 @@ _HOME = {
     "HalError": "hal.errors",
     "LLM": "hal.generation.llm.language_model",
     "MemoryPlan": "hal.execution.memory_plan",
+    "NumericsConfig": "hal.config",
     "ParallelConfig": "hal.config",
     "PhaseConfig": "hal.config",
     "Piece": "hal.generation.generate",
@@ -102,6 +104,7 @@ __all__ = [
     "HalError",
     "HostCopy",
     "MemoryPlan",
+    "NumericsConfig",
     "ParallelConfig",
     "PhaseConfig",
     "Piece",

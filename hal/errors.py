@@ -63,7 +63,7 @@ class UnknownOperation(OperationError, AttributeError):
 
 
 class MissingKernel(OperationError):
-    """The active backend has no kernel for an operation, and the configuration is strict."""
+    """The active backend has no kernel for an operation that the configuration permits: strict, or invariant."""
 
 
 class GraphError(HalError):

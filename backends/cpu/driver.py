@@ -31,6 +31,7 @@ from hal.step.state import StateMemory, StateSpec, canonical_states
 
 from . import kernels, low_bits
 from .description import Describe
+from .invariant import invariant_kernels
 from .native.arguments import DTYPES, bound
 from .native.processor import InstructionSet
 from .packing import ROWS, Packing, packed
@@ -159,6 +160,7 @@ class CpuBackend(Backend):
             graphs=True,
             limits=Limits(cache_dtypes=CACHE_DTYPES),
             inductor=INDUCTOR + COLLECTIVES,
+            invariant=invariant_kernels(library, {**KERNELS, **native}),
             distributed="gloo",
         )
         self._whole = frozenset((*native, *low_bits.KERNELS, *COLLECTIVES))
@@ -191,7 +193,8 @@ class CpuBackend(Backend):
 
     def prepare_weights(self, weights: Mapping[str, Tensor], use: WeightUse) -> Mapping[str, Tensor]:
         """Return a projection's weight, packed for oneDNN if this is faster at the config's batch sizes."""
-        if self._packing is None or use.operation != "linear" or use.form != FLOAT:
+        unpacked = self._packing is None or self.config.numerics.invariant
+        if unpacked or use.operation != "linear" or use.form != FLOAT:
             if self._few_rows is not None:
                 for weight in weights.values():
                     self._few_rows.collapse_pages(weight)
@@ -200,6 +203,7 @@ class CpuBackend(Backend):
             return weights  # a package's kernel, which knows no packed layout
         self.threads.use()  # The faster layout depends on it.
         sizes = sorted(self.config.compilation.of("decode").capture_sizes or ROWS)
+        assert self._packing is not None
         prepare = partial(self._packing.prepare, shared=use.shared, sizes=sizes)
         return {name: prepare(weight) for name, weight in weights.items()}
 

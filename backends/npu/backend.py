@@ -60,6 +60,8 @@ NATIVE_NAMES = {
 """torch_npu's operations and the equivalent operations of hal, for ``compilation.splitting_ops``."""
 
 
+INVARIANT = ("mask_logits", "store_kv_cache", "store_latent_cache")
+"""Operations whose kernels copy. CANN documents of no product that a row's result depends on the row alone."""
 CONNECT_TIMEOUT = 120, 7200
 """The least and the most seconds that HCCL accepts for ranks to connect. Source: HCCL's HCCL_CONNECT_TIMEOUT.md."""
 
@@ -134,6 +136,7 @@ class NpuBackend(Backend):
             state_layout="fractal_nz" if options.nz_cache else "canonical",
             sources=fused.sources,
             conditions={**fused.conditions, **sparse.conditions},
+            invariant={name: table[name] for name in INVARIANT},
             distributed="hccl",
         )
         self.options = options

@@ -23,6 +23,7 @@ from hal.config.settings import (
     Config,
     DTypeName,
     EncoderConfig,
+    NumericsConfig,
     ParallelConfig,
     PhaseConfig,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "Config",
     "DTypeName",
     "EncoderConfig",
+    "NumericsConfig",
     "ParallelConfig",
     "PhaseConfig",
     "Source",

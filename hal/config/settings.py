@@ -202,6 +202,19 @@ class AdaptersConfig:
 
 
 @attrs.frozen
+class NumericsConfig:
+    """What results depend on.
+
+    Attributes:
+        invariant: the bits of a token's logits depend on its sequence alone: not on other sequences, padding, the
+            split of prompts into steps, reused prefixes, the number of threads, or whether a graph runs the step.
+            Kernels that do not hold this are replaced, by slower ones; an operation that has none refuses its calls.
+    """
+
+    invariant: bool = False
+
+
+@attrs.frozen
 class Config:
     """The configuration of :func:`hal.open`.
 
@@ -222,6 +235,7 @@ class Config:
         cache: the size of the paged KV cache; see :class:`CacheConfig`.
         parallel: how several ranks share the model; see :class:`ParallelConfig`.
         adapters: the room for adapters; see :class:`AdaptersConfig`.
+        numerics: what results depend on; see :class:`NumericsConfig`.
         options: options of the driver; the driver's page lists them.
     """
 
@@ -236,8 +250,12 @@ class Config:
     cache: CacheConfig = attrs.field(factory=CacheConfig)
     parallel: ParallelConfig = attrs.field(factory=ParallelConfig)
     adapters: AdaptersConfig = attrs.field(factory=AdaptersConfig)
+    numerics: NumericsConfig = attrs.field(factory=NumericsConfig)
     options: dict[str, Any] = attrs.field(factory=dict)
 
 
-CONFIGS = (Config, CompilationConfig, PhaseConfig, EncoderConfig, CacheConfig, ParallelConfig, AdaptersConfig)
+CONFIGS = (
+    *(Config, CompilationConfig, PhaseConfig, EncoderConfig, CacheConfig),
+    *(ParallelConfig, AdaptersConfig, NumericsConfig),
+)
 """The classes of the configuration and of its tables."""

@@ -36,10 +36,12 @@ from hal.drivers.compiler import (
     check_aliases,
     check_compilation,
     check_compilers,
+    check_invariant,
     compilers_of,
     pass_name,
     resolve_aliases,
 )
+from hal.drivers.invariance import invariant_kernel, invariant_kernels
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
@@ -90,6 +92,9 @@ class Backend(BackendResources):
             smaller operations. Called with the arguments of a site in a graph, whose tensors are fake and may have
             symbolic sizes; returns the reason to keep the smaller operations there, or None. The kernel must still be
             right for every call.
+        invariant: for ``numerics.invariant``, kernels by operation name, of ``kernels`` or in their place, that give
+            a row the same bits whatever the other rows are, and however a sequence is divided between calls. Those of
+            fused operations compute as the smaller operations' do. Others are called for one row at a time, or refused.
         distributed: the backend of ``torch.distributed`` for the device's tensors, such as ``gloo``; None if several
             devices cannot work together. The collective operations then have kernels on ``torch.distributed``, unless
             ``kernels`` has others.
@@ -124,6 +129,7 @@ class Backend(BackendResources):
         state_layout: str = "canonical",
         sources: Mapping[str, str] = MappingProxyType({}),
         conditions: Mapping[str, Callable[..., str | None]] = MappingProxyType({}),
+        invariant: Mapping[str, Kernel] = MappingProxyType({}),
         distributed: str | None = None,
     ) -> None:
         check_arguments(
@@ -144,13 +150,14 @@ class Backend(BackendResources):
                 "state_layout": state_layout,
                 "sources": sources,
                 "conditions": conditions,
+                "invariant": invariant,
                 "distributed": distributed,
             },
         )
         if distributed is not None:
             kernels = {**collectives.KERNELS, **collectives.EXCHANGES, **kernels}
         kernels = with_added(name, kernels)
-        for each, kernel in kernels.items():
+        for each, kernel in (*kernels.items(), *invariant.items()):
             check_kernel(name, ops.operation(each), kernel)  # a misspelt name would never run
         check_state_layout(name, state_layout, kernels)
         check_conditions(name, conditions, kernels)
@@ -159,6 +166,7 @@ class Backend(BackendResources):
         check_layers(name, layers)
         super().__init__(name, device)
         self.kernels = MappingProxyType(dict(kernels))
+        self.invariant = MappingProxyType(dict(invariant))
         self.graphs = graphs
         self.inductor = None if inductor is None else frozenset(ops.operation(each).name for each in inductor)
         self._compilers = compilers_of(self, compilers)
@@ -179,6 +187,7 @@ class Backend(BackendResources):
         self.sources = MappingProxyType(dict(sources))
         self.conditions = MappingProxyType(dict(conditions))
         self.distributed = distributed
+        self._all = self.kernels, self.rewrites
         self.mesh = Mesh()
         self._joined = Mesh()
         self.config = Config(backend=name)
@@ -252,6 +261,8 @@ class Backend(BackendResources):
         kernel = self.kernels.get(operation.name)
         if kernel is None and self.state_layout != "canonical" and reads_layout(operation):
             return layout_refused(self.name, self.state_layout, operation)
+        if kernel is None and self.config.numerics.invariant and not operation.fused:
+            kernel = invariant_kernel(self.name, operation, None)
         if isinstance(kernel, PartialKernel):
             return kernel.bound(self._fallback(operation, operation.body, kernel.supports))
         if isinstance(kernel, FormKernels):
@@ -269,14 +280,27 @@ class Backend(BackendResources):
         config = load(config)
         config = attrs.evolve(config, compilation=resolve_aliases(config.compilation, self.aliases))
         check_compilation(self, config.compilation)
+        if config.numerics.invariant:
+            check_invariant(self, config.compilation)
         if config.dtype != "auto":
             self.check_dtype(getattr(torch, config.dtype))
         check_block_size(self.name, config.cache.block_size, self.limits.block_sizes)
         self._join(config)
+        if config.numerics.invariant != self.config.numerics.invariant:
+            self._choose_kernels(config.numerics.invariant)
         self.config = config
         self.table.resolve(self.resolve)  # the reference fallbacks depend on the configuration
         if self.active:
             self.activate()
+
+    def _choose_kernels(self, invariant: bool) -> None:
+        """Leave the kernels and rewrites that ``numerics.invariant`` permits, or restore all."""
+        if invariant:
+            self._all = self.kernels, self.rewrites
+            held = invariant_kernels(self.name, self.kernels, self.invariant)
+            self.kernels, self.rewrites = MappingProxyType(held), ()
+        else:
+            self.kernels, self.rewrites = self._all
 
     def _join(self, config: Config) -> None:
         """Join the ranks that ``config.parallel`` asks for."""

@@ -66,6 +66,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "state_layout": (_is_text, "a string"),
     "sources": (_is_table, "a mapping from operation names to library names"),
     "conditions": (lambda value: _is_table(value, callable), "a mapping from fused operations to functions"),
+    "invariant": (lambda value: _is_table(value, callable), "a mapping from operation names to callables"),
     "distributed": (
         lambda value: value is None or _is_text(value),
         "the name of a backend of torch.distributed, or None",

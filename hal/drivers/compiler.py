@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
 from torch import Tensor
@@ -64,6 +64,8 @@ class Compiler(ABC):
             capture sizes.
         any_shape: whether its forms run steps of any shape. Otherwise they run only steps whose sequences all have the
             same number of queries, which is one of the configured ``queries``.
+        invariant: whether its steps run the kernels that the model's Python calls, whatever their size, as
+            ``numerics.invariant`` requires.
         traces: whether its steps are traced. If so, a model that cannot be traced for steps that no graph holds is
             refused, unless ``on_capture_error`` is ``eager``. Otherwise such steps run the model's Python.
     """
@@ -71,6 +73,7 @@ class Compiler(ABC):
     name: ClassVar[str]
     reads: ClassVar[frozenset[str]] = frozenset()
     any_shape: ClassVar[bool] = False
+    invariant: ClassVar[bool] = False
     traces: ClassVar[bool] = True
 
     def unsupported(self, backend: Any) -> str | None:
@@ -159,6 +162,24 @@ def check_compilation(backend: Any, config: CompilationConfig) -> None:
             if name not in backend.pass_names:
                 raise ConfigError(f"the backend {backend.name} has no pass {name!r}", nearest(name, backend.pass_names))
     _check_readers(backend, config, {"decode": decode.compiler, "prefill": prefill.compiler})
+
+
+def check_invariant(backend: Any, config: CompilationConfig) -> None:
+    """Raise ConfigError if a phase's compiler does not keep ``numerics.invariant``."""
+    served = [
+        EAGER,
+        OPTIMIZED,
+        *(each for each in backend.compilers if each != EAGER and backend.compiler(each).invariant),
+    ]
+    phases: tuple[Literal["decode", "prefill", "encoder"], ...] = ("decode", "prefill", "encoder")
+    for phase in phases:
+        name = config.of(phase).compiler
+        if name not in served:
+            raise ConfigError(
+                f"numerics.invariant is true, but the compiler {name!r} of {phase} may compute steps of other sizes "
+                "otherwise",
+                f"choose one of {', '.join(served)}",
+            )
 
 
 _DEFAULTS = attrs.asdict(CompilationConfig(), recurse=False)

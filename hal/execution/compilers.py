@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class _Capturing(Compiler):
     """A compiler that needs the backend's graphs."""
 
+    invariant = True
+
     def unsupported(self, backend: Any) -> str | None:
         return None if backend.graphs else "it cannot capture graphs"
 

@@ -265,7 +265,7 @@ class SelfAttention(nn.Module):
         if self.v_norm is not None:
             value = self.v_norm(value)
         attended = self.attend(hidden, query, key, value, angles, batch, state, *further)
-        return self.o_proj(attended if gate is None else attended * gate.flatten(1).sigmoid())
+        return self.o_proj(attended if gate is None else attended * ops.pointwise(gate.flatten(1), "sigmoid"))
 
     def attend(
         self,

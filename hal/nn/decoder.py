@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from hal import ops
 from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.attention import Norm
@@ -347,7 +348,7 @@ class DecoderLM(CausalLM):
         if self.logits_multiplier != 1.0:
             logits = logits * self.logits_multiplier
         if self.softcap is not None:
-            logits = (logits / self.softcap).tanh() * self.softcap
+            logits = ops.pointwise(logits / self.softcap, "tanh") * self.softcap
         return logits
 
     if TYPE_CHECKING:

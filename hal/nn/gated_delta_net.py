@@ -266,7 +266,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map ``[..., width]`` and a gate of that shape to the same shape."""
         if self.activation == "sigmoid":
-            return ops.rms_norm(x, self.weight, self.eps) * gate.sigmoid()
+            return ops.rms_norm(x, self.weight, self.eps) * ops.pointwise(gate, "sigmoid")
         return ops.gated_rms_norm(x, gate, self.weight, self.eps)
 
     if TYPE_CHECKING:

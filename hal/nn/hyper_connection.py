@@ -71,7 +71,7 @@ class GatedConnection(GatedMean):
         """Map ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]`` and the weights ``[tokens, count]``."""
         normed = self.hc_norm(streams)
         weights = self.block_inject_weight(normed.flatten(1)) / self.count
-        return self.mean(normed), 2 * weights.sigmoid()
+        return self.mean(normed), 2 * ops.pointwise(weights, "sigmoid")
 
     def add(self, streams: Tensor, output: Tensor, weights: Tensor) -> Tensor:
         """Return the streams, each with the output ``[tokens, hidden_size]`` times its weight."""

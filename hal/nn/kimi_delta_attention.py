@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hal import ops
 from hal.device.group import Group
@@ -119,15 +118,15 @@ class KimiDeltaAttention(nn.Module):
         raw = (self.f_b_proj(fade).float() + self.dt_bias).unflatten(1, by_head)
         factor = self.decay_factor.view(-1, 1)
         if self.lower_bound is None:
-            decay = factor * functional.softplus(raw)
+            decay = factor * ops.pointwise(raw, "softplus")
         else:
-            decay = self.lower_bound * torch.sigmoid(-factor * raw)
+            decay = self.lower_bound * ops.pointwise(-factor * raw, "sigmoid")
         output = ops.channel_delta_rule(
             query,
             key,
             value,
             decay,
-            self.b_proj(hidden).sigmoid(),
+            ops.pointwise(self.b_proj(hidden), "sigmoid"),
             state["matrix"],
             batch.slots,
             batch.saving_slots,
@@ -135,7 +134,7 @@ class KimiDeltaAttention(nn.Module):
             batch.query_start_loc_host,
             self.head_dim**-0.5,
         )
-        gated = self.o_norm(output) * self.g_b_proj(gate).unflatten(1, by_head).sigmoid()
+        gated = self.o_norm(output) * ops.pointwise(self.g_b_proj(gate), "sigmoid").unflatten(1, by_head)
         return self.o_proj(gated.flatten(1))
 
     if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hal import ops
 from hal.nn.linear import Linear, MergedLinear
@@ -30,7 +29,7 @@ def _gated(function: Function, x: Tensor) -> Tensor:
 
 ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
     {
-        "silu": functional.silu,
+        "silu": partial(ops.pointwise, function="silu"),
         "gelu": partial(ops.gelu, approximate="none"),
         "gelu_new": partial(ops.gelu, approximate="tanh"),
         "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
@@ -65,7 +64,7 @@ def limited_silu_and_mul(x: Tensor, limit: float) -> Tensor:
     Source: DeepSeek-AI, *DeepSeek-V4*, 2026.
     """
     gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return ops.pointwise(gate.clamp(max=limit), "silu") * up.clamp(-limit, limit)
 
 
 class GatedMLP(nn.Module):

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from hal import ops
 from hal.errors import ConfigError
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.weights.weight import Weight
@@ -78,7 +79,7 @@ class RotaryEmbedding(nn.Module):
             inv_freq = inv_freq / self.divisors
         angles = self.of_pairs(positions) * inv_freq
         angles = angles.repeat_interleave(2, dim=1) if self.interleaved else angles.repeat(1, 2)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = ops.pointwise(angles, "cos"), ops.pointwise(angles, "sin")
         if (scaling := self.rope.attention_scaling) != 1.0:
             cos, sin = cos * scaling, sin * scaling
         dtype = self.dtype or dtype

@@ -192,7 +192,7 @@ class SparseMLP(nn.Module):
             return routed
         shared: Tensor = self.shared_experts(hidden)
         if self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(hidden).sigmoid() * shared
+            shared = ops.pointwise(self.shared_expert_gate(hidden), "sigmoid") * shared
         return routed + shared
 
     if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hal import ops
 from hal.nn.linear import Linear
@@ -65,7 +64,7 @@ class StreamHead(StreamMean):
         wide = streams.float()
         flat = wide.flatten(1)
         normed = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
-        weights = (normed @ self.hc_fn.t() * self.hc_scale + self.hc_base).sigmoid() + self.eps
+        weights = ops.pointwise(ops.linear(normed, self.hc_fn) * self.hc_scale + self.hc_base, "sigmoid") + self.eps
         return (weights.unsqueeze(-1) * wide).sum(1).to(streams.dtype)
 
 
@@ -126,8 +125,8 @@ class GatedMean(StreamMean):
 
     def mean(self, normed: Tensor) -> Tensor:
         """Map normalized streams ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]``."""
-        low = functional.silu(self.input_mix_weight_down(normed.flatten(1)) / self.count)
-        return (self.input_mix_weight_up(low).sigmoid().view_as(normed) * normed).mean(1)
+        low = ops.pointwise(self.input_mix_weight_down(normed.flatten(1)) / self.count, "silu")
+        return (ops.pointwise(self.input_mix_weight_up(low), "sigmoid").view_as(normed) * normed).mean(1)
 
 
 def wide_weights(axes: Mapping[str, str]) -> Mapping[str, Weight]:

@@ -3,7 +3,7 @@
 Each is declared once (see :mod:`hal.ops.declaration.operation`), and runs on the active backend.
 """
 
-from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu_and_mul, silu_and_mul
+from hal.ops.activation import GatedActivation, clipped_silu_and_mul, gelu, gelu_and_mul, pointwise, silu_and_mul
 from hal.ops.attention import AttentionOptions, paged_attention
 from hal.ops.block_selection import attend_chosen, select_blocks
 from hal.ops.cache import quantized_paged_attention, store_kv_cache, store_quantized_kv_cache
@@ -119,6 +119,7 @@ __all__ = [
     "packed_attention",
     "paged_attention",
     "penalize",
+    "pointwise",
     "pool_groups",
     "quant_expert_mlp_dynamic",
     "quant_expert_mlp_static",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hal.errors import OperationError
+from hal.errors import OperationError, nearest
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
@@ -124,6 +126,55 @@ def clipped_silu_and_mul(x: Tensor, alpha: float, limit: float, interleaved: boo
     gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
+
+
+Pointwise = Literal["cos", "sigmoid", "silu", "sin", "softplus", "tanh"]
+"""The names of the functions of :func:`pointwise`."""
+_POINTWISE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "cos": torch.cos,
+        "sigmoid": torch.sigmoid,
+        "silu": functional.silu,
+        "sin": torch.sin,
+        "softplus": functional.softplus,
+        "tanh": torch.tanh,
+    }
+)
+assert _POINTWISE.keys() == set(get_args(Pointwise))
+
+
+def _pointwise_samples(draw: Draw) -> Iterator[Sample]:
+    for function in _POINTWISE:
+        yield draw.normal(5, 48), function
+    yield draw.normal(2, 3, 7, scale=4.0), "sigmoid"
+    yield draw.normal(0, 16), "tanh"
+
+
+@op(
+    samples=_pointwise_samples,
+    axes={"x": "... width", "return": "... width"},
+    dtypes={"x": FLOATING, "return": "x"},
+    rowwise="...",
+)
+def pointwise(x: Tensor, function: str) -> Tensor:
+    """Return a function of each element, as torch computes it.
+
+    Models call it in place of torch's functions that round, because libraries round some elements of a tensor
+    otherwise than others, by their place in it: an element then depends on the number of rows.
+
+    Args:
+        x: ``[..., width]``, floating.
+        function: ``cos``, ``sigmoid``, ``silu``, ``sin``, ``softplus`` or ``tanh``.
+
+    Returns:
+        A tensor of x's shape and dtype.
+
+    Raises:
+        OperationError: there is no such function.
+    """
+    if function not in _POINTWISE:
+        raise OperationError(f"pointwise has no function {function!r}", nearest(function, _POINTWISE))
+    return _POINTWISE[function](x)
 
 
 @attrs.frozen

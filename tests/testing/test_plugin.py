@@ -279,6 +279,7 @@ def test_every_operation_has_cases_in_every_area_that_it_concerns() -> None:
         "events",
         "memory",
         "operations",
+        "invariance",
         "rewrites",
         "graphs",
         "runners",

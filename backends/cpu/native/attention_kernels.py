@@ -25,10 +25,16 @@ QUANTIZED = {torch.int8: False, torch.uint8: True}
 
 
 class AttentionKernels(Bindings):
-    """The bindings, as :mod:`.kernels` describes them."""
+    """The bindings, as :mod:`.kernels` describes them.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Args:
+        library: the C++ kernels.
+        few: queries times tokens of a sequence above which the kernel of many queries runs.
+    """
+
+    def __init__(self, library: ctypes.CDLL, few: int = FEW) -> None:
         super().__init__(library)
+        self._few = few
         numbers = c_int, *[c_int64] * 10, c_float, c_float, c_int, c_int64, c_int64
         self._attention = self.function(
             "paged_attention", c_int64, *[c_void_p] * 8, *numbers, c_void_p, c_void_p, c_int
@@ -179,7 +185,7 @@ class AttentionKernels(Bindings):
             sinks = sinks.contiguous()
         query, (_, outer, inner) = rows(query)
         y = empty(query.shape, query) if out is None else out
-        work = FEW if tokens > sequences else UNLIMITED
+        work = self._few if tokens > sequences else UNLIMITED
         sizes = sequences, tokens, heads, kv_heads, head_dim, num_blocks, block_size, max_blocks, outer, inner
         wrong = self._attention(
             *addresses(query, keys, values, table, starts, lens, sinks, y),

@@ -61,6 +61,18 @@ class LinearKernels(Bindings):
             return self.few_rows(x, weight, bias, few, self.address_of(weight), out=out)
         return linear(x, weight, bias, out=out)
 
+    def any_rows(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, out: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`hal.ops.linear`, of floating-point weights in their plain layout. A dot does not depend on rows.
+
+        Raises:
+            OperationError: shapes or dtypes differ.
+        """
+        bias, weight = None if bias is None else bias.to(x.dtype), weight.contiguous()
+        require(_alike(x, weight, bias), "linear", x, weight, *(() if bias is None else (bias,)))
+        return self.few_rows(x, weight, bias, FewRows(x.numel()), weight.data_ptr(), out=out)
+
     def describe(self, weight: Tensor, use: WeightUse) -> str:
         """Return who multiplies in :meth:`linear`."""
         few = self._hold(weight).few
@@ -125,14 +137,20 @@ def _alike(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 INT8_KERNELS = ("dynamic_quantize", "quantize")
 MOST_ROWS = 64
-"""Rows above which torch's product is used."""
+"""The default of ``most``."""
 
 
 class Int8Kernels(Bindings):
-    """The bindings, as :mod:`.kernels` describes them."""
+    """The bindings, as :mod:`.kernels` describes them.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Args:
+        library: the C++ kernels.
+        most: rows above which torch's product is used.
+    """
+
+    def __init__(self, library: ctypes.CDLL, most: int = MOST_ROWS) -> None:
         super().__init__(library)
+        self._most = most
         self._quantize = self.function("quantize", None, *[c_void_p] * 4, c_int, *[c_int64] * 2)
         self._dynamic = self.function("dynamic_quantize", None, *[c_void_p] * 3, c_int, *[c_int64] * 2)
         self._linear = self.function("int8_linear", None, *[c_void_p] * 7, *[c_int] * 2, *[c_int64] * 3)
@@ -179,7 +197,7 @@ class Int8Kernels(Bindings):
         out: Tensor | None = None,
     ) -> Tensor:
         """See :func:`hal.ops.linear`, of forms whose sums are exact. Few rows read the weight once."""
-        if not _fits(x, weight, bias, weight_scale, x_scale, dtype):
+        if x.numel() > self._most * x.shape[-1] or not _fits(x, weight, bias, weight_scale, x_scale, dtype):
             return exact_linear(x, weight, bias, weight_scale, None, x_scale, dtype, form, out=out)
         features, width = weight.shape
         y = torch.empty((*x.shape[:-1], features), dtype=dtype) if out is None else out
@@ -204,10 +222,10 @@ class Int8Kernels(Bindings):
 def _fits(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, x_scale: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """Return whether the C++ kernel takes the tensors: few rows, of the shapes and dtypes of the declaration."""
+    """Return whether the C++ kernel takes the tensors: some rows, of the shapes and dtypes of the declaration."""
     features, width = weight.shape
     fits = x.dtype is weight.dtype is torch.int8 and x.shape[-1] == width and dtype in DTYPES
-    fits = fits and 0 < x.numel() <= MOST_ROWS * width and scale.dtype is torch.float32 and scale.shape == (features, 1)
+    fits = fits and x.numel() > 0 and scale.dtype is torch.float32 and scale.shape == (features, 1)
     dtypes = torch.int32, torch.float32, dtype
     fits = fits and (bias is None or (bias.dtype in dtypes and bias.shape == (features,)))
     fits = fits and (x_scale is None or (x_scale.dtype is torch.float32 and x_scale.shape == x.shape[:-1]))

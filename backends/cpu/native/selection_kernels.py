@@ -27,14 +27,22 @@ SELECTION_KERNELS = (
     "select_keys",
 )
 FEW = 4
-"""Queries of a sequence, on average, up to which latents are gathered for each of them; a decode step has one."""
+"""The default of ``few``. A decode step has one query."""
 
 
 class SelectionKernels(Bindings):
-    """The bindings, as :mod:`.kernels` describes them. A token's result does not depend on the other tokens."""
+    """The bindings, as :mod:`.kernels` describes them.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    A token's result does not depend on the other tokens, except that of latent attention.
+
+    Args:
+        library: the C++ kernels.
+        few: queries of a sequence, on average, up to which latents are gathered for each of them.
+    """
+
+    def __init__(self, library: ctypes.CDLL, few: int = FEW) -> None:
         super().__init__(library)
+        self._few = few
         self._select = self.function("select_keys", c_int64, *[c_void_p] * 7, c_int, c_int, *[c_int64] * 11)
         self._blocks = self.function("select_blocks", c_int64, *[c_void_p] * 6, c_int, *[c_int64] * 12)
         self._chosen = self.function("attend_chosen", c_int64, *[c_void_p] * 7, c_int, *[c_int64] * 12, c_float)
@@ -246,7 +254,7 @@ class SelectionKernels(Bindings):
             OperationError: a sequence is outside its block table or the cache, or shapes or dtypes differ.
         """
         caches, places = (latent_cache, rope_cache), (block_table, query_start_loc)
-        if query.shape[0] > FEW * block_table.shape[0] or options != AttentionOptions(options.scale):
+        if query.shape[0] > self._few * block_table.shape[0] or options != AttentionOptions(options.scale):
             on_host = query_start_loc_host, kv_lens_host
             found = self._joined(query, query_rope, *caches, *places, kv_lens, *on_host, options)
             return found if out is None else out.copy_(found)

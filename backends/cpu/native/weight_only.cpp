@@ -279,6 +279,15 @@ extern "C" int64_t integer_rows() {
 #endif
 }
 
+// Returns up to how many rows are all multiplied in the same way, whatever their number.
+extern "C" int64_t rows_alike() {
+#ifdef HAL_INTEGERS
+    return kMostRows;
+#else
+    return kOthers;
+#endif
+}
+
 // Multiplies up to 64 rows of x, whose elements have unit stride, with a weight of 8 or 4 bits. Zero points and the bias
 // may be null. A group has at most `width` elements.
 extern "C" void weight_only_linear(const void* x, const void* weight, const void* scales, const void* zeros,

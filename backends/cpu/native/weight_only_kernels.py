@@ -39,7 +39,11 @@ def in_groups(form: Form) -> bool:
 
 
 class WeightOnlyKernels(Bindings):
-    """The bindings, as :mod:`.kernels` describes them."""
+    """The bindings, as :mod:`.kernels` describes them.
+
+    Attributes:
+        rows_alike: up to how many rows are all multiplied in the same way, whatever their number.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library)
@@ -50,6 +54,7 @@ class WeightOnlyKernels(Bindings):
         self._many = partial(low_bits.linear, widen=self._widened)
         self._many_by_expert = by_expert(self._many)
         self._integer_rows = self.function("integer_rows", c_int64)
+        self.rows_alike = int(self.function("rows_alike", c_int64)())
 
     def describe(self, weight: Tensor, use: WeightUse) -> str:
         """Return who multiplies in :meth:`linear`, and for each expert in :meth:`grouped_linear`."""

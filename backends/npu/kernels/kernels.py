@@ -58,6 +58,7 @@ def kernels(device: torch.device, generation: Generation, *, attention: str) -> 
             otherwise=ComposedAttention(),
         ),
         "penalize": torch_kernels.penalize,
+        "pointwise": torch_kernels.KERNELS["pointwise"],
         "rms_norm": rms_norm,
         "rotary_embedding": rotary.kernel(device, partial=generation.mrope),
         "sample": Sample(device),

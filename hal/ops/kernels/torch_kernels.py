@@ -176,6 +176,7 @@ KERNELS: dict[str, Kernel] = {
     "linear": linear,
     "mask_logits": mask_logits,
     "penalize": penalize,
+    "pointwise": operation("pointwise").reference,
     "rms_norm": rms_norm,
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "store_kv_cache": store_kv_cache,
