@@ -34,6 +34,7 @@ from .native.weight_only_kernels import WeightOnlyKernels, in_groups
 COPYING = ("embedding", "store_index_cache", "store_kv_cache", "store_latent_cache", "store_quantized_kv_cache")
 """Operations that copy rows, or round each element on its own."""
 ALIKE = (
+    "add_lora",
     *("add_rms_norm", "gated_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
     *("attend_chosen", "attend_compressed", "attend_selected", "select_blocks", "select_keys"),
     *("causal_conv1d", "delta_rule_gates", "pool_groups"),

@@ -330,13 +330,22 @@ def make_room(model: CausalLM, backend: Backend, dtype: torch.dtype) -> None:
     """Give a model room for adapters, if the backend's configuration asks for it.
 
     Raises:
-        ConfigError: the model has no projection that takes adapters.
+        ConfigError: the model has no projection that takes adapters, or they do not fit the memory.
     """
     config = backend.config.adapters
     if config.slots is None:
         return
-    if not any(True for _ in _projections(model)):
+    found = [module for _, module in _projections(model)]
+    if not found:
         raise ConfigError(f"{type(model).__name__} has no projection that takes adapters", "leave adapters.slots out")
+    features = sum(max(1, len(each.layers)) * each.in_features + each.out_features for each in found)
+    needed = config.slots * config.rank * features * dtype.itemsize // backend.mesh.tensor.size
+    if needed > (free := backend.device.memory_stats().free):
+        raise ConfigError(
+            f"{config.slots} adapters of the rank {config.rank} take {needed >> 20} MiB, and {free >> 20} MiB are free",
+            "lower adapters.slots or adapters.rank",
+            key="adapters.slots",
+        )
     model.adapters = Adapters(model, backend, config, dtype)
 
 

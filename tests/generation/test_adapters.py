@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import transformers_families
 from helpers.adapters import ALL, ATTENTION, adapter_of, merged
+from helpers.checkpoints import random_checkpoint
 from helpers.ranks import in_ranks
 from helpers.thorough import FAMILY, MODE, thorough
 from helpers.tiny_transformers import generate, model_of, prompts_of
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.errors import CheckpointError, ConfigError
+from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NEW = 8
 PROMPTS = prompts_of(9, 5, 21, 3)
@@ -174,6 +176,54 @@ def test_two_ranks_split_adapters(adapted: Adapted, compiler: str) -> None:
     assert found["changed"] == found["after"] == adapted.tokens[second]
     assert found["refused"]
     assert found["names"] == [first, *others]
+
+
+def test_drafts_change_no_text(adapted: Adapted) -> None:
+    with adapted.open(draft="ngram") as llm, ThreadPoolExecutor(4) as pool:
+        names = [None, *list(adapted.folders)[:3]]
+        for name, found in zip(names, pool.map(lambda name: _tokens(llm, name), names), strict=True):
+            assert found == adapted.tokens[name], name
+
+
+@thorough(MODE, "w8a8_dynamic|fp8")
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8_dynamic", "fp8"])
+def test_quantized_projections_take_adapters(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An adapter adds to a quantized projection what it adds to one whose weight was dequantized."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    plain = random_checkpoint(tmp_path / "plain", **sizes)
+    groups = {"group_size": 32} if scheme == "w4a16" else {}
+    quantized = quantize_checkpoint(plain, tmp_path / "quantized", scheme, **groups).path
+    adapter_of(load_file(plain / "model.safetensors"), tmp_path / "adapter")
+
+    def scores(weights: str, adapter: str | None) -> torch.Tensor:
+        config = CONFIG | {"quantized_weights": weights}
+        folders = {"style": tmp_path / "adapter"}
+        with hal.LLM(quantized, backend="cpu", dtype="float32", adapters=folders, config=config) as llm:
+            return llm.log_probabilities([PROMPTS[2][:1]], [PROMPTS[2][1:]], adapter=adapter)[0]
+
+    adapted = scores("kept", "style")
+    tolerance = 1e-3 if scheme == "w4a16" else 0.5  # The others round inputs, too.
+    torch.testing.assert_close(adapted, scores("dequantized", "style"), rtol=0, atol=tolerance)
+    assert (adapted - scores("kept", None)).abs().max() > 2 * tolerance
+    assert "differs from merged weights" not in caplog.text
+
+
+def test_a_slot_that_holds_something_else_is_warned_of(adapted: Adapted, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = hal.Config(backend="cpu", dtype="float32", adapters=hal.AdaptersConfig(slots=1, rank=8))
+    with hal.open(wrong, activate=False) as backend:
+        model = hal.load_model(adapted.base, backend)
+        projection = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+        projection.lora.parts = "1:64 0:32 2:32"  # as if queries read the factors of keys
+        model.adapters.load("style", adapted.folders["adapter-0"])
+        assert "applied to model.layers.0.self_attn.qkv_proj, differs from merged weights by" in caplog.text
+        assert caplog.text.count("differs from merged") == 1
+
+
+def test_room_beyond_the_memory_is_refused(tmp_path: Path) -> None:
+    wide = random_checkpoint(tmp_path, intermediate_size=1 << 16)
+    config = {"adapters": {"slots": 4096, "rank": 4096}}  # terabytes
+    with pytest.raises(ConfigError, match="4096 adapters of the rank 4096 take"):
+        hal.LLM(wide, backend="cpu", config=config)
 
 
 @pytest.mark.parametrize(
