@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hal.execution.memory_plan import MemoryPlan, plan_memory
     from hal.execution.replace_weights import replace_weights
     from hal.execution.runner import Runner
+    from hal.execution.sleep import sleep, wake
     from hal.execution.state_spec import state_spec
     from hal.execution.step_output import HostCopy, StepOutput
     from hal.generation.generate import Piece, generate
@@ -86,6 +87,8 @@ _HOME = {
     "plan_memory": "hal.execution.memory_plan",
     "read_config": "hal.drivers.registry",
     "replace_weights": "hal.execution.replace_weights",
+    "sleep": "hal.execution.sleep",
+    "wake": "hal.execution.sleep",
     "state_spec": "hal.execution.state_spec",
 }
 _MODULES = ("errors", "nn", "ops", "step", "vendor")
@@ -127,9 +130,11 @@ __all__ = [
     "plan_memory",
     "read_config",
     "replace_weights",
+    "sleep",
     "state_spec",
     "step",
     "vendor",
+    "wake",
 ]
 
 _lookup = imported_on_use(__name__, _HOME)

@@ -118,6 +118,10 @@ class ClosedError(HalError):
     """A closed backend, or a runner, cache or graph of one, was used."""
 
 
+class AsleepError(HalError):
+    """A runner, or hal.LLM, was used while it sleeps, or before the weights that it dropped were replaced."""
+
+
 class NumericsError(HalError):
     """A computation returned NaN."""
 

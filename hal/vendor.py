@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hal.drivers.backend import Backend
     from hal.drivers.compiler import Compiler, Outputs, PhaseForm, Plan
     from hal.drivers.driver import Driver, Probe
+    from hal.drivers.stowed_weight import StowedWeight
     from hal.execution.capture.captured_form import Bucket, CapturedForm
     from hal.execution.capture.full_graph import FullGraphForm, GraphMaker
     from hal.execution.context import FormContext
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "PreparingKernel",
     "Probe",
+    "StowedWeight",
     "Stream",
 ]
 
@@ -79,6 +81,7 @@ __getattr__ = imported_on_use(
         "Plan": "hal.drivers.compiler",
         "PreparingKernel": "hal.ops.kernels.prepared_arguments",
         "Probe": "hal.drivers.driver",
+        "StowedWeight": "hal.drivers.stowed_weight",
         "Stream": "hal.device.device",
     },
 )

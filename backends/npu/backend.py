@@ -19,7 +19,7 @@ from hal.drivers.backend import Backend
 from hal.drivers.compiler import Compiler
 from hal.errors import ConfigError, HalError
 from hal.ops.kernels.kernel_table import Kernel
-from hal.vendor import FormKernels
+from hal.vendor import FormKernels, StowedWeight
 
 from .device import NpuDevice
 from .emulation import emulated_cann, is_active
@@ -39,7 +39,7 @@ from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
 from .kernels.dispatch import ExpertExchange
 from .kernels.forms import Prepare, form_kernels
-from .kernels.kernels import kernels
+from .kernels.kernels import StowedFractal, is_fractal_nz, kernels
 from .options import NpuOptions
 from .soc import Generation
 
@@ -183,6 +183,10 @@ class NpuBackend(Backend):
             kernel = kernel.taking(use.form)
         prepare = self._prepare.get(kernel)
         return weights if prepare is None else prepare(weights, use)
+
+    def stow_weight(self, weight: Tensor, *, copy: bool) -> StowedWeight:
+        """Return what frees the memory of a weight for some time, also in FRACTAL_NZ."""
+        return StowedFractal(weight, copy=copy) if is_fractal_nz(weight) else super().stow_weight(weight, copy=copy)
 
     def _join(self, config: Config) -> None:
         """Join the ranks. HCCL connects them here, so that a rank that ends later is noticed at once."""

@@ -144,6 +144,7 @@ class LayerFilling:
     Attributes:
         fillings: the tensors to read, the largest last, so that the layer is complete soon after it is allocated.
         pieces: what each checkpoint tensor that this rank reads fills, by the tensor's name.
+        dropped: whether the values were given up, and new ones are to come.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class LayerFilling:
         quantized: QuantizedLayer | None = None,
     ) -> None:
         self.module, self.path, self.bindings = bindings[0].module, bindings[0].path, tuple(bindings)
+        self.dropped = False
         self._declared = {each.name: each.weight for each in bindings} if quantized is None else quantized.declared
         # What a reader computes with is on the CPU.
         own = {each for each in bindings if quantized is None or quantized.holds(each.name, each.weight)}
@@ -222,6 +224,13 @@ class LayerFilling:
                 )
         return finished
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the layer's own tensors, all of which :meth:`replace` writes."""
+        names = {each.name for each in self.fillings} if self.quantized is None else {*self._declared}
+        names |= {"weight_zero_point"} if self.quantized is not None else set()  # perhaps one that the backend added
+        names |= set() if self._tied_use is None else {self._tied_use.attribute}
+        yield from (each for name in sorted(names) if isinstance(each := getattr(self.module, name, None), Tensor))
+
     def release(self) -> None:
         """Forget what was put."""
         for filling in self.fillings:
@@ -229,7 +238,7 @@ class LayerFilling:
 
     def replace(self, backend: Backend) -> None:
         """Write the complete tensors into the layer's memory."""
-        finished = self.finish()
+        finished, self.dropped = self.finish(), False
         for use, names in self._together(finished):
             if all(finished[name] is getattr(self.module, name) for name in names.values()):
                 continue

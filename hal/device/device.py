@@ -6,7 +6,7 @@ PyTorch inherits them. A driver for a synchronous device, such as a CPU, overrid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -160,6 +160,17 @@ class Device:
     def empty_cache(self) -> None:
         """Return unused memory of the allocator's cache to the device."""
         torch.accelerator.empty_cache()
+
+    def give_back(self, tensors: Iterable[Tensor]) -> int | None:
+        """Return the memory of tensors to the system, and keep their addresses, which graphs read.
+
+        Until they are written again, the tensors have unspecified values. Nothing may read them meanwhile.
+
+        Returns:
+            The bytes that were returned; None if the device cannot keep addresses. Then nothing was returned, and a
+            runner that sleeps frees the tensors, and captures its graphs again when it wakes.
+        """
+        return None
 
     def reading(self, buffer: Tensor) -> Callable[[], object] | None:
         """Return a function that reads a contiguous tensor as fast as the driver's kernels may.

@@ -9,15 +9,17 @@ import ctypes
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hal.device.device import Device, Event, MemoryStats, Stream
 from hal.device.host_capacity import host_memory
+from hal.device.host_memory import give_back_pages
 
 
 class HostStream(Stream):
@@ -102,6 +104,10 @@ class HostDevice(Device):
             free=free,
             total=total,
         )
+
+    def give_back(self, tensors: Iterable[Tensor]) -> int | None:
+        """Return the pages of tensors to the system, which gives others where the tensors are next used."""
+        return give_back_pages(tensors)
 
     def reset_peak(self) -> bool:
         """Restart the process's peak. Return False if the operating system does not support it: only Linux does.

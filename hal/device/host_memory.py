@@ -7,8 +7,10 @@ memory. It is given back to the system with its last tensor; the C library would
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +47,36 @@ class HostMemory:
         taken = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=self._at)
         self._at += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return taken.view(dtype).view(shape)
+
+
+def give_back_pages(tensors: Iterable[Tensor]) -> int:
+    """Return whole pages of tensors to the system, which gives pages of zeros where they are next used.
+
+    Tensors that lie side by side share pages. Those that are not strided, or have gaps, keep theirs.
+
+    Returns:
+        The bytes that were returned; 0 where the system is not Linux.
+    """
+    if sys.platform != "linux":
+        return 0
+    places = {(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors if _is_dense(each)}
+    ranges: list[tuple[int, int]] = []
+    for start, end in sorted(places):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+        else:
+            ranges.append((start, end))
+    advise, returned = ctypes.CDLL(None, use_errno=True).madvise, 0
+    for start, end in ranges:
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if nbytes > 0 and not advise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
+            returned += nbytes
+    return returned
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -42,6 +42,7 @@ from hal.drivers.compiler import (
     resolve_aliases,
 )
 from hal.drivers.invariance import invariant_kernel, invariant_kernels
+from hal.drivers.stowed_weight import StowedWeight
 from hal.errors import ConfigError, DriverIncompatible, nearest
 from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel, Table, enter, leave
@@ -402,6 +403,18 @@ class Backend(BackendResources):
             right for layouts that torch converts when it copies.
         """
         return weight
+
+    def stow_weight(self, weight: Tensor, *, copy: bool) -> StowedWeight:
+        """Return what frees the memory of a weight while a runner sleeps, and allocates it again.
+
+        It is called where :meth:`hal.vendor.Device.give_back` returns None. Override it if torch cannot resize the
+        storage of a layout of :meth:`prepare_weights`.
+
+        Args:
+            weight: as for :meth:`plain_weight`.
+            copy: whether it gets its values again.
+        """
+        return StowedWeight(weight, self.plain_weight(weight).to("cpu", copy=True) if copy else None)
 
     def _free(self) -> None:
         try:

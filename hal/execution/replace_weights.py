@@ -10,6 +10,7 @@ from torch import Tensor
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.weight_replacement import replace_tensors
 from hal.execution.runner import Runner
+from hal.execution.sleep import end_sleep
 
 NewWeights = str | Path | Checkpoint | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Where new weights are: tensors by name, or a checkpoint or its folder."""
@@ -41,6 +42,7 @@ def replace_weights(runner: Runner, tensors: NewWeights) -> None:
         CheckpointError: a name is unknown, a shape or dtype does not fit, a part of a merged tensor is missing, or a
             weight cannot be quantized in the checkpoint's form; or the checkpoint is missing, damaged or unsafe.
         ModelError: :func:`hal.load_model` did not load the model.
+        AsleepError: the weights sleep.
         ClosedError: the runner is closed.
     """
     backend = runner.backend
@@ -48,6 +50,8 @@ def replace_weights(runner: Runner, tensors: NewWeights) -> None:
         tensors = Checkpoint.open(tensors)
     with runner.running():
         backend.device.synchronize()  # Steps may still run.
+        if runner.asleep is not None and "weights" in runner.asleep.parts:
+            runner.check_awake()
         try:
             replace_tensors(runner.model, backend, tensors)
         finally:
@@ -55,3 +59,4 @@ def replace_weights(runner: Runner, tensors: NewWeights) -> None:
             for each in list(backend.runners):
                 if isinstance(each, Runner) and not each.closed and each.model is runner.model:
                     each.forget()
+                    end_sleep(each)

@@ -21,10 +21,11 @@ from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
 from hal.drivers.backend import Backend
 from hal.drivers.compiler import EAGER, OPTIMIZED, PhaseForm
-from hal.errors import ModelError
+from hal.errors import HalError, ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
+from hal.execution.sleep_state import Sleep
 from hal.execution.state_spec import (
     allocated,
     check_fits,
@@ -71,6 +72,7 @@ class Runner(Closable):
         bounds: the ranges of the numbers in a batch.
         blocks: allocates the blocks of per-token states, for :func:`hal.generate` and for engines. An engine that has
             several cache groups allocates pages itself.
+        asleep: what sleeps; None for nothing. See :func:`hal.sleep`.
         prefixes: with ``reuse_prefixes``, allocates blocks in place of ``blocks``, and shares those of equal prefixes.
             It keeps used blocks, so an engine must allocate here too. Else None.
 
@@ -99,6 +101,7 @@ class Runner(Closable):
         self._slots: SlotAllocator | None = None
         self._steps: Steps | None = None
         self._encoding: Encoding | None = None
+        self.asleep: Sleep | None = None
         if max_sequences is not None:
             check_count(max_sequences, SEQUENCES, "max_sequences must be")
         self._max_sequences = max_sequences
@@ -115,8 +118,18 @@ class Runner(Closable):
         check_placed(model, backend)
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
+        self._allocate()
+        self.bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
+        longest = longest_sequence(model, max_length)
+        frees_blocks = max_length is not None and self.spec.window is not None
+        self._max_length = longest if frees_blocks else min(longest, self.spec.num_tokens)
+        self._prepare()
+
+    def _allocate(self) -> None:
+        """Allocate the states, and what allocates their blocks and slots."""
+        backend = self.backend
         with backend.translating_errors():
-            self._states = states = allocated(model, backend, self.spec)
+            self._states = states = allocated(self.model, backend, self.spec)
         engine_owns = bool(states.pages)
         self.blocks = BlockAllocator(0 if engine_owns else self.spec.num_blocks)
         self._slots = SlotAllocator(0 if engine_owns else self.spec.num_slots - self.spec.num_saved, states.reset_slots)
@@ -124,13 +137,12 @@ class Runner(Closable):
         if backend.config.cache.reuse_prefixes:
             saved = saved_states(states, backend.config.cache)
             self.prefixes = PrefixCache(self.blocks, self.spec.block_size, saved)
-        self.bounds = Bounds(model.vocab_size, DUMMY_BLOCK + 1, self.spec.num_blocks, model.max_length)
-        longest = longest_sequence(model, max_length)
-        frees_blocks = max_length is not None and self.spec.window is not None
-        self._max_length = longest if frees_blocks else min(longest, self.spec.num_tokens)
-        lockstep = None
+
+    def _prepare(self) -> None:
+        """Make what runs the steps."""
+        model, backend, lockstep = self.model, self.backend, None
         if backend.lockstep:
-            lockstep = Lockstep(backend.mesh.hosts, model, states.spec, backend)
+            lockstep = Lockstep(backend.mesh.hosts, model, self.states.spec, backend)
         phases: tuple[Phase, ...] = ("decode", "prefill", *(() if model.encoder is None else ("encoder",)))
         compilation = backend.config.compilation
         chosen = [phase for phase in phases if compilation.of(phase).compiler not in (EAGER, OPTIMIZED)]
@@ -167,7 +179,7 @@ class Runner(Closable):
     def states(self) -> StateMemory:
         """The states that the model keeps between steps."""
         if self._states is None:
-            raise self.uses.error()
+            raise self._unusable()
         return self._states
 
     def _context(self, phase: Phase, all_agree: Callable[[bool], bool] = bool) -> FormContext:
@@ -191,9 +203,12 @@ class Runner(Closable):
 
     @property
     def _running(self) -> Steps:
-        if self._steps is None:
-            raise self.uses.error()
+        if self._steps is None or self.asleep is not None:
+            raise self._unusable()
         return self._steps
+
+    def _unusable(self) -> HalError:
+        return self.uses.error() if self.asleep is None or self.closed else self.asleep.error(self.model)
 
     @property
     def forms(self) -> Mapping[Phase, PhaseForm]:
@@ -212,7 +227,7 @@ class Runner(Closable):
     def slots(self) -> SlotAllocator:
         """The allocator of the slots of per-sequence states."""
         if self._slots is None:
-            raise self.uses.error()
+            raise self._unusable()
         return self._slots
 
     @property
@@ -340,6 +355,7 @@ class Runner(Closable):
             ClosedError: the runner is closed.
         """
         with self.running():
+            self.check_awake()
             if self._encoding is None:
                 raise ModelError(
                     f"{type(self.model).__name__} has no encoder", "leave the items out, or use another model"
@@ -352,6 +368,33 @@ class Runner(Closable):
             self.prefixes.clear()
         if self._encoding is not None:
             self._encoding.clear()
+
+    @property
+    def sleep_error(self) -> HalError | None:
+        """The error of a step while it sleeps, or has weights that were dropped and not replaced; else None."""
+        return None if self.asleep is None else self._unusable()
+
+    def check_awake(self) -> None:
+        """Raise AsleepError while steps do."""
+        if self.asleep is not None:
+            raise self._unusable()
+
+    def free_graphs(self, *, states: bool) -> None:
+        """Free the graphs, and with ``states`` the states, whose addresses they have, until :meth:`remake`."""
+        forms, self._steps, self._encoding = list(self.forms.values()), None, None
+        if states:
+            self._states = self._slots = None
+        for each in forms:
+            each.close()
+        self._collect()
+
+    def remake(self, *, states: bool) -> None:
+        """Allocate the states again if ``states`` is set, or else capture the graphs again, unless they are there."""
+        if states and self._states is None:
+            check_fits(self.spec, self.backend)
+            self._allocate()
+        elif not states and self._steps is None:
+            self._prepare()
 
     def idle(self) -> bool:
         """Step without a batch while other data ranks have one.

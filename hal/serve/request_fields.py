@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import attrs
 
 from hal.config import parse_json, read
-from hal.errors import BatchError, CheckpointError, ClosedError, ConfigError, HalError, ModelError
+from hal.errors import AsleepError, BatchError, CheckpointError, ClosedError, ConfigError, HalError, ModelError
 from hal.generation.sampling_params import FIELDS, GRAMMARS, SamplingParams
 
 INVALID, FAILED = "invalid_request_error", "server_error"
@@ -64,7 +64,7 @@ def failed(error: HalError) -> ApiError:
     """Return the error for what running the request raised. Only a grammar may turn out to be wrong then."""
     if isinstance(error, ApiError):
         return error
-    status = 503 if isinstance(error, ClosedError) else 400 if error.key in GRAMMARS else 500
+    status = 503 if isinstance(error, AsleepError | ClosedError) else 400 if error.key in GRAMMARS else 500
     return ApiError(status, error.problem, error.remedy)
 
 

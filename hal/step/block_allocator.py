@@ -25,6 +25,11 @@ class BlockAllocator:
         """Number of free blocks."""
         return len(self._free)
 
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that sequences hold."""
+        return len(self._taken)
+
     def take(self, count: int) -> list[int] | None:
         """Allocate ``count`` blocks, or return None if fewer are free."""
         if not 0 < count <= len(self._free):
@@ -112,6 +117,11 @@ class PrefixCache:
         self._holding: OrderedDict[bytes, int] = OrderedDict()  # blocks by digest, least recently used first
         self._contents: dict[int, bytes] = {}
         self._stale: set[int] = set()
+
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that sequences hold. Others that are cached do not count."""
+        return sum(owners > 0 for owners in self._owners.values())
 
     def reuse(self, tokens: Sequence[int]) -> list[int]:
         """Return the cached blocks of the longest prefix of ``tokens``. The caller becomes an owner of them.

@@ -1,7 +1,11 @@
-"""Tests of hal.LLM as the rollout of a training loop: new weights, and the log-probabilities of given tokens."""
+"""Tests of hal.LLM as the rollout of a training loop: new weights, sleep, and log-probabilities of given tokens."""
 
 from __future__ import annotations
 
+import gc
+import logging
+import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,11 @@ import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint
 from helpers.ranks import in_ranks
 from helpers.replacing import PROMPTS, tensors
-from helpers.thorough import MODE, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hal
-from hal.errors import CheckpointError, ConfigError
+from hal.errors import AsleepError, BatchError, CheckpointError, ConfigError
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
@@ -176,3 +180,135 @@ def test_log_probabilities_are_the_log_softmax_of_the_logits(compiler: str, two:
         logits = reference(torch.tensor([rows[0]])).logits[0].log_softmax(-1)
     wanted = logits[:-1].gather(1, torch.tensor(rows[0][1:])[:, None])[:, 0]
     torch.testing.assert_close(found[0], wanted, rtol=0, atol=1e-4)
+
+
+def resident() -> int:
+    """Return the process's resident bytes."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("compiler", ["graph", "eager"])
+def test_sleep_and_wake(compiler: str, two: tuple[Path, Path]) -> None:
+    """Graphs stay on a CPU, because addresses do."""
+    first, second = two
+    before, after = map(texts_of, two)
+    with opened(first, compiler) as llm:
+        assert texts(llm) == before
+        for weights in ("device", "host", "files", "none"):
+            graphs = dict(llm._runner.forms)
+            slept = llm.sleep(weights=weights)  # type: ignore[arg-type]
+            assert slept.addresses_kept
+            assert slept.caches >= 1 << 20
+            assert (slept.weights > 0) == (weights in ("files", "none"))
+            for call in (texts, lambda each: each.score([[5]], [[6]])):
+                with pytest.raises(AsleepError, match=r"sleeps: its caches.*\n.*wake"):
+                    call(llm)
+            with pytest.raises(AsleepError, match="sleeps"):
+                llm.sleep()
+            llm.wake("caches")
+            if weights in ("device", "host"):
+                llm.wake()
+                assert texts(llm) == before
+                continue
+            with pytest.raises(AsleepError, match="its weights gave back their memory"):
+                llm.replace_weights(tensors(second))
+            llm.wake("weights")
+            if weights == "none":
+                some = {"model.norm.weight": tensors(second)["model.norm.weight"]}
+                llm.replace_weights(some)
+                with pytest.raises(AsleepError, match=r"1\d weights of .* were dropped.*\n.*replace_weights"):
+                    texts(llm)
+                llm.replace_weights(tensors(second))
+            assert texts(llm) == (after if weights == "none" else before)
+            assert llm._runner.forms == graphs
+        with pytest.raises(ConfigError, match="replaced by others"):
+            llm.sleep(weights="files")
+        llm.replace_weights(first)
+        llm.sleep(weights="files")
+        llm.wake()
+        llm.wake()
+        assert texts(llm) == before
+
+
+def test_a_drafter_sleeps_too(two: tuple[Path, Path]) -> None:
+    draft = {"method": "model", "model": str(two[1]), "tokens": 2, "adapt": False, "examine": False}
+    with opened(two[0], draft=draft) as llm:
+        before = texts(llm)
+        llm.sleep(weights="none")
+        llm.wake()
+        llm.replace_weights(tensors(two[0]))
+        with pytest.raises(AsleepError, match="were dropped"):
+            texts(llm)
+        llm.replace_weights(tensors(two[1]), drafter=True)
+        assert texts(llm) == before
+
+
+def test_what_cannot_sleep(two: tuple[Path, Path]) -> None:
+    with hal.open({"backend": "cpu", "dtype": "float32", **CONFIG}) as backend:
+        runner = hal.Runner(hal.load_model(two[0], backend), backend)
+        running = hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=4))
+        next(running)
+        with pytest.raises(BatchError, match="sequences hold 1 blocks"):
+            hal.sleep(runner)
+        left = [token.token_id for token in running]
+        with pytest.raises(ConfigError, match="weights is 'disk'"):
+            hal.sleep(runner, weights="disk")  # type: ignore[arg-type]
+        with hal.Runner(runner.model, backend), pytest.raises(ConfigError, match="another runner has the same model"):
+            hal.sleep(runner, weights="files")
+        hal.sleep(runner, weights="files", caches=False)
+        with pytest.raises(AsleepError, match="its weights gave back"):
+            list(hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=4)))
+        hal.wake(runner)
+        again = [token.token_id for token in hal.generate(runner, [[5, 6, 7]], hal.SamplingParams(max_new_tokens=4))]
+        assert again[1:] == left
+
+
+@thorough(EXHAUSTIVE, "300")
+@pytest.mark.parametrize("rounds", [6, 300])
+def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path, Path]) -> None:
+    """Eight threads generate all the time. Each text is one of a fresh process, or a refusal; memory does not grow."""
+    seed = random.randrange(1 << 30)
+    logging.getLogger("tests").info("seed %d", seed)
+    draw = random.Random(seed)
+    fresh, given = list(map(texts_of, two)), [tensors(each) for each in two]
+    allowed = [set(pair) for pair in zip(*fresh, strict=True)]
+    ended, found, refused = threading.Event(), [0] * 8, [0] * 8
+    with opened(two[0]) as llm, ThreadPoolExecutor(8) as threads:
+
+        def client(number: int) -> None:
+            while not ended.is_set():
+                try:
+                    for text, either in zip(texts(llm), allowed, strict=True):
+                        assert text in either
+                    found[number] += 1
+                except AsleepError:
+                    refused[number] += 1
+                    ended.wait(0.002)
+
+        clients = [threads.submit(client, number) for number in range(8)]
+        memory = []
+        try:
+            for count in range(rounds):
+                version, weights = draw.randrange(2), draw.choice(["device", "host", "none"])
+                llm.sleep(weights=weights)  # type: ignore[arg-type]
+                if draw.randrange(2):
+                    llm.wake("weights")
+                    llm.replace_weights(given[version] if draw.randrange(2) else iter(given[version].items()))
+                    llm.wake("caches")
+                else:
+                    llm.wake()
+                    llm.replace_weights(str(two[version]) if draw.randrange(2) else given[version])
+                assert texts(llm) == fresh[version], count
+                memory.append(resident())
+        finally:
+            ended.set()
+        for each in clients:
+            each.result()
+        assert min(found) > 0
+        logging.getLogger("tests").info(
+            "texts %s, refused %s, resident %s", found, refused, memory[:: max(1, rounds // 6)]
+        )
+        assert max(memory[rounds // 2 :]) < max(memory[: rounds // 2]) + (24 << 20)
+        assert llm.sleep().addresses_kept

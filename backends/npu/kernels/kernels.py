@@ -15,7 +15,7 @@ from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
 from hal.ops.lora import add_lora_in_dtype
-from hal.vendor import PartialKernel
+from hal.vendor import PartialKernel, StowedWeight
 
 from ..soc import Generation
 from . import heads, latent_attention, rotary
@@ -264,6 +264,33 @@ def in_transposed_nz(weight: Tensor) -> Tensor:
 def is_fractal_nz(weight: Tensor) -> bool:
     """Return whether a weight is in FRACTAL_NZ. A fake tensor, without a format, stands for a prepared weight."""
     return isinstance(weight, FakeTensor) or torch_npu.get_npu_format(weight) == FRACTAL_NZ
+
+
+class StowedFractal(StowedWeight):
+    """A weight in FRACTAL_NZ, or a transposed view of one. torch_npu resizes no storage of this format."""
+
+    def __init__(self, weight: Tensor, *, copy: bool) -> None:
+        self._transposed = not weight.is_contiguous()
+        self._shape, self._dtype, self._device = self._base(weight).shape, weight.dtype, weight.device
+        self._inference = weight.is_inference()  # A trace of it requires that it stays so.
+        values = torch_npu.npu_format_cast(self._base(weight), ND).cpu() if copy else None
+        super().__init__(weight, values)
+
+    def _base(self, weight: Tensor) -> Tensor:
+        return weight.mT if self._transposed else weight
+
+    def free(self) -> None:
+        """Free the memory."""
+        with torch.inference_mode(self._inference), torch.no_grad():
+            self._weight.data = torch.empty(0, dtype=self._dtype, device=self._device)
+
+    def restore(self) -> None:
+        """Allocate the memory, in the same format."""
+        with torch.inference_mode(self._inference), torch.no_grad():
+            plain = torch.zeros(self._shape, dtype=self._dtype)
+            plain = plain if self._values is None else plain.copy_(self._values)
+            self._weight.data = self._base(in_fractal_nz(plain.to(self._device)))
+        self._values = None
 
 
 def in_nd(weight: Tensor) -> Tensor:

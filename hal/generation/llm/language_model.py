@@ -20,9 +20,11 @@ from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.loading import Progress
+from hal.checkpoint.weight_release import Kept
 from hal.drivers.registry import merged_config, read_config
 from hal.errors import ConfigError
 from hal.execution.replace_weights import NewWeights
+from hal.execution.sleep_state import Part, Slept
 from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
@@ -34,7 +36,7 @@ from hal.generation.llm.embedder import Embedder
 from hal.generation.llm.engine import Engine, open_engine
 from hal.generation.llm.loop_pass import Change
 from hal.generation.llm.messages import Message
-from hal.generation.llm.model_weights import pairs_of, replace
+from hal.generation.llm.model_weights import pairs_of, replace, sleep_all, wake_all
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.processor import Conversations
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass
@@ -237,6 +239,7 @@ class LLM:
             ConfigError: a parameter is unknown or out of range, or there is no such adapter.
             CheckpointError: a prompt is text, and the checkpoint has no tokenizer.
             NumericsError: the logits have a NaN.
+            AsleepError: the model sleeps.
             ClosedError: the LLM is closed.
         """
         return self._complete(self._encoded(prompts), params, adapter, sampling)
@@ -387,6 +390,40 @@ class LLM:
         if self._runner.backend.mesh.size > 1 and not isinstance(tensors, str | Path):
             tensors = {name: each.detach().cpu() for name, each in pairs_of(tensors)}
         self._change(functools.partial(replace, tensors=tensors, drafter=drafter))
+
+    def sleep(self, *, weights: Kept = "host", caches: bool = True) -> Slept:
+        """Give back the memory of weights and caches, those of the drafter too, until :meth:`wake`; see
+        :func:`hal.sleep`.
+
+        Running texts end first. Later ones get an AsleepError.
+
+        Args:
+            weights: what is kept of them: ``device``, ``host``, ``files`` or ``none``.
+            caches: whether the caches sleep.
+
+        Returns:
+            What was given back, and whether addresses are kept, so that graphs stay.
+
+        Raises:
+            AsleepError: it sleeps already.
+            ConfigError: ``weights`` is none of these, or is ``files``, and others than a whole checkpoint's replaced
+                them.
+            ClosedError: the LLM is closed.
+        """
+        found: Slept = self._change(functools.partial(sleep_all, weights=weights, caches=caches))
+        return found
+
+    def wake(self, part: Part | None = None) -> None:
+        """Take memory again for what sleeps; see :func:`hal.wake`.
+
+        Args:
+            part: ``weights`` or ``caches``; None for all that sleeps.
+
+        Raises:
+            HalError: the device has too little memory, the checkpoint cannot be read, or a graph cannot be captured.
+            ClosedError: the LLM is closed.
+        """
+        self._change(functools.partial(wake_all, part=part))
 
     async def aprompt_logprobs(
         self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, adapter: str | None = None

@@ -1,4 +1,4 @@
-"""The weights of the model of hal.LLM and of its drafter: how others replace them."""
+"""The weights and caches of the model of hal.LLM and of its drafter: how others replace them, and how they sleep."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
-from hal.errors import ConfigError
+from hal.checkpoint.weight_release import Kept
+from hal.errors import ConfigError, HalError
 from hal.execution.replace_weights import NewWeights, replace_weights
 from hal.execution.runner import Runner
+from hal.execution.sleep import sleep, wake
+from hal.execution.sleep_state import Part, Slept
 from hal.generation.llm.engine import Engine
 
 
@@ -41,3 +44,23 @@ def replace(engine: Engine, tensors: NewWeights, drafter: bool) -> None:
         )
     replace_weights(runners[drafter], tensors)
     engine.runner.forget()  # The drafter's cache has the same blocks.
+
+
+def sleep_all(engine: Engine, weights: Kept, caches: bool) -> Slept:
+    """Let the model and its drafter sleep; see :func:`hal.sleep`."""
+    for each in runners_of(engine):
+        each.check_awake()
+    model, *drafters = runners_of(engine)
+    found = [sleep(each, weights=weights, caches=caches) for each in (*drafters, model)]  # It uses the model's weights.
+    return Slept.sum(found)
+
+
+def wake_all(engine: Engine, part: Part | None) -> None:
+    """Let the model and its drafter wake; see :func:`hal.wake`."""
+    for each in runners_of(engine):
+        wake(each, part)
+
+
+def asleep(engine: Engine) -> HalError | None:
+    """Return the error of a text while the model or its drafter sleeps; else None."""
+    return next((error for each in runners_of(engine) if (error := each.sleep_error) is not None), None)

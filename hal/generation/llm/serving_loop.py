@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import attrs
 from tokenizers import Tokenizer
 
-from hal.errors import BatchError, ClosedError, ConfigError, HalError, NumericsError
+from hal.errors import AsleepError, BatchError, ClosedError, ConfigError, HalError, NumericsError
 from hal.generation.llm.engine import Engine
 from hal.generation.llm.loop_pass import Pass
+from hal.generation.llm.model_weights import asleep
 from hal.generation.request import Request, Token, checked
 from hal.generation.scheduler import Scheduler
 from hal.parallel.host_values import RankMessages
@@ -30,7 +31,7 @@ Deliver = Callable[[Request, Token | HalError], None]
 
 Call = tuple[str, Any]
 """A call that every rank makes before the same step: the name of a method without ``_``, and its argument."""
-OF_ALL_RANKS = (BatchError, ConfigError, NumericsError)
+OF_ALL_RANKS = (AsleepError, BatchError, ConfigError, NumericsError)
 """Errors that every rank raises in the same step, so that they can go on."""
 
 log = logging.getLogger("hal.generation")
@@ -92,6 +93,7 @@ class ServingLoop:
 
         Raises:
             ClosedError: the loop is closed.
+            AsleepError: the model sleeps.
             ConfigError: a request has a mask that cannot be passed on to other ranks.
             HalError: an error has ended the loop, or this is not the first rank.
         """
@@ -101,6 +103,8 @@ class ServingLoop:
                 "give json_schema or regex, or call hal.generate in each rank",
                 key="mask",
             )
+        if (error := asleep(self._engine)) is not None:
+            raise error
         for each in requests:
             each.number = next(self._numbers)
         self._call("add", [(each, deliver) for each in requests])
@@ -203,11 +207,14 @@ class ServingLoop:
             self._wake.notify()
 
     def _add(self, requests: Sequence[tuple[Request, Deliver]]) -> None:
+        sleeps = asleep(self._engine)
         for request, deliver in requests:
             self._live[request.number] = request, deliver
             try:
+                if sleeps is not None:
+                    raise sleeps
                 self._scheduler.add(request)
-            except ConfigError as error:
+            except (AsleepError, ConfigError) as error:
                 self._hand_over(request, error)
 
     def _order(self, orders: Sequence[tuple[int, int | None, int, tuple[Any, ...], str | None]]) -> None:
