@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -312,3 +315,25 @@ def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path
         )
         assert max(memory[rounds // 2 :]) < max(memory[: rounds // 2]) + (24 << 20)
         assert llm.sleep().addresses_kept
+
+
+@thorough(PROCESSES)
+def test_a_policy_gradient_loop(repository: Path) -> None:
+    """hal's log-probabilities of a whole text have the bits of those of the steps that generated it."""
+    program = ["tools/rollouts/policy_gradient.py", "checkpoints/tiny-python", "--rounds", "2", "--samples", "2"]
+    result = subprocess.run(
+        [sys.executable, *program, "--new-tokens", "6"],
+        cwd=repository,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stderr
+    _, *rounds = [line.split(" | ") for line in result.stdout.splitlines()]
+    assert [line[0] for line in rounds] == ["0", "1"]
+    for _, _, of_hal, of_transformers, given in rounds:
+        assert float(of_hal) == 0
+        assert 0 < float(of_transformers) < 1e-3
+        assert int(given) > 0
