@@ -23,7 +23,9 @@ from hal.checkpoint.loading import Progress
 from hal.checkpoint.weight_release import Kept
 from hal.drivers.registry import merged_config, read_config
 from hal.errors import ConfigError
+from hal.execution.prefix_transfer import CachedPrefix, export_prefix, import_prefix
 from hal.execution.replace_weights import NewWeights
+from hal.execution.runner import Runner
 from hal.execution.sleep_state import Part, Slept
 from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
@@ -371,6 +373,32 @@ class LLM:
         scores = self.score(prompts, continuations, adapter=adapter)
         return [torch.tensor([each.logprob for each in found.tokens]) for found in scores]
 
+    def export_prefix(self, prompt: Prompt) -> bytes:
+        """Return the cached states of the longest prefix of a prompt, in whole blocks, to continue it elsewhere.
+
+        A prompt is cached once texts were generated from it. Adapters and images have prefixes of their own, which are
+        not found. A prefix takes the bytes of its tokens in the cache.
+
+        Raises:
+            ConfigError: as :func:`hal.execution.prefix_transfer.export_prefix`.
+        """
+        (encoded,) = self._encoded(prompt)
+        found: CachedPrefix = self._change(functools.partial(_on_runner, export_prefix, list(encoded.token_ids)))
+        return found.to_bytes()
+
+    def import_prefix(self, data: bytes) -> int:
+        """Keep a prefix that :meth:`export_prefix` returned, perhaps of another backend, with the same checkpoint.
+
+        Returns:
+            The tokens that prompts which begin with them need not compute.
+
+        Raises:
+            ConfigError: as :meth:`hal.execution.prefix_transfer.CachedPrefix.from_bytes` and
+                :func:`hal.execution.prefix_transfer.import_prefix`.
+        """
+        found: int = self._change(functools.partial(_on_runner, import_prefix, CachedPrefix.from_bytes(data)))
+        return found
+
     def replace_weights(self, tensors: NewWeights, *, drafter: bool = False) -> None:
         """Write new values into the weights, as :func:`hal.replace_weights`, and drop all cached prefixes.
 
@@ -561,3 +589,7 @@ class LLM:
         top = next(iter(first.values())).params.prompt_logprobs
         scores = self._scoring(prompts, [1] * len(prompts), top or 0, requests[0].adapter).result().scores
         return dict(zip(first, scores, strict=True))
+
+
+def _on_runner(do: Callable[[Runner, Any], Any], given: Any, engine: Engine) -> Any:
+    return do(engine.runner, given)
