@@ -86,30 +86,49 @@ def add_lora(
 
     Source: Hu et al., *LoRA: Low-Rank Adaptation of Large Language Models*, 2021.
     """
-    return _added(output.float(), x.float(), lora_a.float(), lora_b.float(), scale, slots, parts).to(output.dtype)
+    numbers = slot_numbers(lora_a.shape[0], slots.device)
+    wide = output.float(), x.float(), lora_a.float(), lora_b.float()
+    return compose(*wide, scale, slots, parts, numbers).to(output.dtype)
 
 
-def add_lora_in_dtype(
-    output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
+def slot_numbers(count: int, device: torch.device) -> Tensor:
+    """Return the numbers of so many slots, ``[count]``, int32."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def compose(
+    output: Tensor,
+    x: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    parts: str,
+    numbers: Tensor,
 ) -> Tensor:
-    """Compute as :func:`add_lora` does, with matrix products in the dtype of ``output``."""
-    return _added(output, x, lora_a, lora_b, scale.to(output.dtype), slots, parts)
+    """Compute :func:`add_lora` with two matrix products, in the dtype of ``output``, without copies of A and B.
 
+    The products are with all slots, and with all columns of B for each part; each token keeps its own slot's, and each
+    run the columns of its part. So shapes do not depend on values.
 
-def _added(
-    output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
-) -> Tensor:
-    """Multiply by A of all slots, and keep each token's own slot: shapes do not depend on values."""
+    Args:
+        numbers: of :func:`slot_numbers`, for all slots.
+    """
     count, num_parts, rank, _ = lora_a.shape
     inner = functional.linear(x, lora_a.flatten(0, 2)).view(x.shape[0], count, num_parts, rank)
-    own = slots[:, None] == torch.arange(count, dtype=slots.dtype, device=slots.device)
-    inner = torch.where(own[:, :, None, None], inner * scale[None, :, :, None], torch.zeros_like(inner))
-    runs = part_runs(parts)
-    pieces = [
-        inner[:, :, part].flatten(1) @ piece.flatten(0, 1)
-        for (part, _), piece in zip(runs, lora_b.split([size for _, size in runs], dim=-1), strict=True)
-    ]
-    return output + (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1))
+    others = (slots[:, None] != numbers)[:, :, None, None]
+    inner = (inner * scale.to(inner.dtype)[:, :, None]).masked_fill(others, 0.0)
+    b = lora_b.flatten(0, 1)
+    if num_parts == 1:
+        return torch.addmm(output, inner.flatten(1), b)
+    products = (inner.permute(2, 0, 1, 3).reshape(num_parts * x.shape[0], count * rank) @ b).unflatten(
+        0, (num_parts, -1)
+    )
+    pieces, start = [], 0
+    for part, size in part_runs(parts):
+        pieces.append(products[part, :, start : start + size])
+        start += size
+    return output + torch.cat(pieces, dim=-1)
 
 
 @lru_cache(maxsize=256)

@@ -10,11 +10,12 @@ import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hal.config.bounds import ADAPTERS
 from hal.errors import ConfigError
 from hal.ops.kernels import torch_kernels
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
-from hal.ops.lora import add_lora_in_dtype
+from hal.ops.lora import compose, slot_numbers
 from hal.vendor import PartialKernel, StowedWeight
 
 from ..soc import Generation
@@ -35,7 +36,7 @@ def kernels(device: torch.device, generation: Generation, *, attention: str) -> 
     """Return the kernels for a canonical cache, by operation."""
     fused = (AtbAttention if attention == "atb" else FusedAttention)(device)
     return {
-        "add_lora": add_lora_in_dtype,
+        "add_lora": AddLora(device),
         "add_rms_norm": add_rms_norm,
         "clipped_silu_and_mul": clipped_silu_and_mul,
         "gelu": gelu,
@@ -212,6 +213,19 @@ class Sample:
         x = (x ^ (x >> self._16)) * 0x85EBCA6B & 0xFFFFFFFF
         x = (x ^ (x >> self._13)) * 0xC2B2AE35 & 0xFFFFFFFF
         return x ^ (x >> self._16)
+
+
+class AddLora:
+    """``add_lora``, in seven launches, or ten where projections are merged. The numbers of slots are constants."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = slot_numbers(ADAPTERS, device)
+
+    def __call__(
+        self, output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
+    ) -> Tensor:
+        """See :func:`hal.ops.add_lora`."""
+        return compose(output, x, lora_a, lora_b, scale, slots, parts, self._numbers[: lora_a.shape[0]])
 
 
 class MaskLogits:

@@ -16,7 +16,7 @@ from hal.ops.declaration.operation import operation
 from hal.ops.forms import FLOAT, Form, dequantize
 from hal.ops.kernels.kernel_table import Kernel
 from hal.ops.logits import WORD, check_words
-from hal.ops.lora import add_lora_in_dtype
+from hal.ops.lora import compose, slot_numbers
 from hal.ops.projection import project
 
 
@@ -68,6 +68,13 @@ def penalize(
     penalized -= frequency_penalty.unsqueeze(-1) * counts
     penalized -= presence_penalty.unsqueeze(-1) * generated
     return penalized
+
+
+def add_lora(
+    output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
+) -> Tensor:
+    """Compute as the reference does, in the dtype of ``output``."""
+    return compose(output, x, lora_a, lora_b, scale, slots, parts, slot_numbers(lora_a.shape[0], slots.device))
 
 
 def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
@@ -166,7 +173,7 @@ def scaled_dot_product_attention(
 
 
 KERNELS: dict[str, Kernel] = {
-    "add_lora": add_lora_in_dtype,
+    "add_lora": add_lora,
     "add_rms_norm": add_rms_norm,
     "embedding": embedding,
     "gelu": gelu,

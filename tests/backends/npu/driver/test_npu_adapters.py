@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hal
+from hal.ops import Draw
+
+Opened = Callable[..., hal.Backend]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,3 +82,18 @@ def test_applied_equals_merged(tmp_path: Path, compiler: str) -> None:
             assert best.logprobs is not None
             assert applied[-1] > best.logprobs[0].logprob - 0.05, json.dumps(tokens)
     hal.open("cpu")
+
+
+@pytest.mark.parametrize(("parts", "launches"), [("0:256", 7), ("0:128 1:64 2:64", 10)])
+def test_launches(npu: Opened, parts: str, launches: int) -> None:
+    """The same for any number of adapters and tokens; merged projections take their columns of one product."""
+    backend, draw = npu(), Draw(torch.float16, "npu")
+    count = 1 + parts.count(" ")
+    a, b, scale = draw.normal(8, count, 16, 64), draw.normal(8, 16, 256), draw.normal(8, count).float()
+    for tokens in (1, 8):
+        slots = draw.integers(-1, 8, tokens, dtype=torch.int32)
+        given = draw.normal(tokens, 256), draw.normal(tokens, 64), a, b, scale, slots, parts
+        backend.device.synchronize()
+        with backend.counting_launches() as found:
+            hal.ops.add_lora(*given)
+        assert sum(found.values()) == launches, dict(found)
