@@ -337,3 +337,12 @@ def test_a_policy_gradient_loop(repository: Path) -> None:
         assert float(of_hal) == 0
         assert 0 < float(of_transformers) < 1e-3
         assert int(given) > 0
+
+
+@thorough(PROCESSES)
+def test_ranks_share_the_model(two: tuple[Path, Path]) -> None:
+    """An error of all ranks leaves them as they were."""
+    found, _ = in_ranks("rollout", 2, first=str(two[0]), second=str(two[1]))
+    before, after = ([list(each) for each in texts_of(folder)] for folder in two)
+    assert found.pop("refused")
+    assert found == {"before": before, "replaced": after, "from files": before, "woken": before, "new": after}

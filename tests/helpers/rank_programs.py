@@ -376,6 +376,39 @@ def broadcast_weights(first: str, second: str) -> dict[str, Any]:
         return {**found, "again": texts()}
 
 
+def rollout(first: str, second: str) -> dict[str, Any]:
+    """Return texts of a shared hal.LLM whose weights are replaced, and which sleeps; nothing on ranks but the first."""
+    from hal.errors import CheckpointError
+    from helpers.replacing import PROMPTS, tensors
+
+    config = {"parallel": {"tensor": distributed.get_world_size()}, "cache": {"num_tokens": 1024}}
+    given: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    with hal.LLM(first, backend="cpu", dtype="float32", compiler="graph", config=config) as llm:
+        if not llm.first:
+            return {}
+
+        def texts() -> list[list[int]]:
+            return [list(each.token_ids) for each in llm.generate([list(each) for each in PROMPTS], **given)]
+
+        found: dict[str, Any] = {"before": texts(), "refused": False}
+        llm.replace_weights(tensors(Path(second)))
+        found["replaced"] = texts()
+        llm.replace_weights(first)
+        found["from files"] = texts()
+        try:
+            llm.replace_weights({"nonsense": torch.ones(1)})
+        except CheckpointError:
+            found["refused"] = True
+        llm.sleep(weights="files")
+        llm.wake()
+        found["woken"] = texts()
+        llm.sleep(weights="none")
+        llm.wake("weights")
+        llm.replace_weights(tensors(Path(second)))
+        llm.wake()
+        return {**found, "new": texts()}
+
+
 def adapted_texts(
     base: str, folders: dict[str, str], prompts: list[list[int]], new: int, on: dict[str, Any]
 ) -> dict[str, Any]:

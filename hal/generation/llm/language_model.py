@@ -492,7 +492,10 @@ class LLM:
         return self.embedder.pooling.apply(torch.stack(done.vectors)) if done.vectors else torch.empty(0)
 
     def _change(self, make: Callable[[Engine], Any]) -> Any:
-        return self._loop.start(functools.partial(Change, make=make)).result().result
+        done = self._loop.start(functools.partial(Change, make=make)).result()
+        if done.error is not None:
+            raise done.error
+        return done.result
 
     def _change_adapter(self, name: str, folder: str | None) -> None:
         done = self._loop.start(functools.partial(AdapterChange, name=name, folder=folder)).result()

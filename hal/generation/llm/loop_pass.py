@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from hal.errors import CommunicationError, HalError
 from hal.generation.llm.engine import Engine
+from hal.parallel.launch import gathered
 
 
 class Pass(ABC):
@@ -29,13 +31,14 @@ class Pass(ABC):
 
 
 class Change(Pass):
-    """Changes the model while no text is generated.
+    """Changes the model while no text is generated, on all ranks or on none.
 
     Args:
         make: makes the change. Other ranks get it by pickle.
 
     Attributes:
         result: what it returned.
+        error: why no rank could, or None.
     """
 
     alone = True
@@ -43,11 +46,21 @@ class Change(Pass):
     def __init__(self, engine: Engine, make: Callable[[Engine], Any]) -> None:
         self._engine, self._make, self._made = engine, make, False
         self.result: Any = None
+        self.error: HalError | None = None
 
     @property
     def finished(self) -> bool:
         return self._made
 
     def step(self) -> bool:
-        self.result, self._made = self._make(self._engine), True
+        try:
+            self.result = self._make(self._engine)
+        except HalError as error:
+            self.error = error
+        done = gathered(self.error is None, self._engine.runner.backend.mesh)
+        if any(done) and not all(done):
+            raise CommunicationError(
+                "some ranks cannot change the model", "give each rank the same files, and memory"
+            ) from self.error
+        self._made = True
         return True
