@@ -21,7 +21,7 @@ from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 
 import hal
-from hal.errors import CheckpointError, ConfigError
+from hal.errors import AsleepError, CheckpointError, ConfigError
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NEW = 8
@@ -114,6 +114,18 @@ def test_adapters_are_loaded_anew_and_removed_at_run_time(adapted: Adapted) -> N
         llm.load_adapter("third", adapted.folders[names[2]])
         assert _tokens(llm, "third") == adapted.tokens[names[2]]
         assert _tokens(llm, None) == adapted.tokens[None]
+
+
+def test_adapters_stay_while_the_model_sleeps(adapted: Adapted) -> None:
+    first, second = list(adapted.folders)[:2]
+    with adapted.open(first) as llm:
+        llm.sleep(weights="files")
+        with pytest.raises(AsleepError):
+            llm.load_adapter("style", adapted.folders[second])
+        llm.wake()
+        assert _tokens(llm, first) == adapted.tokens[first]
+        llm.load_adapter("style", adapted.folders[second])
+        assert _tokens(llm, "style") == adapted.tokens[second]
 
 
 def test_running_requests_keep_their_adapter(adapted: Adapted) -> None:

@@ -32,6 +32,7 @@ class AdapterChange(Pass):
     def step(self) -> bool:
         runner = self._engine.runner
         try:
+            runner.check_awake()  # It is compared with merged weights.
             adapters = adapters_of(runner)
             if self._folder is None:
                 adapters.remove(self._name)

@@ -207,6 +207,7 @@ class LLM:
             CheckpointError: the files are missing or damaged, do not fit the model, or ask for what hal does not
                 compute.
             ConfigError: its rank is above ``adapters.rank``, no slot is free, or the model has no room for adapters.
+            AsleepError: the LLM sleeps.
             ClosedError: the LLM is closed.
         """
         self._change_adapter(name, str(folder))
