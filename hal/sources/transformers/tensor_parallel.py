@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hal import ops
 from hal.nn import Attention, Linear, Share, Weight
 from hal.parallel import Group
 
@@ -37,7 +36,7 @@ class PartedLinear(Linear):
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         size = self.weight.shape[1]
         part = x if self.group is None else x.narrow(-1, self._rank * size, size)
-        return self.join(ops.linear(part, self.weight, self.bias))
+        return super().forward(part)
 
 
 class WholeAttention(Attention):
