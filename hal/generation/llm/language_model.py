@@ -31,7 +31,7 @@ from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
-from hal.generation.llm.adapter_change import AdapterChange
+from hal.generation.llm.adapter_change import change_adapter
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.embedder import Embedder
@@ -210,7 +210,7 @@ class LLM:
             AsleepError: the LLM sleeps.
             ClosedError: the LLM is closed.
         """
-        self._change_adapter(name, str(folder))
+        self._change(functools.partial(change_adapter, name=name, folder=str(folder)), alone=False)
 
     def remove_adapter(self, name: str) -> None:
         """Remove an adapter. Requests that run with it go on.
@@ -219,7 +219,7 @@ class LLM:
             ConfigError: there is none of this name.
             ClosedError: the LLM is closed.
         """
-        self._change_adapter(name, None)
+        self._change(functools.partial(change_adapter, name=name, folder=None), alone=False)
 
     def generate(
         self,
@@ -492,16 +492,11 @@ class LLM:
     def _embeddings(self, done: PoolingPass) -> Tensor:
         return self.embedder.pooling.apply(torch.stack(done.vectors)) if done.vectors else torch.empty(0)
 
-    def _change(self, make: Callable[[Engine], Any]) -> Any:
-        done = self._loop.start(functools.partial(Change, make=make)).result()
+    def _change(self, make: Callable[[Engine], Any], *, alone: bool = True) -> Any:
+        done = self._loop.start(functools.partial(Change, make=make, alone=alone)).result()
         if done.error is not None:
             raise done.error
         return done.result
-
-    def _change_adapter(self, name: str, folder: str | None) -> None:
-        done = self._loop.start(functools.partial(AdapterChange, name=name, folder=folder)).result()
-        if done.error is not None:
-            raise done.error
 
     def _scoring(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0, adapter: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from hal.errors import CommunicationError, HalError
 from hal.generation.llm.engine import Engine
@@ -18,7 +18,7 @@ class Pass(ABC):
         alone: whether running texts must end first, and later ones wait.
     """
 
-    alone: ClassVar[bool] = False
+    alone: bool = False
 
     @property
     @abstractmethod
@@ -31,20 +31,19 @@ class Pass(ABC):
 
 
 class Change(Pass):
-    """Changes the model while no text is generated, on all ranks or on none.
+    """Changes the model between two steps, on all ranks or on none.
 
     Args:
         make: makes the change. Other ranks get it by pickle.
+        alone: whether no text is generated meanwhile.
 
     Attributes:
         result: what it returned.
         error: why no rank could, or None.
     """
 
-    alone = True
-
-    def __init__(self, engine: Engine, make: Callable[[Engine], Any]) -> None:
-        self._engine, self._make, self._made = engine, make, False
+    def __init__(self, engine: Engine, make: Callable[[Engine], Any], *, alone: bool) -> None:
+        self._engine, self._make, self.alone, self._made = engine, make, alone, False
         self.result: Any = None
         self.error: HalError | None = None
 
