@@ -98,6 +98,7 @@ def export_prefix(runner: Runner, tokens: Sequence[int]) -> CachedPrefix:
     Raises:
         ConfigError: the runner keeps no prefixes, keeps none of these tokens, or shares the model with other ranks; its
             driver has a layout of its own; or as :func:`model_digest`.
+        AsleepError: the runner sleeps.
     """
     prefixes, spec = _checked(runner), runner.spec
     blocks = prefixes.reuse(tokens)
@@ -170,6 +171,7 @@ def import_prefix(runner: Runner, prefix: CachedPrefix) -> int:
 def _checked(runner: Runner) -> Any:
     """Return the runner's prefixes, or raise ConfigError if they cannot travel."""
     backend = runner.backend
+    runner.check_awake()
     if runner.prefixes is None:
         raise ConfigError("the runner keeps no prefixes", "set cache.reuse_prefixes")
     if backend.mesh.size > 1:

@@ -9,7 +9,7 @@ import pytest
 from helpers import held_out
 
 import hal
-from hal.errors import ConfigError
+from hal.errors import AsleepError, ConfigError
 
 CHECKPOINTS = Path("checkpoints")
 DENSE, HYBRID, LATENT = (CHECKPOINTS / f"tiny-python{kind}" for kind in ("", "-hybrid", "-latent"))
@@ -45,6 +45,9 @@ def test_what_does_not_fit_is_refused() -> None:
         changed[len(data) // 2] ^= 1
         with pytest.raises(ConfigError, match="their checksum is wrong"):
             llm.import_prefix(bytes(changed))
+        llm.sleep()
+        with pytest.raises(AsleepError):
+            llm.import_prefix(data)
     others = [
         (opened(LATENT), "computed by another model"),
         (opened(DENSE, "bfloat16"), r"float32 .* torch\.bfloat16"),
