@@ -48,7 +48,8 @@ def opened(kind: str, folder: Path, count: int) -> Model:
     return Model(path, texts(len(kind), count), **config)
 
 
-@thorough(LONG, cases=r"\[(?!dense|hybrid|w4a16\])")
+@thorough(LONG, r"\[(experts|latent|w8a8_dynamic)\]")
+@thorough(EXHAUSTIVE, r"\[(?!(dense|hybrid|w4a16|experts|latent|w8a8_dynamic)\])")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_sequences_and_steps_change_no_bit(kind: str, tmp_path: Path) -> None:
     model = opened(kind, tmp_path, 9)
