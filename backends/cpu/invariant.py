@@ -45,7 +45,7 @@ ALIKE = (
     "packed_attention",
     *("all_gather", "all_gather_rows", "all_reduce", "all_to_all", "reduce_scatter"),
 )
-"""Operations whose kernels hold what is asked as they are."""
+"""Operations whose kernels are invariant without a change."""
 BAND = 4
 """Tokens that all are multiplied with the matrices of heads in the same way."""
 

@@ -61,7 +61,7 @@ NATIVE_NAMES = {
 
 
 INVARIANT = ("mask_logits", "store_kv_cache", "store_latent_cache")
-"""Operations whose kernels copy. CANN documents of no product that a row's result depends on the row alone."""
+"""Operations whose kernels copy. CANN does not document which other results depend on their row alone."""
 CONNECT_TIMEOUT = 120, 7200
 """The least and the most seconds that HCCL accepts for ranks to connect. Source: HCCL's HCCL_CONNECT_TIMEOUT.md."""
 

@@ -37,14 +37,20 @@ def end_capturing() -> None:
     _under_way = False
 
 
+def is_capturing() -> bool:
+    """Return whether this thread is capturing."""
+    if not CAPTURING.acquire(blocking=False):  # Another thread holds it.
+        return False
+    try:
+        return _under_way
+    finally:
+        CAPTURING.release()
+
+
 def check_not_capturing() -> None:
     """Raise GraphError if this thread is capturing."""
-    if CAPTURING.acquire(blocking=False):  # otherwise another thread holds it
-        try:
-            if _under_way:
-                raise GraphError("close() was called inside a capture", "call close() after the capture has ended")
-        finally:
-            CAPTURING.release()
+    if is_capturing():
+        raise GraphError("close() was called inside a capture", "call close() after the capture has ended")
 
 
 MEMORY_REMEDY = f"capture fewer sizes: lower compilation.max_capture_size; or {DeviceOutOfMemory.REMEDY}"

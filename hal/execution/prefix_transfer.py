@@ -97,7 +97,7 @@ def export_prefix(runner: Runner, tokens: Sequence[int]) -> CachedPrefix:
 
     Raises:
         ConfigError: the runner keeps no prefixes, keeps none of these tokens, or shares the model with other ranks; its
-            driver has a layout of its own; or as :func:`model_digest`.
+            driver keeps states in another layout; or as :func:`model_digest`.
         AsleepError: the runner sleeps.
     """
     prefixes, spec = _checked(runner), runner.spec
@@ -140,6 +140,11 @@ def import_prefix(runner: Runner, prefix: CachedPrefix) -> int:
     if prefix.model != model_digest(runner):
         raise ConfigError("the prefix was computed by another model", "import it where the same checkpoint is loaded")
     count = len(prefix.tokens) // spec.block_size * spec.block_size
+    if not count:
+        raise ConfigError(
+            f"the prefix has {len(prefix.tokens)} tokens, less than a block of {spec.block_size}",
+            "set a smaller cache.block_size",
+        )
     if runner.slots.needed and (count != len(prefix.tokens) or not prefixes.places(count - 1, count)):
         raise ConfigError(
             f"the states after {len(prefix.tokens)} tokens are not kept here, in blocks of {spec.block_size}",

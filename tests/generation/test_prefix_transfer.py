@@ -53,6 +53,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (opened(DENSE, "bfloat16"), r"float32 .* torch\.bfloat16"),
         (opened(DENSE, cache_dtype="int8"), "differ in the states"),
         (opened(DENSE, reuse_prefixes=False), "keeps no prefixes"),
+        (opened(DENSE, block_size=512), "less than a block of 512"),
     ]
     for other, why in others:
         with other, pytest.raises(ConfigError, match=why):

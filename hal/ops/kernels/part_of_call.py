@@ -1,4 +1,4 @@
-"""Calls that compute some rows of another call, and kernels that compute each row in a call of its own.
+"""Parts of a call, and kernels that call another kernel once for each row.
 
 The rows of a row-wise operation are independent. Of an operation on sequences, a part is some consecutive tokens of one
 sequence, with the tokens before them cached.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hal.errors import OperationError
+from hal.device.capture_checks import is_capturing
+from hal.errors import CaptureError, OperationError
 from hal.ops.declaration.axes import LEADING, SEQUENCES, TOKENS
 from hal.ops.declaration.declaration_checks import TWIN
 from hal.ops.declaration.operation import Operation
@@ -64,8 +65,13 @@ def _each_token(operation: Operation, kernel: Kernel) -> Kernel:
         arguments = dict(zip(names, given, strict=True))
         if not getattr(given[-1], "causal", True):
             raise OperationError(
-                f"{operation.name}: a token of a sequence whose tokens see later ones has no result of its own",
+                f"{operation.name} is not causal, so that its tokens cannot be computed one at a time",
                 "set numerics.invariant to false for this model",
+            )
+        if is_capturing() and not given[0].is_cpu:  # A tape of the CPU calls this function again in each replay.
+            raise CaptureError(
+                f"numerics.invariant calls {operation.name} for each token, by lengths that a capture cannot update",
+                "use the compiler eager, or piecewise with its default splitting_ops",
             )
         starts: list[int] = on_host(arguments, STARTS)
         parts = [(s, at, at + 1) for s, (start, end) in enumerate(pairwise(starts)) for at in range(end - start)]

@@ -8,7 +8,7 @@ import pytest
 from helpers.invariant import Model, texts
 
 import hal
-from hal.errors import ConfigError
+from hal.errors import CaptureError, ConfigError
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -18,5 +18,7 @@ def test_other_sequences_and_steps_change_no_bit(trained: Path, dtype: str) -> N
 
 
 def test_graphs_of_whole_steps_are_refused(trained: Path) -> None:
+    with pytest.raises(CaptureError, match=r"calls paged_attention for each token"):
+        Model(trained, texts(3, 1), ["graph"], backend="npu", dtype="float16")
     with pytest.raises(ConfigError, match=r"numerics\.invariant"):
         hal.open({"backend": "npu", "numerics": {"invariant": True}, "compilation": {"compiler": "npugraph_ex"}})
