@@ -315,7 +315,7 @@ FAILS = {
 """Tests of torch that fail on NPUs, the reasons, and the starts of their errors. The page counts them."""
 
 
-@thorough(PROCESSES)
+@thorough(EXHAUSTIVE)
 def test_torchs_own_tests(tmp_path: Path) -> None:
     """Each passes, except those above. The page has the numbers. Some write files to the working directory."""
     command = [sys.executable, str(SCRIPTS / "torch_own_tests.py")]

@@ -167,7 +167,7 @@ def test_parts_that_hang_are_ended(faulty: pytest.MonkeyPatch, trained: Path, tm
     assert re.match(r"it did not end, and was ended after 20 s", text.lines[0])
 
 
-@thorough(PROCESSES)
+@thorough(EXHAUSTIVE)
 def test_conformance_goes_on_after_a_hang(faulty: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
     faulty.setenv("HAL_FAULTY_FAULT", "hang")
     faulty.setattr(running, "parts", lambda request: [each for each in parts(request) if each.name == "conformance"])

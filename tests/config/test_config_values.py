@@ -216,6 +216,18 @@ OF_HYBRIDS = (
 """Keys that one class reads for the families with recurrent layers; they are tried with Qwen3.5's."""
 OF_SPARSE = ("moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
 """Those of these families' experts; they are tried with Qwen3-Next's."""
+LIKE_OTHERS = (
+    "DeepseekV2",
+    "DeepseekV32",
+    "KimiLinear",
+    "GlmMoeDsa",
+    "MiniMaxM2",
+    "Qwen2Moe",
+    "Gemma2",
+    "Phi3",
+    "Qwen2",
+)
+"""Families whose keys configure what other families have, too."""
 MODEL_KEYS = [(LLAMA, key) for key in sorted(OF_ALL)]
 MODEL_KEYS += [(each, key) for each in ARCHITECTURES for key in sorted(declared(each) - OF_ALL)]
 
@@ -224,7 +236,7 @@ MODEL_KEYS += [(each, key) for each in ARCHITECTURES for key in sorted(declared(
 @thorough(
     EXHAUSTIVE, rf"\[Qwen3(_5Moe|Next)ForCausalLM-({'|'.join(OF_HYBRIDS)})|\[Qwen3_5Moe\w+-({'|'.join(OF_SPARSE)})"
 )
-@thorough(EXHAUSTIVE, "further values")
+@thorough(EXHAUSTIVE, rf"further values|\[({'|'.join(LIKE_OTHERS)})For")
 @every_value
 @pytest.mark.parametrize(("checkpoint", "key"), MODEL_KEYS, indirect=["checkpoint"])
 def test_keys_of_models(values: dict[str, Any], key: str, checkpoint: Path, cpu: hal.Backend) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from helpers.distributions import install
 from helpers.late_driver import late_driver
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal.cli import main
@@ -252,10 +252,10 @@ class TestLimits:
     @thorough(PROCESSES)
     def test_each_and_all_have_a_limit(self, doctor: Doctor) -> None:
         doctor.install(dict.fromkeys(["a_hangs", "b_hangs"], "broken_hangs:Driver"), broken_hangs=BROKEN["hangs"])
-        document = doctor.found("--timeout", "30", "--total-timeout", "50", code=1)
+        document = doctor.found("--timeout", "20", "--total-timeout", "32", code=1)
         assert document["ok"] is False
         first, second, cpu = (of(document, name) for name in ("a_hangs", "b_hangs", "cpu"))
-        assert (first["status"], first["reason"]) == ("broken", "importing the driver: it was killed after 30 s")
+        assert (first["status"], first["reason"]) == ("broken", "importing the driver: it was killed after 20 s")
         assert "--timeout" in first["hint"]
         assert any("broken_hangs.py" in line and "line 2" in line for line in first["log"]), first["log"]
         assert second["status"] == "broken"
@@ -522,7 +522,7 @@ class TestRanks:
         assert float(rows["latency"][0]) > 0
         assert float(rows["bandwidth"][0]) > 0
 
-    @thorough(PROCESSES)
+    @thorough(EXHAUSTIVE)
     def test_a_rank_that_does_not_come(self, doctor: Doctor) -> None:
         doctor.install({"late": "late_driver:Late"}, late_driver=LATE)
         found = doctor.driver("late", "--tensor-parallel", "2", "--timeout", "20", code=1)

@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 from hal.models.eagle3 import LlamaForCausalLMEagle3
-from helpers.thorough import MODE, thorough
+from helpers.thorough import MODE, spread, thorough
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -263,6 +263,7 @@ def test_a_kernel_that_is_wrong(draft: dict[str, Any]) -> None:
 
 
 @thorough(MODE, "bfloat16|graph|moe")
+@spread
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"compiler": "graph"}], ids=["", "bfloat16", "graph"])
 @pytest.mark.parametrize(
     ("model", "draft"),

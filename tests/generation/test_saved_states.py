@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import published_configs
-from helpers.thorough import FAMILY, MODE, thorough
+from helpers.thorough import FAMILY, MODE, spread, thorough
 from torch import Tensor
 
 import hal
@@ -69,6 +69,7 @@ def drawn(seed: int, count: int) -> list[int]:
 
 
 @thorough(MODE, r"piecewise|Flash-graph")
+@spread
 @pytest.mark.parametrize("compiler", ["eager", "graph", "piecewise"])
 def test_a_resumed_prompt_gets_the_logits_of_a_whole_one(hybrid: Path, compiler: str) -> None:
     common = drawn(1, 70)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,15 @@ def thorough(reason: str, cases: str = "") -> pytest.MarkDecorator:
     return pytest.mark.left_out(reason, cases)
 
 
+spread = pytest.mark.spread
+"""Leaves combinations of parameters to `make test-exhaustive`: `make test-all` runs each value at least once.
+
+Of a test with three compilers and nine models, it runs the first compiler with the first model, and so on in turns.
+"""
+
+
 def mark(items: Sequence[pytest.Item], complete: bool) -> None:
-    """Give the cases that :func:`thorough` leaves out their marks, by which `-m` selects.
+    """Give the cases that :func:`thorough` and `spread` leave out their marks, by which `-m` selects.
 
     Args:
         items: all collected tests.
@@ -47,6 +54,8 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
     Raises:
         pytest.UsageError: an expression matches no case of its test, or `make test` would run nothing of a file.
     """
+    for item in _beside_diagonals(items):
+        item.add_marker(thorough(EXHAUSTIVE))
     matched: dict[tuple[Path, str, str], bool] = {}
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -67,6 +76,28 @@ def mark(items: Sequence[pytest.Item], complete: bool) -> None:
         if complete and all(item.get_closest_marker("thorough") for item in tests):
             name = file.relative_to(ROOT)
             raise pytest.UsageError(f"`make test` would run nothing of {name}: leave one case in")
+
+
+def _beside_diagonals(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that `spread` leaves out."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("spread"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        groups = [
+            [each.strip() for each in names.split(",")] if isinstance(names := mark.args[0], str) else list(names)
+            for mark in cases[0].iter_markers("parametrize")
+        ]
+        groups += [[name] for name in cases[0].callspec.params if not any(name in names for names in groups)]
+        places = []
+        for names in groups:
+            seen: dict[tuple[int, ...], int] = {}
+            values = [tuple(id(each.callspec.params[name]) for name in names) for each in cases]
+            places.append([seen.setdefault(value, len(seen)) for value in values])
+        sizes = [max(column) + 1 for column in places]
+        diagonal = {tuple(step % size for size in sizes) for step in range(max(sizes))}
+        yield from (case for case, *place in zip(cases, *places, strict=True) if tuple(place) not in diagonal)
 
 
 def reasons(items: Sequence[pytest.Item]) -> Counter[tuple[str, str]]:

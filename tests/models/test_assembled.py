@@ -579,8 +579,8 @@ def check(case: Case, compiler: str, cuts: Sequence[int] | None = None) -> None:
             assert difference(ours, exact) <= difference(theirs, exact)
 
 
-@thorough(DRAW, r"seed=[2-4]\b")
-@thorough(EXHAUSTIVE, r"seed=([5-9]|\d\d)\b")
+@thorough(DRAW, r"seed=2\b")
+@thorough(EXHAUSTIVE, r"seed=([3-9]|\d\d)\b")
 def test_logits(request: pytest.FixtureRequest, case: Case) -> None:
     """Of four seeds one is captured, and two continue after a cached prefix."""
     seed = int(request.node.callspec.id.rpartition("=")[2])

@@ -112,7 +112,7 @@ class TestCompare:
 
 
 class TestBench:
-    @thorough(PROCESSES)
+    @thorough(EXHAUSTIVE)
     def test_a_decode_step_of_two_ranks(self, tmp_path: Path) -> None:
         figures = {}
         for ranks in (1, 2):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.api_server import ask, command, metric
 from helpers.reference import TEXTS
-from helpers.thorough import LONG, PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from helpers.waiting import until
 from openai import AsyncOpenAI, OpenAI
 
@@ -118,7 +118,8 @@ def check_texts(found: dict[int, tuple[str, bool]], jobs: list[Job], expected: l
         assert text == expected[number] if whole else expected[number].startswith(text), jobs[number]
 
 
-@pytest.mark.parametrize("count", [pytest.param(256, marks=thorough(LONG))])
+@thorough(EXHAUSTIVE)
+@pytest.mark.parametrize("count", [256])
 def test_many_clients(count: int, trained: Path, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     logging.getLogger("tests").info("seed %d", seed)

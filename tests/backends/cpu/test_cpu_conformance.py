@@ -23,7 +23,7 @@ pytestmark = [
     thorough(EXHAUSTIVE, r"\[operations/\w+/float16/(.*, )?(nan|infinity)\]"),
     thorough(EXHAUSTIVE, r"\[operations/\w+/bfloat16/(.*, )?(large|rows-\w+)\]"),
     thorough(EXHAUSTIVE, r"\[rewrites/\w+/(bfloat16/another-reader|float16/alone)"),
-    thorough(EXHAUSTIVE, r"\[ranks/layers/\S+/float16"),
+    thorough(EXHAUSTIVE, r"\[ranks/(layers/\S+/float16|skipped-collective)"),
     # tests/compile/test_rewrites.py proves these as well.
     thorough(EXHAUSTIVE, r"\[rewrites/(multi_head_latent_attention|add_rms_norm)/proof"),
     # tests/models compiles these families as well, in test_llama.py and test_experts.py.

@@ -108,8 +108,7 @@ def test_tiles_multiply_packed_weights(tiles: LinearKernels) -> None:
     check_what_is_not_finite(tiles, in_blocks=True)
 
 
-@thorough(EXHAUSTIVE, r"\[(sse4|avx512|avx512_bf16)\]")
-@thorough(MODE)
+@thorough(EXHAUSTIVE)
 @pytest.mark.parametrize("highest", LOWER)
 def test_every_lower_instruction_set(highest: Any) -> None:
     try:

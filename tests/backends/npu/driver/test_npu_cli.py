@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from helpers.npu import processes
-from helpers.thorough import PROCESSES, thorough
+from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 
 import hal
 from hal.bench import floor
@@ -139,7 +139,7 @@ def test_each_emulated_npu_is_examined() -> None:
     assert took < 60  # about 10 s on two idle cores
 
 
-@thorough(PROCESSES)
+@thorough(EXHAUSTIVE)
 def test_a_device_that_the_options_name_is_the_only_one() -> None:
     options = {"HAL_NPU_EMULATOR_OPTIONS": OPTIONS, "HAL_NPU_DEVICE": "1"}
     result = processes.hal("doctor", "--backend", "npu", "--emulate", "--json", **options)

@@ -137,7 +137,7 @@ def test_dispatch_and_combine_of_an_a3(
         assert len(launched) == (2 if native else 0), rank["launches"]
 
 
-@thorough(PROCESSES)
+@thorough(EXHAUSTIVE)
 def test_whole_experts_on_each_rank_of_an_a3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model of a documented width dispatches and combines in one launch each, in every mode."""
     monkeypatch.setenv("EMULATED_CANN_OPTIONS", '{"soc": "Ascend910_9391", "devices": 2}')

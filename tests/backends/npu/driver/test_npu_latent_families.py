@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import lookups, published_configs
-from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
+from helpers.thorough import FAMILY, MODE, spread, thorough
 
 import hal
 
@@ -71,7 +71,7 @@ def generated(runner: hal.Runner) -> list[int]:
 
 @thorough(FAMILY, r"-(DeepSeek-V2|DeepSeek-V3\]|DeepSeek-V4|GLM-5\]|Kimi|MiniMax|Qwen)")
 @thorough(MODE, r"\[(graph|npugraph_ex)-(DeepSeek-V3\.2|GLM-5\.2)")
-@thorough(EXHAUSTIVE, r"\[(graph|npugraph_ex)-(DeepSeek-V2|GLM-5\])")
+@spread
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_every_compiler_gives_the_eager_tokens(compiler: str, name: str, tmp_path: Path) -> None:

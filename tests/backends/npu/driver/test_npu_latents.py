@@ -217,6 +217,7 @@ def test_explain_names_the_sizes_of_latents_that_are_composed(tmp_path: Path) ->
 
 
 @thorough(FAMILY, r"\[(?!DeepSeek-V3.2)")
+@thorough(EXHAUSTIVE, r"\[(?!DeepSeek-V3\.2|GLM-5\.2 with an)")
 @pytest.mark.parametrize("label", latent_launches.ROWS)
 def test_the_page_has_the_launches_of_a_layer(label: str, tmp_path: Path) -> None:
     row = latent_launches.row(tmp_path, label)

@@ -12,7 +12,7 @@ import emulated_cann
 import pytest
 import torch
 from helpers.npu import compare, processes, schemes
-from helpers.thorough import AGAIN, EXHAUSTIVE, MODE, thorough
+from helpers.thorough import EXHAUSTIVE, MODE, thorough
 
 import hal
 from hal.ops.rounding import rms
@@ -124,7 +124,7 @@ def copies_of(records: list[emulated_cann.Record]) -> Counter[tuple[str, int]]:
     return Counter((each.name, each.bytes) for each in records if each.kind == "copy")
 
 
-@thorough(AGAIN)
+@thorough(EXHAUSTIVE)
 def test_the_launches_of_the_page_are_those_of_the_trace(made: Any) -> None:
     text = PAGE.read_text(encoding="utf-8")
     for pattern, expected in (

@@ -71,7 +71,7 @@ def test_a_prefill_layer_launches_fewer_kernels(family: str, npu: Callable[..., 
 
 
 @thorough(LONG)
-@thorough(EXHAUSTIVE, r"\[(Llama|Mixtral)\]")
+@thorough(EXHAUSTIVE, r"\[(Llama|Qwen3|Mixtral)\]")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens(family: str, npu: Callable[..., hal.Backend]) -> None:
     npu(dtype="float16")
