@@ -135,8 +135,7 @@ class InputBatch:
             )
         for each in own:
             check_size("slot", each, DUMMY_SLOT + 1)
-        if adapter != NO_ADAPTER and not self._takes_adapters:
-            raise BatchError(f"adapter is {adapter}, and the model takes no adapters", "set adapters.slots")
+        self._check_adapter(adapter)
         self._clear(row)
         self._size += 1
         try:
@@ -176,6 +175,16 @@ class InputBatch:
         if len(slots) != len(self._slots):
             raise BatchError(f"row {row} gets {len(slots)} slots, not {len(self._slots)}", "pass one for each group")
         self._slots[:, row] = slots
+
+    def set_adapter(self, row: int, adapter: int) -> None:
+        """Set the slot of a sequence's adapter for the next steps; -1 for none.
+
+        Raises:
+            BatchError: there is no such row, or the model takes no adapters.
+        """
+        self._check_row(row)
+        self._check_adapter(adapter)
+        self._adapters[row] = adapter
 
     def extend(self, row: int, token_ids: Sequence[int] = (), block_ids: Sequence[int] = (), *, group: int = 0) -> None:
         """Append tokens and blocks to a sequence.
@@ -469,6 +478,10 @@ class InputBatch:
         for table in self._tables:
             table.clear(row)
         self._lengths[row] = self._cached[row] = self._pending[row] = 0
+
+    def _check_adapter(self, adapter: int) -> None:
+        if adapter != NO_ADAPTER and not self._takes_adapters:
+            raise BatchError(f"adapter is {adapter}, and the model takes no adapters", "set adapters.slots")
 
     def _check_row(self, row: int) -> None:
         if not (type(row) is int and 0 <= row < self._size):

@@ -76,6 +76,7 @@ def began(name: str, prompt: list[int], block: int, **others: Any) -> SimpleName
         "sampling_params": SimpleNamespace(seed=None),
         "mm_features": [],
         "prefill_token_ids": None,
+        "lora_request": None,
     }
     return SimpleNamespace(req_id=name, prompt_token_ids=prompt, block_ids=[[block]], **(values | others))
 
@@ -318,7 +319,10 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "enable_lora=True": "hal does not support vLLM's lora_config",
+    "enable_lora=True, fully_sharded_loras=True": "hal does not support vLLM's fully_sharded_loras = True",
+    "enable_lora=True, lora_target_modules=['q_proj']": "hal does not support vLLM's target_modules = ['q_proj']",
+    "enable_lora=True, enable_moe_shared_loras=True": "hal does not support vLLM's enable_moe_shared_loras = True",
+    "enable_lora=True, lora_dtype='float16'": "hal does not support vLLM's lora_dtype = torch.float16",
     "pipeline_parallel_size=2": "hal does not support vLLM's pipeline_parallel_size = 2",
     "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",
     "additional_config={'Hal': {'backend': 'npu'}}": "hal does not read Hal in vLLM's additional_config, only hal",
@@ -376,6 +380,7 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
     accepted = [
         "",
         "enforce_eager=True",
+        "enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8",
         "use_tqdm_on_load=False",
         "kv_cache_dtype='fp8'",
         "kv_cache_dtype='int8_per_token_head'",

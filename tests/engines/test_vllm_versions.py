@@ -39,7 +39,7 @@ CONFIG_BY_HAL, CONFIG_BY_VLLM = READERS["config"]["by_hal"], READERS["config"]["
 OPTIONS = """
 import dataclasses, json, sys
 from vllm import EngineArgs
-config = EngineArgs(model=sys.argv[1], max_model_len=64).create_engine_config()
+config = EngineArgs(model=sys.argv[1], max_model_len=64, enable_lora=True).create_engine_config()
 parts = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
 print("options: " + json.dumps({
     name: [each.name for each in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []

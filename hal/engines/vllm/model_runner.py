@@ -14,6 +14,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 import hal
+from hal.engines.vllm.adapters import LoadedAdapters
 from hal.engines.vllm.cache_groups import VllmGroups, move_pages
 from hal.engines.vllm.drafting import Drafting
 from hal.engines.vllm.request import Request, Requests
@@ -45,6 +46,7 @@ class HalModelRunner:
 
     Attributes:
         drafting: the drafts of the requests; None without a drafter.
+        adapters: the loaded adapters; None without ``enable_lora``.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class HalModelRunner:
         replica = vllm_config.parallel_config.data_parallel_index
         self.sampler = HalSampler(model_config.logprobs_mode, runner.backend)
         self._sampling = Sampling(vllm_config, self._device, runner.model.vocab_size, rows, 1 + most)
+        self.adapters = None if vllm_config.lora_config is None else LoadedAdapters(runner)
         self.requests = Requests(
             runner.input_batch(rows, spare=most),
             f"{model_config.seed}, replica {replica}",
             groups,
             partial(PromptInputs.of, runner),
             [each.end for each in (self.drafting, self._sampling.custom) if each is not None],
+            self.adapters,
         )
         self._groups = groups
         self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.

@@ -26,6 +26,16 @@ class Groups(Protocol):
         """Return the slots of a sequence whose step ends after ``tokens``."""
 
 
+class AdapterSlots(Protocol):
+    """The slots of vLLM's adapters; see :class:`hal.engines.vllm.adapters.LoadedAdapters`."""
+
+    def of_step(self, requests: Sequence[Any]) -> list[int]:
+        """Return the slot of each request's adapter in a step."""
+
+    def add(self, request: Any) -> None:
+        """Load an adapter unless it is loaded, or if ``load_inplace`` asks for it."""
+
+
 PENDING = -1
 """The mark of a sampled token that only the device has, as in vLLM's own lists of tokens."""
 
@@ -44,6 +54,7 @@ class Request:
         seed: its seed, or the one that it was given.
         drawn: the number of tokens by which its prompt has been extended. The draws of its outputs count on from there.
         row: its row, or -1.
+        adapter: vLLM's request for its adapter; None for none.
         inputs: the inputs of its prompt beside the tokens, such as images; None for text alone.
         scored: the number of prompt tokens that were scored.
         prompt_logprobs: these, in parts.
@@ -58,6 +69,7 @@ class Request:
     computed: int
     outputs: list[int]
     inputs: PromptInputs | None = None
+    adapter: Any = None
     seed: int = 0
     drawn: int = 0
     row: int = -1
@@ -169,6 +181,7 @@ class Requests:
         groups: the cache groups; None if there is one, whose blocks are hal's.
         prompt_inputs: returns the inputs of a prompt, given its tokens and its images and videos.
         dropped: each is called with every request that ends, or starts anew.
+        adapters: the slots of the requests' adapters; None if no request has one.
     """
 
     def __init__(
@@ -178,9 +191,10 @@ class Requests:
         groups: Groups | None = None,
         prompt_inputs: Callable[[list[int], Sequence[EncoderItem]], PromptInputs | None] = lambda tokens, items: None,
         dropped: Sequence[Callable[[Request], object]] = (),
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.inputs, self._seeds, self._groups = inputs, random.Random(seed), groups
-        self._prompt_inputs, self._dropped = prompt_inputs, dropped
+        self._prompt_inputs, self._dropped, self._adapters = prompt_inputs, dropped, adapters
         self._known: dict[str, Request] = {}
         self._by_row: list[Request] = []
 
@@ -224,6 +238,11 @@ class Requests:
             for name, count in scheduled.num_scheduled_tokens.items():
                 request = known[name]
                 self.inputs.set_slots(request.row, self._groups.slots(request.blocks, request.computed + count))
+        if self._adapters is not None:
+            adapted = [known[name] for name in scheduled.num_scheduled_tokens if known[name].adapter is not None]
+            slots = self._adapters.of_step([each.adapter for each in adapted])
+            for request, slot in zip(adapted, slots, strict=True):
+                self.inputs.set_adapter(request.row, slot)
 
     def restarts(self, scheduled: Any) -> bool:
         """Return whether a step starts a known request anew, or runs nothing. Such a step reads all tokens so far."""
@@ -268,6 +287,9 @@ class Requests:
         outputs = list((new.prefill_token_ids or ())[len(prompt) :])
         blocks = [*map(list, new.block_ids)]
         request = Request(new.req_id, prompt, new.sampling_params, blocks, new.num_computed_tokens, outputs)
+        request.adapter = new.lora_request
+        if self._adapters is not None and request.adapter is not None and request.adapter.load_inplace:
+            self._adapters.add(request.adapter)
         if new.mm_features:
             items = [item_of(each.modality, each.data, each.identifier.encode()) for each in new.mm_features]
             request.inputs = self._prompt_inputs(prompt, items)

@@ -13,7 +13,14 @@ from hal.engines.vllm.speculative_config import draft_config
 from hal.errors import ConfigError
 
 REFUSED = {
-    "lora_config": "LoRA",
+    "lora_config.fully_sharded_loras": "it: ranks split an adapter as they split the projection",
+    "lora_config.target_modules": "it: hal takes adapters of any projection",
+    "lora_config.default_mm_loras": "adapters for kinds of inputs, and pass lora_request",
+    "lora_config.enable_tower_connector_lora": "adapters of encoders",
+    "lora_config.specialize_active_lora": "it: hal captures one graph for any number of adapters",
+    "lora_config.enable_mixed_moe_lora_format": "adapters of experts",
+    "lora_config.enable_moe_shared_loras": "adapters of experts",
+    "lora_config.max_lora_cls_labels": "classification heads",
     "kv_transfer_config": "KV connectors",
     "ec_transfer_config": "encoder connectors",
     "watermark_config": "watermarks",
@@ -138,6 +145,12 @@ def check_config(vllm_config: Any) -> None:
         raise ConfigError(
             f"hal does not support vLLM's kv_cache_dtype = {dtype}",
             f"leave it out, or pass one of {', '.join(CACHE_DTYPES)}",
+        )
+    lora, computed = vllm_config.lora_config, vllm_config.model_config.dtype
+    if lora is not None and lora.lora_dtype not in ("auto", computed):
+        raise ConfigError(
+            f"hal does not support vLLM's lora_dtype = {lora.lora_dtype}: adapters have the model's dtype, {computed}",
+            "leave it out",
         )
     if (form := vllm_config.load_config.load_format) not in LOAD_FORMATS:
         raise ConfigError(

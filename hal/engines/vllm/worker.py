@@ -13,12 +13,14 @@ from typing import Any
 import attrs
 from torch import Tensor
 from vllm.distributed import destroy_distributed_environment, init_distributed_environment
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 import hal
 from hal.checkpoint.random_weights import meta_model
 from hal.config import require
+from hal.engines.vllm.adapters import LoadedAdapters
 from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.speculative_config import draft_config
@@ -45,6 +47,9 @@ class HalWorker(WorkerBase):
         require(config, "dtype", str(self.model_config.dtype).removeprefix("torch."), "vLLM's dtype")
         if (cache := CACHE_DTYPES.get(self.cache_config.cache_dtype)) is not None:
             require(config, "cache.dtype", cache, "vLLM's kv_cache_dtype")
+        if (lora := self.lora_config) is not None:
+            require(config, "adapters.slots", lora.max_cpu_loras, "vLLM's max_cpu_loras")
+            require(config, "adapters.rank", lora.max_lora_rank, "vLLM's max_lora_rank")
         if self.cache_config.user_specified_block_size:
             require(config, "cache.block_size", self.cache_config.block_size, "vLLM's block_size")
         if self.model_config.enforce_eager:
@@ -130,6 +135,39 @@ class HalWorker(WorkerBase):
             checkpoint = hal.Checkpoint.open(weights_path or self.model_config.model)
             weights_iterator = checkpoint.read(checkpoint.tensors)
         hal.replace_weights(self.model_runner.runner, weights_iterator)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter unless it is loaded, or if ``load_inplace`` asks for it.
+
+        Raises:
+            CheckpointError: its files are missing or damaged, or do not fit the model.
+            ConfigError: its rank is above ``max_lora_rank``, all slots are pinned, or vLLM has no ``enable_lora``.
+        """
+        self._adapters().add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter, and return whether it was loaded. Requests that run with it load it again."""
+        return self._adapters().remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded until it is removed.
+
+        Raises:
+            ConfigError: it is not loaded.
+        """
+        self._adapters().pin(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the loaded adapters."""
+        return self._adapters().numbers
+
+    def _adapters(self) -> LoadedAdapters:
+        if self.model_runner.adapters is None:
+            raise ConfigError("vLLM was started without room for adapters", "start it with --enable-lora")
+        found: LoadedAdapters = self.model_runner.adapters
+        return found
 
     def get_model(self) -> Any:
         """Return the model."""
