@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +114,11 @@ class AdapterFiles:
     def largest_rank(self) -> int:
         """The largest rank of a projection."""
         return max(map(self.rank_of, self.modules), default=self.rank)
+
+    @property
+    def changes_experts(self) -> bool:
+        """Whether it changes routed experts, each of which is a module with a number."""
+        return any(re.search(r"\.experts\.\d+\.", module) for module in self.modules)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a projection, as the configuration says."""

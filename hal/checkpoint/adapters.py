@@ -22,14 +22,15 @@ from hal.config.settings import AdaptersConfig
 from hal.device.group import Group
 from hal.drivers.backend import Backend
 from hal.errors import LISTED, CheckpointError, ConfigError, nearest
-from hal.nn import CausalLM, Linear
+from hal.nn import CausalLM, Experts, GroupedLinear, Linear
 from hal.nn.linear import IN, OUT
-from hal.nn.lora import Lora, begin_step, end_step, tokens_in
+from hal.nn.lora import Lora, begin_step, end_step
 from hal.ops.declaration.operation import DEFAULT_TOLERANCE
 from hal.step.model_batches import adapter_batch
 
 log = logging.getLogger("hal.checkpoint")
 
+Adapted = Linear | GroupedLinear
 _RANK = "rank"
 _numbers = itertools.count(1)
 """Numbers of adapters in this process, so that two of one name are never taken for one another."""
@@ -68,21 +69,23 @@ class Adapter:
 
 @attrs.frozen(eq=False)
 class _Layer:
-    """A projection with room for adapters.
+    """A projection, or that of all experts, with room for adapters.
 
     Attributes:
+        experts: the slots of ``lora`` for each adapter: one for each expert.
         a: the declaration of A of all its parts, as if the checkpoint had it.
         b: likewise of B, whose rows are placed as those of the weight.
     """
 
     path: str
-    module: Linear
+    module: Adapted
     lora: Lora
+    experts: int
     a: tuple[Piece, ...]
     b: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, path: str, module: Linear, config: AdaptersConfig, ranks: Group, like: Tensor) -> _Layer:
+    def of(cls, path: str, module: Adapted, config: AdaptersConfig, ranks: Group, like: Tensor) -> _Layer:
         """Give a projection room for adapters, on a device and in a dtype."""
         assert config.slots is not None
         sizes = {_RANK: config.rank}
@@ -94,14 +97,19 @@ class _Layer:
             )
         )
         given = a.pieces(ranks.rank, ranks.size), b.pieces(ranks.rank, ranks.size)
-        num_parts, rank, in_features = a.local_shape(ranks.size)
-        out_features = b.local_shape(ranks.size)[0]
-        parts = _runs([_module(each) for each in a.sources], given[1], out_features)
-        lora = Lora(
-            config.slots, num_parts, rank, in_features, parts, out_features, dtype=like.dtype, device=like.device
-        )
+        num_parts, rank, in_features = a.local_shape(ranks.size)[-3:]
+        out_features = b.local_shape(ranks.size)[-2]
+        first = [_module(each) for each in a.sources[:num_parts]]  # those of the first expert
+        parts = _runs(first, [piece for piece in given[1] if _module(piece.source) in first], out_features)
+        experts = module.num_experts or 1
+        sizes_of_a = config.slots * experts, num_parts, rank, in_features
+        lora = Lora(*sizes_of_a, parts, out_features, dtype=like.dtype, device=like.device)
         module.lora = lora
-        return cls(path, module, lora, *given)
+        return cls(path, module, lora, experts, *given)
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of ``lora`` with the axes of the declarations, behind that of adapters."""
+        return tensor if self.module.num_experts is None else tensor.unflatten(0, (-1, self.experts))
 
     def write(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
         """Replace what a slot holds. Projections that the adapter does not change get zeros.
@@ -110,40 +118,47 @@ class _Layer:
             values: the adapter's tensors by the model's names.
             scales: the factors by projection.
         """
-        lora = self.lora
-        a, b = (torch.zeros(each[slot].shape, dtype=each.dtype) for each in (lora.lora_a, lora.lora_b))
-        scale = torch.zeros(lora.scale[slot].shape)
+        held = [self._shaped(each)[slot] for each in (self.lora.lora_a, self.lora.lora_b, self.lora.scale)]
+        a, b, scale = (torch.zeros(each.shape, dtype=each.dtype) for each in held)
+        rank = b.shape[-2]
         for part, piece in enumerate(self.a):
             if (given := values.get(piece.source)) is not None:
-                rows = functional.pad(given, (0, 0, 0, a.shape[1] - given.shape[0]))
+                rows = functional.pad(given, (0, 0, 0, rank - given.shape[0]))
                 piece.put(a, 0, rows[_slices(piece)])
-                scale[part] = scales[_module(piece.source)]
+                scale.view(-1)[part] = scales[_module(piece.source)]
         for piece in self.b:
             if (given := values.get(piece.source)) is not None:
-                columns = functional.pad(given, (0, b.shape[0] - given.shape[1]))
-                piece.put(b.t(), 0, columns[_slices(piece)])
-        for held, new in ((lora.lora_a, a), (lora.lora_b, b), (lora.scale, scale)):
-            held[slot].copy_(new)
+                columns = functional.pad(given, (0, rank - given.shape[1]))
+                piece.put(b.mT, 0, columns[_slices(piece)])
+        for tensor, new in zip(held, (a, b, scale), strict=True):
+            tensor.copy_(new)
 
     def difference(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> float:
         """Return how much an adapter in a slot differs from its product with A and B merged into the weight.
 
-        Relative to the largest element of the output, for random inputs.
+        Relative to the largest element of the output, for random inputs. Of experts, the first that it changes.
         """
         like = self.lora.lora_a
         x = torch.randn(_TRIED, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
-        output = self.module.product(x)
-        with tokens_in(torch.full((_TRIED,), slot, dtype=torch.int32, device=like.device)):
-            applied = self.lora(output, x).float().cpu()
+        changed = [piece for piece in self.b if piece.source in values]
+        if isinstance(self.module, GroupedLinear):
+            expert = changed[0].target[0][0]
+            changed = [piece for piece in changed if piece.target[0][0] == expert]
+            counts = torch.zeros(self.experts, dtype=torch.int64, device=like.device)
+            counts[expert] = _TRIED
+            output, slot = self.module.product(x, counts), slot * self.experts + expert
+        else:
+            output = self.module.product(x)
+        slots = torch.full((_TRIED,), slot, dtype=torch.int32, device=like.device)
+        applied = self.lora(output, x, slots).float().cpu()
         merged, wide = output.float().cpu(), x.float().cpu()
         inputs = {piece.source: piece for piece in self.a}
-        for piece in self.b:
+        for piece in changed:
             module = _module(piece.source)
-            if (b := values.get(piece.source)) is not None:
-                source = f"{module}.{LORA_A}"
-                a = values[source][:, slice(*inputs[source].taken[1])]
-                update = scales[module] * (b[slice(*piece.taken[0])].float() @ a.float())
-                merged[:, slice(*piece.target[0])] += wide @ update.t()
+            source = f"{module}.{LORA_A}"
+            a = values[source][:, slice(*inputs[source].taken[1])]
+            update = scales[module] * (values[piece.source][slice(*piece.taken[0])].float() @ a.float())
+            merged[:, slice(*piece.target[-2])] += wide @ update.t()
         largest = merged.abs().max().item()
         return (applied - merged).abs().max().item() / (largest or 1.0)
 
@@ -168,7 +183,8 @@ class Adapters:
         like = torch.empty(0, dtype=dtype, device=backend.device.torch)
         with torch.inference_mode():
             self._layers = [
-                _Layer.of(path, module, config, backend.mesh.tensor, like) for path, module in _projections(model)
+                _Layer.of(path, module, config, backend.mesh.tensor, like)
+                for path, module in _projections(model, experts=config.experts)
             ]
         known = {piece.source: (layer, piece) for layer in self._layers for piece in (*layer.a, *layer.b)}
         self._known = known
@@ -282,8 +298,10 @@ class Adapters:
             more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
             raise CheckpointError(
                 f"{files.folder} changes {', '.join(modules[:3])}{more}, which {type(self._model).__name__} lacks, or "
-                "which takes no adapters: experts, embeddings, the output projection, and encoders take none",
-                "use an adapter of this model's other projections, or merge it (merge_and_unload in peft)",
+                "which takes no adapters: routed experts take some with adapters.experts, and embeddings, the output "
+                "projection, and encoders take none",
+                "use an adapter of this model's other projections, or merge it (merge_and_unload in peft)"
+                + ", or set adapters.experts to true" * files.changes_experts,
             )
         if files.largest_rank > self._config.rank:
             raise ConfigError(
@@ -335,10 +353,12 @@ def make_room(model: CausalLM, backend: Backend, dtype: torch.dtype) -> None:
     config = backend.config.adapters
     if config.slots is None:
         return
-    found = [module for _, module in _projections(model)]
+    found = [module for _, module in _projections(model, experts=config.experts)]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no projection that takes adapters", "leave adapters.slots out")
-    features = sum(max(1, len(each.layers)) * each.in_features + each.out_features for each in found)
+    features = sum(
+        (max(1, len(each.layers)) * each.in_features + each.out_features) * (each.num_experts or 1) for each in found
+    )
     needed = config.slots * config.rank * features * dtype.itemsize // backend.mesh.tensor.size
     if needed > (free := backend.device.memory_stats().free):
         raise ConfigError(
@@ -349,13 +369,28 @@ def make_room(model: CausalLM, backend: Backend, dtype: torch.dtype) -> None:
     model.adapters = Adapters(model, backend, config, dtype)
 
 
-def _projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """Yield the projections that take adapters, by path."""
+def _projections(model: CausalLM, *, experts: bool) -> Iterator[tuple[str, Adapted]]:
+    """Yield the projections that take adapters, by path, those of routed experts only with ``experts``."""
     encoder = set() if model.encoder is None else set(model.encoder.modules())
     for path, module in model.named_modules():
-        takes = isinstance(module, Linear) and module.takes_adapters and module not in encoder
-        if takes and path != model.output_projection:
+        if module in encoder or path == model.output_projection:
+            continue
+        if isinstance(module, Linear) and module.takes_adapters:
             yield path, module
+        elif experts and isinstance(module, Experts):
+            _check_whole(module)
+            yield f"{path}.gate_up_proj", module.gate_up_proj
+            yield f"{path}.down_proj", module.down_proj
+
+
+def _check_whole(experts: Experts) -> None:
+    """Raise ConfigError if ranks hold whole experts, whose tokens' adapters they do not know."""
+    if experts.exchange is not None:
+        raise ConfigError(
+            "adapters.experts is true, and ranks that hold whole experts do not know the adapters of their tokens",
+            'set parallel.experts to "split", or adapters.experts to false',
+            key="adapters.experts",
+        )
 
 
 def _module(name: str) -> str:
@@ -367,11 +402,11 @@ def _slices(piece: Piece) -> tuple[slice, ...]:
     return tuple(slice(*each) for each in piece.taken)
 
 
-def _runs(modules: list[str], pieces: tuple[Piece, ...], size: int) -> str:
+def _runs(modules: list[str], pieces: list[Piece], size: int) -> str:
     """Return which part of A each run of an output reads, as :func:`hal.ops.add_lora` takes it."""
     found: list[list[int]] = []
-    for piece in sorted(pieces, key=lambda each: each.target[0]):
-        part, (start, end) = modules.index(_module(piece.source)), piece.target[0]
+    for piece in sorted(pieces, key=lambda each: each.target[-2]):
+        part, (start, end) = modules.index(_module(piece.source)), piece.target[-2]
         if found and found[-1][0] == part:
             found[-1][1] += end - start
         elif end > start:

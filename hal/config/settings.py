@@ -195,10 +195,12 @@ class AdaptersConfig:
         slots: the most adapters at once; None (``null``) for no room. ``hal.LLM`` and the commands that are given
             adapters make room for one more than these.
         rank: the largest rank of an adapter. Each slot takes memory for this rank in each projection.
+        experts: whether routed experts take adapters, too. Each slot takes memory for all of them.
     """
 
     slots: int | None = attrs.field(default=None, validator=at_most(ADAPTERS))
     rank: int = attrs.field(default=16, validator=at_most(ADAPTER_RANK))
+    experts: bool = False
 
 
 @attrs.frozen

@@ -15,6 +15,7 @@ from hal.device.group import Group
 from hal.errors import ConfigError
 from hal.nn.expert_parallel import ExpertExchange, exchange_of
 from hal.nn.linear import EXPERTS, IN, OUT, Projection
+from hal.nn.lora import Lora, slots_of_experts
 from hal.nn.mlp import GATED_ACTIVATIONS, ActivationName, Function
 from hal.nn.weights.assembly import MergedTransposed
 from hal.nn.weights.weight import EQUALLY, Consumer, Share, Weight
@@ -45,9 +46,11 @@ class GroupedLinear(Projection):
         weight: ``[num_experts, out_features, in_features]``.
         bias: ``[num_experts, out_features]``, or None.
         fused: the layer's own name, if the checkpoint has one tensor of that name for all experts; else None.
+        lora: the adapters that change its output; None for none.
     """
 
     operation = "grouped_linear"
+    lora: Lora | None
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class GroupedLinear(Projection):
         out_features = sum(parts.values())
         super().__init__(in_features, out_features, parts=parts, shard=shard, share=share, num_experts=num_experts)
         self.fused, self.transposed, self.by_shape = transposed, transposed is not None, by_shape
+        self.lora = None
         weight = torch.empty(num_experts, out_features, in_features)
         self.weight = nn.Parameter(weight, requires_grad=False)
         values = nn.Parameter(torch.empty(num_experts, out_features), requires_grad=False) if bias else None
@@ -80,13 +84,19 @@ class GroupedLinear(Projection):
         fused, consumer = f"{self.fused}_bias" if self.fused else None, Consumer("grouped_linear", "bias")
         return {"weight": weight, "bias": self.declare("bias", OUT, added=True, fused=fused, consumer=consumer)}
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Tensor, slots: Tensor | None = None) -> Tensor:
         """Map ``[assignments, in_features]``, sorted by expert, to ``[assignments, out_features]``.
 
         Args:
             x: the rows.
             counts: the number of rows of each expert, int64 ``[num_experts]``. Rows beyond their sum are unspecified.
+            slots: of :func:`hal.nn.lora.slots_of_experts`; None for no adapters.
         """
+        output = self.product(x, counts)
+        return output if self.lora is None or slots is None else self.lora(output, x, slots)
+
+    def product(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Return the product with the weights, without adapters."""
         if not self.quantized:
             return ops.grouped_linear(x, self.weight, counts, self.bias)
         if self.form.ordered and self.input_order is not None:
@@ -176,11 +186,14 @@ class Experts(nn.Module):
         if self.exchange is not None:
             return self.exchange(self._compute, hidden, weights, experts)
         rows, counts, positions = ops.expert_permute(hidden, experts, self.num_experts)
-        output = ops.expert_unpermute(self._compute(rows, counts), positions, weights)
+        adapted = self.gate_up_proj.lora is not None
+        slots = slots_of_experts(experts, positions, self.num_experts) if adapted else None
+        output = ops.expert_unpermute(self._compute(rows, counts, slots), positions, weights)
         return output if self.group is None else ops.all_reduce(output, self.group)
 
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_up_proj(rows, counts)), counts)
+    def _compute(self, rows: Tensor, counts: Tensor, slots: Tensor | None = None) -> Tensor:
+        adapted = () if slots is None else (slots,)  # a driver's layer may have none
+        return self.down_proj(self.activation(self.gate_up_proj(rows, counts, *adapted)), counts, *adapted)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hal import ops
+from hal.ops.lora import NO_ADAPTER
 
 _slots: ContextVar[Tensor | None] = ContextVar("hal_adapter_slots", default=None)
 """The slot of each token in the step that this thread runs or traces."""
@@ -22,7 +23,7 @@ class Lora(nn.Module):
     The tensors keep their addresses, so that captured steps use what they hold. An empty slot is zero.
 
     Args:
-        slots: the most adapters.
+        slots: the most adapters; for projections of experts, times the experts.
         num_parts: the projections of the checkpoint that are merged, each of which has an A.
         rank: the largest rank.
         in_features: features of the input on this rank.
@@ -59,14 +60,15 @@ class Lora(nn.Module):
         self.register_buffer("lora_b", torch.zeros(slots, rank, out_features, dtype=dtype, device=device))
         self.register_buffer("scale", torch.zeros(slots, num_parts, device=device))
 
-    def forward(self, output: Tensor, x: Tensor) -> Tensor:
+    def forward(self, output: Tensor, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """Return the projection's output with what the tokens' adapters add. Outside of a step, it stays as it is.
 
         Args:
             output: ``[tokens, ..., out_features]``.
             x: ``[tokens, ..., in_features]``.
+            slots: ``[tokens]``, int32; None for those of the step.
         """
-        slots = _slots.get()
+        slots = _slots.get() if slots is None else slots
         if slots is None:
             return output
         if x.dim() == 2:
@@ -87,6 +89,24 @@ def tokens_in(slots: Tensor) -> Iterator[None]:
         yield
     finally:
         _slots.reset(before)
+
+
+def slots_of_experts(experts: Tensor, positions: Tensor, num_experts: int) -> Tensor | None:
+    """Return the slot of each row that is sorted by expert: that of the row's token, for the row's expert.
+
+    Args:
+        experts: ``[tokens, top_k]``, int32.
+        positions: of :func:`hal.ops.expert_permute`.
+        num_experts: each slot of a token has so many, one for each expert.
+
+    Returns:
+        ``[tokens * top_k]``, int32; None outside of a step.
+    """
+    slots = _slots.get()
+    if slots is None:
+        return None
+    each = (slots[:, None] * num_experts + experts).masked_fill(slots[:, None] < 0, NO_ADAPTER)
+    return torch.empty_like(positions).scatter(0, positions.long(), each.flatten())
 
 
 def begin_step(model: nn.Module, arguments: tuple[Any, ...]) -> None:

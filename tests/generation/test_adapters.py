@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
         with merged(model, adapter_of(model, folders[name], seed=seed, **kinds[seed % 4])):
             tokens[name] = _generated(model)
     return Adapted(folder / "base", folders, tokens)
+
+
+@pytest.fixture(scope="module")
+def routed(trained_experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """Adapters of routed experts, whose merged weights are those of other checkpoints."""
+    folder = tmp_path_factory.mktemp("routed")
+    weights = {name: each.float() for name, each in load_file(trained_experts / "model.safetensors").items()}
+    tokens: dict[str | None, list[list[int]]] = {}
+    folders: dict[str, Path] = {}
+    for seed, targets in enumerate(((), ALL, ("gate_proj", "down_proj"), ("up_proj",), ATTENTION)):
+        name, changed = f"adapter-{seed}", dict[str, torch.Tensor]()
+        if targets:
+            folders[name] = folder / name
+            changed = adapter_of(weights, folders[name], targets, rank=1 + seed, seed=seed)
+        whole = shutil.copytree(trained_experts, folder / "merged" / name)
+        merged_weights = {f"{module}.weight": weights[f"{module}.weight"] + each for module, each in changed.items()}
+        save_file(weights | merged_weights, whole / "model.safetensors")
+        with hal.LLM(whole, backend="cpu", dtype="float32", config=CONFIG) as llm:
+            tokens[name if targets else None] = _tokens(llm, None)
+    assert len({str(each) for each in tokens.values()}) == 5
+    return Adapted(folder / "merged" / "adapter-0", folders, tokens)
 
 
 def _generated(model: Any) -> list[list[int]]:
@@ -176,7 +198,26 @@ def test_generate_of_a_runner_takes_adapters(adapted: Adapted) -> None:
 
 @thorough(MODE, "eager")
 @pytest.mark.parametrize("compiler", ["graph", "eager"])
-def test_two_ranks_split_adapters(adapted: Adapted, compiler: str) -> None:
+def test_routed_experts_take_adapters(routed: Adapted, compiler: str) -> None:
+    with routed.open(compiler=compiler) as llm, ThreadPoolExecutor(5) as pool:
+        names = [None, *routed.folders]
+        for name, found in zip(names, pool.map(lambda name: _tokens(llm, name), names), strict=True):
+            assert found == routed.tokens[name], name
+        llm.load_adapter("adapter-1", routed.folders["adapter-2"])
+        assert _tokens(llm, "adapter-1") == routed.tokens["adapter-2"]
+
+
+def test_experts_without_room_name_the_key(routed: Adapted) -> None:
+    with pytest.raises(CheckpointError, match=r"experts take some with adapters\.experts") as error:
+        routed.open("adapter-1", config={"adapters": {"experts": False}})
+    assert "or set adapters.experts to true" in error.value.remedy
+
+
+@thorough(MODE, "eager|adapted")
+@pytest.mark.parametrize("compiler", ["graph", "eager"])
+@pytest.mark.parametrize("model", ["adapted", "routed"])
+def test_two_ranks_split_adapters(request: pytest.FixtureRequest, model: str, compiler: str) -> None:
+    adapted: Adapted = request.getfixturevalue(model)
     on = {"backend": "cpu", "dtype": "float32", "compilation": {"compiler": compiler}}
     given = {name: str(adapted.folders[name]) for name in list(adapted.folders)[:4]}
     arguments: dict[str, Any] = {"folders": given, "prompts": PROMPTS, "new": NEW, "on": on}

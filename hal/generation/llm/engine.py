@@ -82,8 +82,9 @@ def open_engine(
         ConfigError: the configuration is invalid, nothing fits, or the drafter does not fit the model.
     """
     if adapters:
-        ranks = [AdapterFiles.open(each).largest_rank for each in adapters.values()]
-        room = {"slots": len(adapters) + 1, "rank": max(ranks)}
+        files = [AdapterFiles.open(each) for each in adapters.values()]
+        ranks, experts = zip(*((each.largest_rank, each.changes_experts) for each in files), strict=True)
+        room = {"slots": len(adapters) + 1, "rank": max(ranks), "experts": any(experts)}
         settings = {**settings, "adapters": {**room, **settings.get("adapters", {})}}
     check_count(max_sequences, SEQUENCES, "max_sequences must be")
     config = read(Config, settings, "configuration")
