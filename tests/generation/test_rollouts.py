@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import logging
 import os
@@ -268,6 +269,14 @@ def test_what_cannot_sleep(two: tuple[Path, Path]) -> None:
         assert again[1:] == left
 
 
+OF_A_FRESH_PROCESS = """
+import sys
+from pathlib import Path
+from test_rollouts import texts_of
+print([texts_of(Path(each)) for each in sys.argv[1:]])
+"""
+
+
 @thorough(EXHAUSTIVE, "300")
 @pytest.mark.parametrize("rounds", [6, 300])
 def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path, Path]) -> None:
@@ -275,7 +284,11 @@ def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path
     seed = random.randrange(1 << 30)
     logging.getLogger("tests").info("seed %d", seed)
     draw = random.Random(seed)
-    fresh, given = list(map(texts_of, two)), [tensors(each) for each in two]
+    command = [sys.executable, "-c", OF_A_FRESH_PROCESS, *map(str, two)]
+    python = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, cwd=Path(__file__).parent, env=python, check=True, stdout=subprocess.PIPE, text=True)
+    fresh: list[Texts] = ast.literal_eval(ran.stdout)
+    given = [tensors(each) for each in two]
     allowed = [set(pair) for pair in zip(*fresh, strict=True)]
     ended, found, refused = threading.Event(), [0] * 8, [0] * 8
     with opened(two[0]) as llm, ThreadPoolExecutor(8) as threads:

@@ -26,7 +26,7 @@ log = logging.getLogger("hal.cpu")
 
 @functools.cache
 def load(instructions: InstructionSet | None = None) -> ctypes.CDLL:
-    """Load the library of kernels. If it is not cached, compile it, which takes some 15 seconds.
+    """Load the library of kernels. If it is not cached, compile it, which takes half a minute on two cores.
 
     Without a compiler, load one that was compiled before on such a processor, or else the highest prebuilt one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import platform
 import shlex
@@ -9,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -75,20 +76,20 @@ def compile_library(library: Path, flags: Sequence[str]) -> None:
     command = compiler()
     log.info("compiling the C++ kernels of the cpu driver with %s, which are then kept", " ".join(command))
     with tempfile.TemporaryDirectory() as parts:
-        objects, running = [], deque[subprocess.Popen[str]]()
+        objects, running = [], list[subprocess.Popen[str]]()
         # Started by this thread: a child of another thread may hang under an emulated processor.
         try:
-            for source in _sources("*.cpp"):
+            for source in sorted(_sources("*.cpp"), key=lambda each: each.stat().st_size, reverse=True):
                 objects.append(str(Path(parts) / f"{source.stem}.o"))
                 if len(running) == usable_cores():
-                    _finished(running.popleft())
+                    _finish_first(running)
                 running.append(_start([*command, *flags, "-c", str(source), "-o", objects[-1]]))
             while running:
-                _finished(running.popleft())
+                _finish_first(running)
         finally:
             for each in running:  # If one failed, the others still write into the folder.
                 each.communicate()
-        _finished(_start([*command, *flags, "-shared", *objects, "-o", str(library)]))
+        _finished(_start([*command, *flags, "-shared", *sorted(objects), "-o", str(library)]))
 
 
 _TRIAL = """
@@ -130,9 +131,18 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _finished(process: subprocess.Popen[str]) -> str:
-    """Return what a compiler printed."""
-    printed, errors = process.communicate()
+def _finish_first(running: list[subprocess.Popen[str]]) -> None:
+    """Wait until one of the compilers has ended, and remove it."""
+    for each in itertools.cycle(running):
+        with suppress(subprocess.TimeoutExpired):
+            _finished(each, timeout=0.02)
+            running.remove(each)
+            return
+
+
+def _finished(process: subprocess.Popen[str], timeout: float | None = None) -> str:
+    """Return what a compiler printed. If it still runs after ``timeout`` seconds, TimeoutExpired is raised."""
+    printed, errors = process.communicate(timeout=timeout)
     if process.returncode:
         other = "set CXX to another compiler"
         if "'-fopenmp'" in errors or "omp.h" in errors:  # Apple's clang, or one without its OpenMP
