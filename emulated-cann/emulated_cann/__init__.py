@@ -2,7 +2,8 @@
 
 ninja_build.py compiles src/, and build.py caches the libraries in library_cache.py's folders. symbols.py generates
 stubs for functions that are not emulated. activation.py makes torch_npu load the libraries, options.py reads the
-machine's options, tracing.py traces launches, control.py injects faults, and command.py is ``emulated-cann``.
+machine's options, tracing.py traces launches, race_reports.py finds races, control.py injects faults, and command.py is
+``emulated-cann``.
 
 This file imports nothing: `import torch` imports the package, to see whether it is to be activated.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .control import Fault, faults, limits, live_handles, memory_in_use, schedule, seed
     from .errors import EmulationError, InvalidOption, Unavailable
     from .options import Options
+    from .race_reports import Race, races
     from .tracing import Operand, Record, Trace, trace
 
 _HOME = {
@@ -26,6 +28,7 @@ _HOME = {
     ),
     **dict.fromkeys(("EmulationError", "InvalidOption", "Unavailable"), ".errors"),
     **dict.fromkeys(("Fault", "faults", "limits", "live_handles", "memory_in_use", "schedule", "seed"), ".control"),
+    **dict.fromkeys(("Race", "races"), ".race_reports"),
     **dict.fromkeys(("Operand", "Record", "Trace", "trace"), ".tracing"),
     "Options": ".options",
     "compiler": ".build",
@@ -38,6 +41,7 @@ __all__ = [
     "InvalidOption",
     "Operand",
     "Options",
+    "Race",
     "Record",
     "Trace",
     "Unavailable",
@@ -51,6 +55,7 @@ __all__ = [
     "limits",
     "live_handles",
     "memory_in_use",
+    "races",
     "schedule",
     "seed",
     "trace",

@@ -111,6 +111,8 @@ def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> 
     environ[OPTIONS] = options.to_json()
     environ.update(dict.fromkeys(HOMES, str(home)), ASCEND_OPP_PATH=str(home / "opp"))
     environ.pop("ASCEND_CUSTOM_OPP_PATH", None)  # operators of a real CANN
+    if options.races:
+        environ.setdefault("TASK_QUEUE_ENABLE", "0")  # launches of another thread have no Python stack
 
 
 def preload(home: Path) -> None:

@@ -52,6 +52,7 @@ def build_command() -> None:
 @click.option("--tasks", type=click.IntRange(min=1), help="Maximum tasks in a device's captured graphs.")
 @click.option("--stall", type=click.IntRange(min=1), help="Seconds without work after which a wait of the host fails.")
 @click.option("--seed", type=int, help="Seed of a deterministic order in which streams run.")
+@click.option("--races", is_flag=True, help="Report launches that race; the status is then 66.")
 @click.option("--force", is_flag=True, help="Run even if a real CANN is installed.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENT]...")
 def run(program: Sequence[str], force: bool, **options: Any) -> None:

@@ -38,6 +38,8 @@ def native_library() -> ctypes.CDLL:
         "emulated_cann_get": (long, [text]),
         "emulated_cann_trace": (None, [number]),
         "emulated_cann_trace_records": (text, []),
+        "emulated_cann_races": (number, [number]),
+        "emulated_cann_races_found": (text, []),
         "emulated_cann_arm": (number, [text, text, long, long, number, number]),
         "emulated_cann_disarm": (long, [number]),
         "emulated_cann_seed": (None, [number, ctypes.c_uint64]),

@@ -50,6 +50,7 @@ class Options:
         tasks: the maximum number of tasks in the captured graphs of a device.
         stall: seconds without any running work after which a wait of the host fails instead of hanging.
         seed: the seed of a deterministic order in which streams run; None lets them run freely.
+        races: report races, and end the process with status 66 if there are any; see :func:`emulated_cann.races`.
     """
 
     devices: int = attrs.field(default=1, validator=_in_range(1, DEVICES))
@@ -60,6 +61,7 @@ class Options:
     tasks: int | None = attrs.field(default=None, validator=_in_range(1, COUNT))
     stall: int | None = attrs.field(default=None, validator=_in_range(1, SECONDS))
     seed: int | None = attrs.field(default=None, validator=_in_range(0, (1 << 63) - 1))
+    races: bool = False
 
     def to_json(self) -> str:
         """Return the value of ``EMULATED_CANN_OPTIONS``: the options that are not None."""

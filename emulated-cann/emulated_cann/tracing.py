@@ -130,7 +130,7 @@ def trace() -> Iterator[Trace]:
     library.emulated_cann_trace(1)
     try:
         yield result
-        _synchronize()
+        synchronize()
     finally:
         library.emulated_cann_trace(0)
         result._final = _records()
@@ -148,7 +148,7 @@ def _record(found: dict[str, Any]) -> Record:
     return Record(**found, operands=operands)
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     """Wait for every device through torch_npu, whose queue may hold launches."""
     npu = getattr(sys.modules.get("torch"), "npu", None)
     if npu is not None and npu.is_initialized() and not npu.is_current_stream_capturing():

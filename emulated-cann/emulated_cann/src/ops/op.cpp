@@ -128,6 +128,7 @@ at::Tensor In::tensor() const {
 void In::describe(std::vector<Operand>& operands, Access access) const {
     if (!present_) return;
     operands.push_back({address_, bytes_, access, static_cast<int>(acl_type(dtype_)), shape_});
+    if (matrix_.empty() && !view_.is_contiguous()) operands.back().strides = view_.strides().vec();
 }
 
 void Out::set(const at::Tensor& value) const {
@@ -176,6 +177,7 @@ int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor,
     try {
         auto made = std::make_unique<aclOpExecutor>();
         bind(*made);
+        made->launch.call = call_stack();  // because torch_npu may launch it from another thread
         *executor = made.release();
         return 0;
     } catch (const TilingRefused& error) {

@@ -18,6 +18,13 @@ void emulated_cann_trace(int on);
 // Returns the records as a JSON list, valid until the next call.
 const char* emulated_cann_trace_records();
 
+// Starts or stops looking for races. Returns whether they were looked for before.
+int emulated_cann_races(int on);
+// Returns the races found so far as a JSON list, valid until the next call.
+const char* emulated_cann_races_found();
+// Looks for races from now on, prints each, and exits with status 66 if there are any.
+void emulated_cann_report_races();
+
 // Injects a fault. `kind` is "malloc", "launch", "execution", "hang", "delay", "stream" or "copy". `name` restricts it
 // to one kernel; empty means any. `count` matching calls fail, from number `first` (counted from 1) on; count 0 means
 // all. `code` is the error code; `milliseconds` is the duration of a hang or delay. Returns the number of the fault,

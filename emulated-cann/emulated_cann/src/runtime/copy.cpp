@@ -5,6 +5,7 @@
 #include "runtime/capture.h"
 #include "runtime/faults.h"
 #include "runtime/memory.h"
+#include "runtime/races.h"
 #include "runtime/scheduler.h"
 #include "runtime/trace.h"
 
@@ -33,16 +34,21 @@ const char* direction(const void* to, const void* from) {
     return on_device(from) ? "MemcpyDeviceToHost" : "MemcpyHostToHost";
 }
 
+Operand bytes_at(const void* address, size_t bytes, Access access) { return {address, bytes, access, ACL_UINT8, {}}; }
+
 struct CopyTask : Task {
     CopyTask(void* to, const void* from, size_t bytes) : to(to), from(from), bytes(bytes) {}
     void* to;
     const void* from;
     size_t bytes;
+    uint32_t call = call_stack();
     void run(const Context& context) override {
         OURS("the program injects it with emulated_cann.faults");
         Injection injection;
         if (fault_at(Fault::copy, name(), &injection))
             throw DeviceError(injection.code, name() + ": fault injected by emulated_cann.faults");
+        if (finding_races()) access_memory(context, name(), call, {bytes_at(to, bytes, Access::write),
+                                                                   bytes_at(from, bytes, Access::read)});
         std::memmove(host_pointer(to, bytes, "writes"), host_pointer(from, bytes, "reads"), bytes);
         trace_event(TraceKind::copy, name(), context, bytes);
     }
@@ -55,7 +61,9 @@ struct FillTask : Task {
     void* to;
     int value;
     size_t bytes;
+    uint32_t call = call_stack();
     void run(const Context& context) override {
+        if (finding_races()) access_memory(context, name(), call, {bytes_at(to, bytes, Access::write)});
         std::memset(host_pointer(to, bytes, "fills"), value, bytes);
         trace_event(TraceKind::fill, name(), context, bytes);
     }
@@ -116,7 +124,10 @@ int submit_copy(void* to, size_t room, const void* from, size_t bytes, aclrtMemc
     if (!waits) return ACL_SUCCESS;
     UNDEFINED("on hardware the host would wait indefinitely");
     uint64_t target = stream->submitted;
-    if (wait_until(lock, [&] { return stream->completed >= target; })) return ACL_SUCCESS;
+    if (wait_until(lock, [&] { return stream->completed >= target; })) {
+        host_acquires(*stream);
+        return ACL_SUCCESS;
+    }
     return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the device is stalled: " + what_holds(*stream));
 }
 
@@ -183,10 +194,10 @@ aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, ac
     if (bytes > room)
         return fail(ACL_ERROR_RT_PARAM_INVALID,
                     format("a fill must fit into the destination of %zu bytes, but has %zu", room, bytes));
+    auto task = std::make_shared<FillTask>(to, value, bytes);
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);
-    if (!stream) return no_such_stream(handle);
-    return submit(*stream, std::make_shared<FillTask>(to, value, bytes));
+    return stream ? submit(*stream, task) : no_such_stream(handle);
 }
 
 }  // extern "C"

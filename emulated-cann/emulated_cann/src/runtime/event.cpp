@@ -8,6 +8,7 @@
 
 #include "runtime/capture.h"
 #include "runtime/ipc_event.h"
+#include "runtime/races.h"
 #include "runtime/scheduler.h"
 
 DOCUMENTED("runtime: docs/zh/api_ref/07_event_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
@@ -30,6 +31,7 @@ struct RecordTask : Task {
     std::shared_ptr<Event> event;
     std::shared_ptr<Mark> mark;  // null for an external event
     void finish(const Context& context) override {
+        release_to(mark ? mark->times : event->times, context);
         if (!mark) {
             event->is_set = true;
             return;
@@ -48,6 +50,7 @@ struct WaitTask : Task {
     std::shared_ptr<Mark> mark;
     bool ready(const Context&) override { return mark ? mark->reached : event->is_set; }
     void finish(const Context& context) override {
+        acquire_from(mark ? mark->times : event->times, context);
         if (mark) propagate_failure(mark->failure, context);
     }
     bool is_instant() const override { return true; }
@@ -168,7 +171,8 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent event_handle
                                "capture; record it in a captured stream, or create it with ACL_EVENT_EXTERNAL",
                                stream.id));
         }
-        if (!event->mark || (event->mark->reached && !event->mark->failure)) return int{ACL_SUCCESS};
+        bool is_over = event->mark && event->mark->reached && !event->mark->failure;
+        if (!event->mark || (is_over && !finding_races())) return int{ACL_SUCCESS};
         task->mark = event->mark;
         return submit(stream, task);
     });
@@ -197,6 +201,7 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* stat
         poll(lock);
         reached = is_over();
     }
+    if (reached) host_acquires(event->shared ? event->shared->times : event->mark ? event->mark->times : Times());
     *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
@@ -230,6 +235,7 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
         UNDEFINED("on hardware the host would wait indefinitely");
         return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the device is stalled, and the event is not complete");
     }
+    host_acquires(mark->times);
     return report(mark->failure, mark->thread == host_thread());
 }
 

@@ -13,6 +13,7 @@ struct Mark {
     std::chrono::steady_clock::time_point time;
     Failure failure;      // of the stream at the recording
     uint64_t thread = 0;  // the host thread that issued the recording
+    Times times;          // what is ordered before it
 };
 
 struct SharedEvent;
@@ -22,6 +23,7 @@ struct Event {
     int device = 0;
     std::shared_ptr<Mark> mark;  // null: never recorded
     bool is_set = false;         // of an external event: whether it was recorded since the last reset
+    Times times;                 // of an external event: what is ordered before a recording of it
     // The last recording, if it was in a captured stream.
     bool captured = false;
     std::weak_ptr<Capture> capture;

@@ -3,6 +3,7 @@
 
 #include "runtime/capture.h"
 #include "runtime/memory.h"
+#include "runtime/races.h"
 #include "runtime/trace.h"
 
 DOCUMENTED(
@@ -14,12 +15,14 @@ namespace emulator {
 namespace {
 
 struct GraphTask : Task {
-    explicit GraphTask(std::shared_ptr<Graph> graph) : state(std::move(graph)) {}
+    GraphTask(std::shared_ptr<Graph> graph, uint32_t call) : state(std::move(graph)) { state.call = call; }
     Replay state;
     bool ready(const Context&) override { return !state.graph->running || state.graph->running == this; }
     Replay* replay(const Context& context) override {
         if (!state.graph->running) {
             state.graph->running = this;
+            begin_in_order(context.stream, *this);
+            fork_lanes(context, state);
             trace_event(TraceKind::graph, name(), context, 0);
             for (auto& task : state.graph->defaults) task->run(context);
         }
@@ -27,6 +30,7 @@ struct GraphTask : Task {
     }
     void finish(const Context& context) override {
         if (state.graph->running == this) state.graph->running = nullptr;
+        join_lanes(state);
         if (state.failure && !context.stream.failure) context.stream.failure = state.failure;
     }
     std::string name() const override { return format("Graph%u", state.graph->id); }
@@ -65,6 +69,7 @@ void forget(Graph& graph) {
 Replay::Replay(std::shared_ptr<Graph> graph, Replay* parent) : graph(std::move(graph)), parent(parent) { restart(); }
 
 void Replay::restart() {
+    join_lanes(*this);
     lanes.clear();
     lanes.resize(graph->lanes.size());
     signalled.assign(graph->edges.size(), false);
@@ -85,6 +90,7 @@ extern "C" {
 
 aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
     std::shared_ptr<Graph> graph;
+    uint32_t call = call_stack();
     Lock lock(machine().mutex);
     graph = find_graph(handle);
     if (!graph) return ACL_ERROR_RT_INVALID_HANDLE;
@@ -101,7 +107,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
                     format("graph %u and stream %d must be on the same device, but are on %d and %d", graph->id,
                            stream->id, graph->device, stream->device));
     }
-    return submit(*stream, std::make_shared<GraphTask>(graph));
+    return submit(*stream, std::make_shared<GraphTask>(graph, call));
 }
 
 // Running replays finish, because they own the graph too.

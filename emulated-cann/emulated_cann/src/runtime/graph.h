@@ -10,7 +10,8 @@ namespace emulator {
 struct Graph {
     struct Lane {
         std::vector<TaskPointer> tasks;
-        size_t joined = 0;  // tasks of this lane that lane 0 waits for, directly or not
+        size_t joined = 0;      // tasks of this lane that lane 0 waits for, directly or not
+        uint32_t timeline = 0;  // its number; 0 if there is none
     };
     struct Edge {
         size_t lane, position;  // of the recording
@@ -40,6 +41,7 @@ struct Replay {
     struct Lane {
         size_t next = 0;
         std::unique_ptr<Replay> child;  // of a conditional task that is this lane's next task
+        std::shared_ptr<Timeline> timeline;
     };
     explicit Replay(std::shared_ptr<Graph> graph, Replay* parent = nullptr);
     void restart();
@@ -50,6 +52,8 @@ struct Replay {
     Replay* parent;
     std::vector<Lane> lanes;
     std::vector<char> signalled;  // by edge
+    std::vector<Times> released;  // by edge, if races are looked for
+    uint32_t call = 0;            // of the root replay, see call_stack
     Failure failure;              // in the root replay: remaining tasks are skipped
 };
 

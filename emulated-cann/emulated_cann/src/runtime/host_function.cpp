@@ -2,6 +2,7 @@
 #include <condition_variable>
 #include <deque>
 
+#include "runtime/races.h"
 #include "runtime/scheduler.h"
 #include "runtime/trace.h"
 
@@ -17,7 +18,9 @@ struct HostTask : Task {
     aclrtHostFunc function;
     void* argument;
     void run(const Context& context) override {
+        run_on_host(context);
         function(argument);
+        run_on_host(context);
         trace_event(TraceKind::host, name(), context, 0);
     }
     std::string name() const override { return "HostFunction"; }
@@ -47,11 +50,13 @@ struct CallbackTask : Task {
     bool blocks;
     uint64_t thread;
     void run(const Context& context) override {
+        run_on_host(context);
         auto report = std::make_shared<Report>(Report{function, argument});
         Lock lock(machine().mutex);
         reports().waiting[thread].push_back(report);
         machine().progress.notify_all();
         if (blocks) machine().progress.wait(lock, [&] { return report->done; });
+        run_on_host(context);
         lock.unlock();
         trace_event(TraceKind::host, name(), context, 0);
     }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "runtime/memory.h"
+#include "runtime/races.h"
 
 DOCUMENTED("runtime: docs/zh/api_ref/11-02_host_memory_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
 
@@ -67,6 +68,7 @@ aclError aclrtFreeHost(void* address) {
     if (found == all().pieces.end()) {
         return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not a live allocation of aclrtMallocHost", address));
     }
+    free_in_order(address, found->second);
     munmap(address, found->second);
     all().pieces.erase(found);
     return ACL_SUCCESS;

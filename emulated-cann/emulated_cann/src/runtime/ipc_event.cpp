@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/races.h"
 #include "runtime/scheduler.h"
 
 DOCUMENTED("runtime: docs/zh/api_ref/07_event_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
@@ -67,7 +68,8 @@ void watch_for(const std::shared_ptr<SharedEvent>& shared, uint64_t recording) {
 struct RecordTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
-    void finish(const Context&) override {
+    void finish(const Context& context) override {
+        release_to(shared->times, context);
         auto& slot = shared->mark->reached[recording % SharedMark::slots];
         uint64_t before = slot;
         while (before < recording && !slot.compare_exchange_weak(before, recording)) {
@@ -81,6 +83,7 @@ struct WaitTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
     bool ready(const Context&) override { return shared->mark->is_reached(recording); }
+    void finish(const Context& context) override { acquire_from(shared->times, context); }
     bool is_instant() const override { return true; }
     std::string name() const override { return "EventWait (ACL_EVENT_IPC)"; }
 };
@@ -135,7 +138,7 @@ int record_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
 }
 
 int wait_for_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
-    if (is_reached(*shared)) return ACL_SUCCESS;
+    if (is_reached(*shared) && !finding_races()) return ACL_SUCCESS;
     auto task = std::make_shared<WaitTask>();
     task->shared = shared;
     task->recording = shared->mark->recorded;
@@ -148,7 +151,10 @@ bool is_reached(const SharedEvent& shared) { return shared.mark->is_reached(shar
 int synchronize_shared(Lock& lock, const std::shared_ptr<SharedEvent>& shared) {
     uint64_t recording = shared->mark->recorded;
     if (!shared->mark->is_reached(recording)) watch_for(shared, recording);
-    if (wait_until(lock, [&] { return shared->mark->is_reached(recording); })) return ACL_SUCCESS;
+    if (wait_until(lock, [&] { return shared->mark->is_reached(recording); })) {
+        host_acquires(shared->times);
+        return ACL_SUCCESS;
+    }
     UNDEFINED("on hardware the host would wait indefinitely");
     return fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
                 "the device is stalled, and the event is not complete in the process that recorded it");

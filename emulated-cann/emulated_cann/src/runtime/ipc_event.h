@@ -24,6 +24,7 @@ struct SharedEvent {
     ~SharedEvent();
     int descriptor;
     SharedMark* mark;
+    Times times;  // what is ordered before a recording of this process
 };
 
 // Creates a shared event, or fails and returns null if the host has no memory for it.

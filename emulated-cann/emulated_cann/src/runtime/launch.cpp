@@ -5,6 +5,7 @@
 
 #include "runtime/faults.h"
 #include "runtime/memory.h"
+#include "runtime/races.h"
 #include "runtime/stream.h"
 #include "runtime/trace.h"
 
@@ -51,12 +52,15 @@ struct KernelTask : Task {
     void execute(const Context& context) {
         if (!begun) {
             begun = true;
+            access_memory(context, launch.kernel, launch.call, launch.operands);
+            if (launch.ranks.count) release_by_name(launch.ranks.communicator, context);
             check_operands(context.stream.device);
             inject_faults();
             begin = std::chrono::steady_clock::now();
         }
         launch.run();
         complete = !launch.unfinished || !launch.unfinished();
+        if (complete && launch.ranks.count) acquire_by_name(launch.ranks.communicator, context);
         if (complete && tracing()) {
             std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
             trace_launch(kind, launch, context.stream, context.replay ? "replay" : "eager", took.count());
@@ -102,6 +106,7 @@ int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
         OURS("the program injects it with emulated_cann.faults");
         return fail(injection.code, "launching " + launch.kernel + ": fault injected by emulated_cann.faults");
     }
+    if (!launch.call) launch.call = call_stack();
     auto task = std::make_shared<KernelTask>(std::move(launch), kind);
     Lock lock(machine().mutex);
     auto stream = find_stream(handle);

@@ -23,6 +23,7 @@ struct Operand {
     Access access;
     int dtype;  // aclDataType
     std::vector<int64_t> shape;
+    std::vector<int64_t> strides = {};  // in elements; empty if the tensor has no gaps
 };
 
 // The communicator of a launch, for the trace.
@@ -48,7 +49,12 @@ struct Launch {
     // otherwise it says why it did not: it failed, or was skipped because of an earlier failure.
     std::function<void(const char* problem)> ended = nullptr;
     Ranks ranks = {};
+    uint32_t call = 0;  // the Python stack of the call, see call_stack; set by `launch` if it is 0
 };
+
+// Returns the number of the calling thread's Python stack, for reports of races and traces. Returns 0 if neither is
+// wanted, or if the thread runs no Python code. Requires that the machine's lock is not held.
+uint32_t call_stack();
 
 // Enqueues a launch, or records it if the stream is captured. Returns an ACL error code.
 int launch(aclrtStream stream, Launch launch);

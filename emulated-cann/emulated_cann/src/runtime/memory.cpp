@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "runtime/faults.h"
+#include "runtime/races.h"
 
 DOCUMENTED(
     "runtime: docs/zh/api_ref/11-01_device_memory_malloc_and_free.md"
@@ -118,6 +119,7 @@ size_t mark_dead(void* address) {
     auto found = live.find(number(address));
     if (found == live.end()) return 0;
     size_t size = found->second;
+    free_in_order(address, size);
     live.erase(found);
     return size;
 }

@@ -1,4 +1,4 @@
-// Initial options, from the environment variable EMULATED_CANN_OPTIONS: a JSON object of numbers and strings.
+// Initial options, from the environment variable EMULATED_CANN_OPTIONS: a JSON object of numbers, strings and booleans.
 #include <cstdlib>
 #include <regex>
 
@@ -11,11 +11,13 @@ namespace {
     const char* text = std::getenv("EMULATED_CANN_OPTIONS");
     if (!text) return;
     std::string options = text;
-    const std::regex entry(R"re("(\w+)"\s*:\s*(?:"([^"]*)"|(-?\d+)))re");
+    const std::regex entry(R"re("(\w+)"\s*:\s*(?:"([^"]*)"|(-?\d+|true|false)))re");
     for (std::sregex_iterator found(options.begin(), options.end(), entry), end; found != end; ++found) {
         std::string name = (*found)[1], value = (*found)[2].matched ? (*found)[2] : (*found)[3];
         if (name == "seed") {
             emulated_cann_seed(1, std::strtoull(value.c_str(), nullptr, 10));
+        } else if (name == "races") {
+            if (value == "true") emulated_cann_report_races();
         } else {
             emulated_cann_set(name.c_str(), value.c_str());
         }

@@ -3,6 +3,7 @@
 #include "runtime/capture.h"
 #include "runtime/event.h"
 #include "runtime/faults.h"
+#include "runtime/races.h"
 
 DOCUMENTED(
     "runtime: docs/zh/api_ref/15_model_running_instance__management.md"
@@ -16,7 +17,10 @@ namespace {
 // The recording of an event in one lane, and a wait for it in another.
 struct EdgeRecord : Task {
     size_t edge;
-    void finish(const Context& context) override { context.replay->signalled[edge] = true; }
+    void finish(const Context& context) override {
+        if (auto& released = context.replay->released; edge < released.size()) release_to(released[edge], context);
+        context.replay->signalled[edge] = true;
+    }
     bool is_instant() const override { return true; }
     std::string name() const override { return "EventRecord"; }
     std::vector<Dumped> dumped() const override { return {{format("EVENT_RECORD_%zu", edge), "EVENT_RECORD"}}; }
@@ -24,6 +28,9 @@ struct EdgeRecord : Task {
 struct EdgeWait : Task {
     size_t edge;
     bool ready(const Context& context) override { return context.replay->signalled[edge]; }
+    void finish(const Context& context) override {
+        if (auto& released = context.replay->released; edge < released.size()) acquire_from(released[edge], context);
+    }
     bool is_instant() const override { return true; }
     std::string name() const override { return "EventWait"; }
     std::vector<Dumped> dumped() const override { return {{format("EVENT_WAIT_%zu", edge), "EVENT_WAIT"}}; }

@@ -1,5 +1,7 @@
 #include "runtime/step.h"
 
+#include "runtime/races.h"
+
 namespace emulator {
 
 namespace {
@@ -12,10 +14,11 @@ bool skipping(const Stream& stream, Replay* replay) {
 // Appends the runnable steps that `self` stands for: itself, or those of the graph that it replays. Returns whether one of
 // them waits for another process.
 bool append_runnable(const Step& self, std::vector<Step>& steps) {
-    Context context{*self.stream, self.replay};
+    Context context{*self.stream, self.replay, self.lane};
     bool skip = skipping(*self.stream, self.replay), outside = false;
     if (!skip && !self.task->ready(context)) return self.task->waits_outside();
     Replay* child = skip ? nullptr : self.task->replay(context);
+    if (child) fork_lanes(context, *child);
     if (!child || child->over()) {
         steps.push_back(self);
         return false;
@@ -32,7 +35,8 @@ bool append_runnable(const Step& self, std::vector<Step>& steps) {
 // Records the completion or failure of a step.
 void end(Step& step, bool skip, Failure& failure) {
     Stream& stream = *step.stream;
-    Context context{stream, step.replay};
+    Context context{stream, step.replay, step.lane};
+    if (!step.replay) begin_in_order(stream, *step.task);  // of a task without `run`
     if (failure) {
         failure.reason = format("on stream %d of device %d: ", stream.id, stream.device) + failure.reason;
         failure.reported_to = std::make_shared<std::set<uint64_t>>();
@@ -43,6 +47,7 @@ void end(Step& step, bool skip, Failure& failure) {
     step.task->finish(context);
     if (step.replay) {
         auto& lane = step.replay->lanes[step.lane];
+        if (lane.child) join_lanes(*lane.child);
         lane.child.reset();
         ++lane.next;
     } else {
@@ -82,11 +87,12 @@ size_t complete_instants(Stream& stream, std::vector<Step>& steps) {
 
 void run_step(Lock& lock, Step& step) {
     Stream& stream = *step.stream;
-    Context context{stream, step.replay};
+    Context context{stream, step.replay, step.lane};
     Failure failure;
     bool skip = skipping(stream, step.replay);
     if (step.task->is_instant()) return end(step, skip, failure);
     stream.busy = true;
+    if (!step.replay) begin_in_order(stream, *step.task);
     lock.unlock();
     if (!skip) {
         try {

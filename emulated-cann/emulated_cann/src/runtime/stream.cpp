@@ -6,6 +6,7 @@
 
 #include "runtime/capture.h"
 #include "runtime/faults.h"
+#include "runtime/races.h"
 #include "runtime/scheduler.h"
 
 DOCUMENTED("runtime: docs/zh/api_ref/06_stream_management.md; runtime: docs/zh/api_ref/25-01_aclError.md");
@@ -54,6 +55,7 @@ int destroy(aclrtStream handle, bool force) {
         wake(*stream);
     }
     wait_until(lock, [&] { return stream->queue.empty(); });
+    host_acquires(*stream);
     stream->destroyed = true;
     stream->wake.notify_all();
     machine().streams.remove(handle);
@@ -106,6 +108,7 @@ int submit(Stream& stream, TaskPointer task) {
     if (stream.capture) return record(stream, std::move(task));
     // Clears a failure that the host knows, possibly from another stream, so that new tasks run.
     end_failure(stream);
+    order_after_host(*task);
     stream.queue.push_back(std::move(task));
     stream.submitters.push_back(host_thread());
     ++stream.submitted;
@@ -152,6 +155,7 @@ int synchronize(Lock& lock, Stream& stream, int milliseconds) {
                     (milliseconds < 0 ? "the device is stalled: " : format("timeout after %d ms: ", milliseconds)) +
                         what_holds(stream));
     }
+    host_acquires(stream);
     return report(stream);
 }
 
@@ -205,6 +209,7 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus* status) {
     if (int code = refuse_if_captured(*stream, "aclrtStreamQuery")) return code;
     if (int code = refuse_after_task_queue()) return code;
     poll(lock);
+    if (stream->queue.empty()) host_acquires(*stream);
     *status = stream->queue.empty() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
     return stream->queue.empty() ? report(*stream) : ACL_SUCCESS;
 }

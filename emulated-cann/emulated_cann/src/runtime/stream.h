@@ -39,6 +39,7 @@ struct Stream {
     std::shared_ptr<TaskGroup> updated_group;
     std::vector<TaskPointer> update;  // the new tasks of `updated_group`
     uint64_t update_began = 0;        // failures() at that time
+    std::shared_ptr<Timeline> timeline;  // once races are looked for
 };
 
 // Returns the stream of a handle, the device's default stream for a null handle, or null for a stale handle. Requires

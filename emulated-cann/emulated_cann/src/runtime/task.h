@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/machine.h"
+#include "runtime/times.h"
 
 namespace emulator {
 
@@ -15,6 +16,7 @@ struct Replay;
 struct Context {
     Stream& stream;
     Replay* replay = nullptr;
+    size_t lane = 0;  // of the replay
 };
 
 // A task in the dump of a graph: its name and CANN's task type. The names of a record and its waits end with the same
@@ -44,6 +46,8 @@ class Task {
     virtual std::vector<Dumped> dumped() const { return {{name(), is_kernel() ? "KERNEL_AICORE" : name()}}; }
     // Returns the replay that this task stands for, or null if there is none. Called with the lock held.
     virtual Replay* replay(const Context&) { return nullptr; }
+
+    std::shared_ptr<const Times> issued;  // what is ordered before its submission, if races are looked for
 };
 using TaskPointer = std::shared_ptr<Task>;
 

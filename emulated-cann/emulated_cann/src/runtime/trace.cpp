@@ -24,15 +24,6 @@ Trace& trace() {
 const char* const kinds[] = {"kernel", "copy", "fill", "graph", "update", "prefetch", "host"};
 const char* const accesses[] = {"read", "write", "read_write"};
 
-std::string quoted(const std::string& text) {
-    std::string result = "\"";
-    for (char c : text) {
-        if (c == '"' || c == '\\') result += '\\';
-        result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
-    }
-    return result + '"';
-}
-
 void append(TraceKind kind, const std::string& name, const Stream& stream, const char* phase, size_t bytes,
             double flops, double microseconds, const std::string& operands, const Ranks& ranks = {}) {
     std::string members;
@@ -53,6 +44,19 @@ void append(TraceKind kind, const std::string& name, const Stream& stream, const
 }
 
 }  // namespace
+
+std::string quoted(const std::string& text) {
+    std::string result = "\"";
+    for (char c : text) {
+        if (c == '"' || c == '\\') result += '\\';
+        if (static_cast<unsigned char>(c) >= ' ') {
+            result += c;
+        } else {
+            result += c == '\n' ? "\\n" : " ";
+        }
+    }
+    return result + '"';
+}
 
 bool tracing() { return trace().on.load(std::memory_order_relaxed); }
 

@@ -8,6 +8,8 @@ namespace emulator {
 enum class TraceKind { kernel, copy, fill, graph, update, prefetch, host };
 
 bool tracing();
+// Returns the text as a JSON string.
+std::string quoted(const std::string& text);
 // Launches work that the trace lists under the given kind.
 int launch_as(TraceKind kind, aclrtStream stream, Launch launch);
 // Record a launch, or a task without operands, that was captured or ran.

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "runtime/memory.h"
+#include "runtime/races.h"
 #include "runtime/stream.h"
 
 DOCUMENTED("runtime: docs/zh/api_ref/11-09_stream_memory_operation.md");
@@ -30,6 +31,7 @@ struct WriteTask : Task {
     uint64_t value;
     void run(const Context& context) override {
         check_word(address, context.stream.device, "ValueWrite");
+        if (finding_races()) release_by_name(format("value at %p", address), context);
         word(address) = value;
     }
     std::string name() const override { return "ValueWrite"; }
@@ -57,7 +59,10 @@ struct WaitTask : Task {
                 return ~(found | value) != 0;
         }
     }
-    void run(const Context& context) override { check_word(address, context.stream.device, "ValueWait"); }
+    void run(const Context& context) override {
+        check_word(address, context.stream.device, "ValueWait");
+        if (finding_races()) acquire_by_name(format("value at %p", address), context);
+    }
     std::string name() const override { return "ValueWait"; }
     std::vector<Dumped> dumped() const override { return {{numbered("MEM_WAIT_VALUE", address), "MEM_WAIT_VALUE"}}; }
 };
