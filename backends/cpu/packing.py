@@ -35,7 +35,7 @@ ROWS = (1, 8, 32)
 FEW_ROWS = (1, 8, 32, 64)
 """Numbers of rows to compare the C++ kernel of few rows at."""
 MANY_ROWS = 512
-"""A further number, for packed weights and a kernel with tiles. If it is faster there, it serves any number."""
+"""A further number, where the kernel may serve any number: with tiles, and where torch would widen the weights."""
 MIN_SPEEDUP = 1.05
 """Minimum speedup that counts; less is noise."""
 
@@ -282,15 +282,14 @@ def measure(weight: Tensor, sizes: Sequence[int], kernel: FewRowsKernel | None =
         by_torch[True] = partial(_run, in_layout, linear)
     by_kernel: dict[bool, Run] = {} if kernel is None else _runs_of(kernel, plain, in_layout)
     took: dict[int, dict[tuple[bool, bool], float]] = {}
-    many = kernel is not None and kernel.many and True in by_kernel
+    widened = product_dtype(weight.dtype) is not weight.dtype
+    many = [layout for layout in by_kernel if (kernel is not None and kernel.many if layout else widened)]
     compared = (*FEW_ROWS, MANY_ROWS) if many else FEW_ROWS
     for rows in sorted({*sizes, *(compared if by_kernel else ())}):
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         contenders = {(layout, False): run for layout, run in by_torch.items()}
-        if rows <= FEW_ROWS[-1]:
-            contenders.update({(layout, True): run for layout, run in by_kernel.items()})
-        elif many:
-            contenders[True, True] = by_kernel[True]
+        served = by_kernel if rows <= FEW_ROWS[-1] else many
+        contenders.update({(layout, True): by_kernel[layout] for layout in served})
         ready = {name: partial(run, x) for name, run in contenders.items()}
         if rows > FEW_ROWS[-1]:  # so long that only one round follows, in which oneDNN would still prepare its product
             for warm in ready.values():
@@ -350,7 +349,7 @@ def _fastest(contenders: Mapping[tuple[bool, bool], Callable[[], float]]) -> dic
 
 def _run(weights: Sequence[Tensor], product: Product, x: Tensor) -> float:
     start = time.thread_time()  # excludes the time in which other processes have the core
-    for weight in weights:
+    for weight in weights if x.shape[0] < MANY_ROWS else weights[:1]:
         product(x, weight)
     return time.thread_time() - start
 

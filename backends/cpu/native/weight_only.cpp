@@ -288,18 +288,25 @@ extern "C" int64_t rows_alike() {
 #endif
 }
 
-// Multiplies up to 64 rows of x, whose elements have unit stride, with a weight of 8 or 4 bits. Zero points and the bias
-// may be null. A group has at most `width` elements.
+// Multiplies rows of x, whose elements have unit stride, with a weight of 8 or 4 bits, up to 64 at a time. Zero points
+// and the bias may be null. A group has at most `width` elements.
 extern "C" void weight_only_linear(const void* x, const void* weight, const void* scales, const void* zeros,
                                    const void* bias, void* y, int dtype, int scale_dtype, int zero_dtype, int wide_bias,
                                    int numbers, int64_t rows, int64_t width, int64_t out, int64_t group,
                                    int64_t x_stride) {
     const int64_t groups = (width + group - 1) / group;
-    const WeightOnly given{static_cast<const uint8_t*>(weight), Factors{scales, scale_dtype, groups},
-                           Factors{zeros, zero_dtype, groups}, bias, wide_bias, numbers, rows, width, out, group};
+    WeightOnly given{static_cast<const uint8_t*>(weight), Factors{scales, scale_dtype, groups},
+                     Factors{zeros, zero_dtype, groups}, bias, wide_bias, numbers, 0, width, out, group};
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        run(given, static_cast<const T*>(x), x_stride, static_cast<T*>(y));
+        const T* from = static_cast<const T*>(x);
+        T* to = static_cast<T*>(y);
+        int64_t parts = (rows + kOthers - 1) / kOthers;  // of about as many rows each
+        for (int64_t left = rows; left > 0; left -= given.rows) {
+            given.rows = (left + parts - 1) / parts--;
+            run(given, from, x_stride, to);
+            from += given.rows * x_stride, to += given.rows * out;
+        }
     });
 }
 

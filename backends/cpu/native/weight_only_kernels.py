@@ -15,6 +15,7 @@ from hal.errors import OperationError
 from hal.ops.forms import Form
 
 from .. import low_bits
+from ..capabilities import product_dtype
 from ..description import ANY, of_rows
 from ..low_bits import by_expert, wrong_counts
 from .arguments import DTYPES, Bindings, addresses, empty, require
@@ -28,8 +29,8 @@ ZEROS = {**DTYPES, torch.int8: 3}
 """Codes of the dtypes of zero points in C++."""
 EXPONENTS, FLOAT8 = 4, 5
 """Codes of scales in C++ that are bits: exponents, or float8 with second scales. Others are as in :data:`DTYPES`."""
-MOST_ROWS = 64
-"""Rows above which a weight is widened for oneDNN's product."""
+MOST_ROWS, MOST_WITHOUT_16_BITS = 64, 192
+"""Rows above which a weight is widened for oneDNN's product: of 16 bits, and where it is one of float32."""
 
 
 def in_groups(form: Form) -> bool:
@@ -53,13 +54,14 @@ class WeightOnlyKernels(Bindings):
         self._grouped = self.function("weight_only_grouped_linear", c_int64, *given)
         self._many = partial(low_bits.linear, widen=self._widened)
         self._many_by_expert = by_expert(self._many)
+        self._most = MOST_WITHOUT_16_BITS if product_dtype(torch.bfloat16) is torch.float32 else MOST_ROWS
         self._integer_rows = self.function("integer_rows", c_int64)
         self.rows_alike = int(self.function("rows_alike", c_int64)())
 
     def describe(self, weight: Tensor, use: WeightUse) -> str:
         """Return who multiplies in :meth:`linear`, and for each expert in :meth:`grouped_linear`."""
         rounds = self._rounds(use.form, use.form.width(weight), low_bits.input_dtype(use))
-        few = (self.named("as integers"), self._integer_rows() if rounds else 0), (self.named("widened"), MOST_ROWS)
+        few = (self.named("as integers"), self._integer_rows() if rounds else 0), (self.named("widened"), self._most)
         return of_rows(*few, (low_bits.describe(weight, use), ANY))
 
     def _rounds(self, form: Form, width: int, dtype: torch.dtype) -> bool:
@@ -93,7 +95,7 @@ class WeightOnlyKernels(Bindings):
                 return self.linear(x, weight, bias, *factors, None, None, form)
 
             return low_bits.scaled(product, x, bias, x_scale, dtype or x.dtype, out)
-        few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        few = 0 < x.numel() <= self._most * x.shape[-1]
         if not few or not _fits(x, weight, bias, *factors, form):
             return self._many(x, weight, bias, *factors, None, None, form, out=out)
         features, width = weight.shape[0], x.shape[-1]
@@ -136,7 +138,7 @@ class WeightOnlyKernels(Bindings):
 
             return low_bits.scaled(product, x, bias, x_scale, dtype or x.dtype, out)
         num_experts, features = weight.shape[:2]
-        few = x.dim() == 2 and 0 < x.shape[0] <= MOST_ROWS * num_experts
+        few = x.dim() == 2 and 0 < x.shape[0] <= self._most * num_experts
         few = few and counts.is_cpu and counts.shape == (num_experts,) and counts.dtype is torch.int64
         if not few or not _fits(x, weight, bias, *factors, form):
             return self._many_by_expert(x, weight, counts, bias, *factors, None, None, form, out=out)

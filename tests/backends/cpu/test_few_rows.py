@@ -219,10 +219,10 @@ def test_the_environment_limits_the_instructions(monkeypatch: pytest.MonkeyPatch
         hal.open({"backend": "cpu"})
 
 
-def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it is faster at 512 rows, too; without tiles, it is compared up to 64."""
+def test_a_kernel_with_tiles_or_beside_widened_weights_may_serve_any_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is faster at 512 rows, too; else it is compared up to 64."""
 
-    def measured(many: bool, slow: range) -> packing.Measured:
+    def measured(many: bool, slow: range, widened: bool = False) -> packing.Measured:
         kernel = LinearKernels(build.load())
         kernel.many = many
 
@@ -231,6 +231,7 @@ def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.Mo
             return 3.0 if not by_kernel else 9.0 if len(x) in slow else 1.0
 
         monkeypatch.setattr(packing, "_run", run)
+        monkeypatch.setattr(packing, "product_dtype", lambda dtype: torch.float32 if widened else dtype)
         monkeypatch.setattr(packing, "packs", lambda dtype: True)
         monkeypatch.setattr(packing, "packed", Tensor.clone)  # timed alone, by run
         monkeypatch.setattr(kernel, "block_of", lambda plain, held: 32)
@@ -240,4 +241,6 @@ def test_a_kernel_with_tiles_may_serve_any_number_of_rows(monkeypatch: pytest.Mo
     assert measured(many=True, slow=range(512, 1025)).few_packed == 64
     assert measured(many=False, slow=range(0)).few_packed == 64
     assert measured(many=True, slow=range(0)).few_plain == 64
+    assert measured(many=False, slow=range(0), widened=True).few_plain == sys.maxsize
+    assert measured(many=False, slow=range(512, 1025), widened=True).few_plain == 64
     assert measured(many=False, slow=range(2)).few_packed == 64  # what one row loses, more rows gain

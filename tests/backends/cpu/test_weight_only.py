@@ -11,7 +11,7 @@ import torch
 from hal.backends.cpu import low_bits
 from hal.backends.cpu.native import build
 from hal.backends.cpu.native.processor import processor_flags
-from hal.backends.cpu.native.weight_only_kernels import WeightOnlyKernels
+from hal.backends.cpu.native.weight_only_kernels import MOST_WITHOUT_16_BITS, WeightOnlyKernels
 from helpers.thorough import EXHAUSTIVE, MODE, thorough
 from torch import Tensor
 
@@ -35,7 +35,7 @@ SIZES = (
 )
 FLOAT4 = Form("float4", columns=32, scales="e8m0")
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
-ROWS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 64)
+ROWS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 17, 64, 130)
 INTEGERS = 64 if "avx512_vnni" in processor_flags() else 16
 """Rows of x up to which x is rounded to integers."""
 
@@ -175,7 +175,7 @@ def test_others_use_torch(kernels: WeightOnlyKernels, monkeypatch: pytest.Monkey
     """Many rows, and none. C++ widens the weight of many."""
     weight, scale = weights(8, 40, 64), torch.rand(40, 2)
     monkeypatch.delattr(low_bits, "dequantize")
-    for x in (torch.randn(65, 64), torch.randn(0, 64)):
+    for x in (torch.randn(MOST_WITHOUT_16_BITS + 1, 64), torch.randn(0, 64)):
         expected = x @ dequantize(of_weight(weight, 32), weight, scale).t()
         for out in (None, torch.empty(x.shape[0], 40)):
             torch.testing.assert_close(multiplied(kernels, x, weight, scale, 32, out=out), expected)
