@@ -72,10 +72,14 @@ class V4Router(Router):
         table = Weight(("tid2eid",), "tokens_of_vocabulary taken", dtype=torch.int32, stored=stored, checks=(known,))
         return {**super().weights, "tid2eid": table}
 
-    def choose(self, hidden: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, scores: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of each token's experts; the further argument is the tokens."""
         chosen = None if self.tid2eid is None else self.tid2eid[further[0]]
-        return ops.softplus_route(self(hidden), self.e_score_correction_bias, chosen, self.top_k, self.factor)
+        return ops.softplus_route(scores, self.e_score_correction_bias, chosen, self.top_k, self.factor)
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights of given experts."""
+        return ops.softplus_route(scores, None, experts, self.top_k, self.factor)[0]
 
 
 class V4Layer(HyperDecoderLayer):

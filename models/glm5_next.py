@@ -18,6 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,8 @@ class PooledAttention(SelectiveAttention):
     def __init__(self, config: Glm5NextConfig, *, indexed: bool) -> None:
         super().__init__(config, None, indexed=indexed)
         self.group, width = config.index_kpool, config.index_head_dim
+        selected = self.index_topk + self.group - 1
+        self.states = {name: attrs.evolve(each, selected=selected) for name, each in self.states.items()}
         if indexed:
             self.indexer[GATE] = Linear(config.hidden_size, width)
             bias = nn.Parameter(torch.empty(self.group, width), requires_grad=False)

@@ -179,6 +179,11 @@ def _checked(runner: Runner) -> Any:
     runner.check_awake()
     if runner.prefixes is None:
         raise ConfigError("the runner keeps no prefixes", "set cache.reuse_prefixes")
+    if runner.choices is not None:
+        raise ConfigError(
+            "the model records what its layers choose, and a prefix that travels does not have it",
+            "load it without `record`, or compute the prefix here",
+        )
     if backend.mesh.size > 1:
         raise ConfigError(f"{backend.mesh.size} ranks share the model, each with a part of a prefix", "use one rank")
     if backend.state_layout != "canonical":

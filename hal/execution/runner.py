@@ -25,6 +25,7 @@ from hal.errors import HalError, ModelError
 from hal.execution.context import FormContext, Phase
 from hal.execution.encoding import Encoding
 from hal.execution.lockstep import Lockstep, agreement
+from hal.execution.recorded_choices import RecordedChoices
 from hal.execution.sleep_state import Sleep
 from hal.execution.state_spec import (
     allocated,
@@ -75,6 +76,8 @@ class Runner(Closable):
         asleep: what sleeps; None for nothing. See :func:`hal.sleep`.
         prefixes: with ``reuse_prefixes``, allocates blocks in place of ``blocks``, and shares those of equal prefixes.
             It keeps used blocks, so an engine must allocate here too. Else None.
+        choices: what the model's layers chose for the tokens in the cache, if it records that; see
+            :func:`hal.nn.keep_choices`. Else None.
 
     Raises:
         ConfigError: the states do not fit the device's memory, the compiler is unknown or unsupported, the model was
@@ -137,6 +140,9 @@ class Runner(Closable):
         if backend.config.cache.reuse_prefixes:
             saved = saved_states(states, backend.config.cache)
             self.prefixes = PrefixCache(self.blocks, self.spec.block_size, saved)
+        self.choices = None
+        if (kept := self.model.choices) is not None and kept.record and not engine_owns:
+            self.choices = RecordedChoices(kept, backend, self.spec.num_blocks, self.spec.block_size)
 
     def _prepare(self) -> None:
         """Make what runs the steps."""
@@ -317,10 +323,13 @@ class Runner(Closable):
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
-        if _inside.get() is self:
-            return self._running.step(batch, rows)
-        with self.running():
-            return self._running.step(batch, rows)
+        if _inside.get() is not self:
+            with self.running():
+                return self.step(batch, rows)
+        output = self._running.step(batch, rows)
+        if self.choices is not None:
+            self.choices.record(batch.slot_mapping, output)
+        return output
 
     @contextmanager
     def running(self) -> Iterator[None]:

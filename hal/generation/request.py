@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import attrs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from hal.checkpoint.adapters import Adapter, Adapters
 from hal.errors import BatchError, ConfigError
@@ -65,6 +66,7 @@ class Request:
         plain: whether each next token is the likeliest, whatever the other parameters, without images or a mask.
         adapter: the name of its adapter; None for none.
         loaded: that adapter, from the first step on.
+        choices: what the model's layers chose for its tokens but the last, once it has ended, if the model records it.
     """
 
     prompt_index: int
@@ -92,6 +94,7 @@ class Request:
     plain: bool = False
     adapter: str | None = None
     loaded: Adapter | None = None
+    choices: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @property
     def identities(self) -> list[int]:

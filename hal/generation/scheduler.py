@@ -128,6 +128,10 @@ class Scheduler:
             ClosedError: the runner is closed.
         """
         found = self._advance()
+        if (choices := self._runner.choices) is not None:
+            for request, token in found:
+                if token.finished is not None:
+                    request.choices = choices.read(request.blocks, len(request.tokens) - 1)
         for each in list(self._running):
             if each.ended and not each.unread:
                 self._release(each)

@@ -6,6 +6,7 @@ For type checkers and editors, each layer's ``__call__`` is its ``forward``: ``t
 
 from hal.nn.attention import Attention, Norm, SelfAttention
 from hal.nn.block_attention import BlockAttention, ChoosingAttention
+from hal.nn.choices import Choice, Choices, chosen
 from hal.nn.decoder import (
     LAYER_INPUTS,
     POST_NORMS,
@@ -44,6 +45,7 @@ from hal.nn.gated_delta_net import (
 )
 from hal.nn.group_attention import GroupAttention
 from hal.nn.hyper_connection import GatedConnection, HyperConnection, HyperDecoderLayer
+from hal.nn.keep_choices import keep_choices
 from hal.nn.kimi_delta_attention import KimiDeltaAttention
 from hal.nn.latent_attention import AbsorbedLinear, LatentAttention, LatentConfig
 from hal.nn.linear import Linear, MergedLinear, Projection
@@ -79,6 +81,8 @@ __all__ = [
     "Block",
     "BlockAttention",
     "CausalLM",
+    "Choice",
+    "Choices",
     "ChoosingAttention",
     "Concatenated",
     "Consumer",
@@ -144,7 +148,9 @@ __all__ = [
     "check_items",
     "check_layer_types",
     "check_window",
+    "chosen",
     "frames",
+    "keep_choices",
     "limited_silu_and_mul",
     "place_blocks",
     "text_config",

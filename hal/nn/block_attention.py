@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.errors import ConfigError
 from hal.nn.attention import Attention, Norm, SelfAttention
+from hal.nn.choices import POSITIONS, Choice, chosen
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import OUT, Linear
 from hal.nn.model import Angles, LayerState
@@ -46,6 +47,8 @@ class ChoosingAttention(SelfAttention, ABC):
         ConfigError: the index has fewer elements than are rotated.
     """
 
+    kept_choice: str | None = None
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -70,6 +73,11 @@ class ChoosingAttention(SelfAttention, ABC):
         selected = self.attention.states.items()
         return {name: attrs.evolve(each, selected=self.selected) for name, each in selected}
 
+    @property
+    def chooses(self) -> Choice | None:
+        """What is recorded and replayed of it."""
+        return Choice(POSITIONS, (1, self.selected))
+
     @abstractmethod
     def choose(self, hidden: Tensor, angles: Angles, batch: Any, state: LayerState, *further: Any) -> Tensor:
         """Store index keys, and return the positions that :func:`hal.ops.attend_chosen` reads."""
@@ -89,9 +97,9 @@ class ChoosingAttention(SelfAttention, ABC):
         assert key is not None
         assert value is not None
         self.attention.store(key, value, batch, state)
-        chosen = self.choose(hidden, angles, batch, state, *further)
+        selected = chosen(self, self.choose(hidden, angles, batch, state, *further))
         cache, places = (state["key"], state["value"]), (batch.block_table, batch.query_start_loc)
-        return ops.attend_chosen(query, *cache, chosen, *places, self.attention.options.scale).flatten(1)
+        return ops.attend_chosen(query, *cache, selected, *places, self.attention.options.scale).flatten(1)
 
 
 class BlockAttention(ChoosingAttention):
@@ -133,6 +141,12 @@ class BlockAttention(ChoosingAttention):
                 "k_norm": norm(index_dim),
             }
         )
+
+    @property
+    def chooses(self) -> Choice | None:
+        """What is recorded and replayed of it; None if ranks share its heads."""
+        heads = self.attention.num_kv_heads
+        return Choice(POSITIONS, (heads, self.selected)) if self.attention.states["key"].shape[0] == heads else None
 
     @property
     def states(self) -> LayerStates:

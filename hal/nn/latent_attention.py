@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.device.group import Group
+from hal.nn.choices import POSITIONS, Choice, chosen
 from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import OUT, Linear, MergedLinear
 from hal.nn.model import Angles, LayerState
@@ -137,11 +138,13 @@ class LatentAttention(nn.Module):
         states: the states of the layer, per token: ``latent``, and ``rope`` unless ``qk_rope_head_dim`` is 0.
         rotaries: the rotary embedding, in a tuple; empty for none.
         causal: that a query attends only to tokens up to its own.
+        kept_choice: the name under which the positions are recorded or replayed; None for neither.
 
     Source: DeepSeek-AI, *DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model*, 2024.
     """
 
     causal: bool = True
+    kept_choice: str | None = None
 
     def __init__(
         self, config: LatentConfig, rotary: RotaryEmbedding | None, index: Mapping[str, int] = MappingProxyType({})
@@ -177,6 +180,12 @@ class LatentAttention(nn.Module):
     def split(self, tensor: Group) -> None:
         """Compute this rank's heads from now on, which the projections say."""
 
+    @property
+    def chooses(self) -> Choice | None:
+        """What is recorded and replayed of it; None for attention to all positions."""
+        selected = self.states["latent"].selected
+        return None if selected is None else Choice(POSITIONS, (selected,))
+
     def forward(self, hidden: Tensor, angles: Angles, batch: Batch, state: LayerState, *further: Any) -> Tensor:
         """Map ``[tokens, hidden_size]`` to the same shape; see :class:`RotaryEmbedding`."""
         query, latent, key_rope, *index = self.latent_proj(hidden).split(self.latents, dim=-1)
@@ -192,6 +201,8 @@ class LatentAttention(nn.Module):
         ops.store_latent_cache(self.kv_a_layernorm(latent), key_rope, *cache, batch.slot_mapping)
         keys, values = self.kv_b_proj.by_head
         selected = self.select(hidden, normed, index, angles, batch, state, *further)
+        if selected is not None:
+            selected = chosen(self, selected)
         if selected is None:
             lengths = batch.query_start_loc, batch.kv_lens, batch.query_start_loc_host, batch.kv_lens_host
             attended = ops.multi_head_latent_attention(

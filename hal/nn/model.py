@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hal.device.group import Group
 from hal.errors import ConfigError, ModelError
+from hal.nn.choices import Choices
 from hal.nn.encoder import Encoder, EncoderItem, Placement
 from hal.nn.rotary import RotaryEmbedding
 from hal.step.batch import Batch
@@ -89,6 +90,7 @@ class CausalLM(nn.Module):
         recognize: whether compilers look for hal's operations in what the model computes in plain torch.
         loaded: the record of :func:`hal.load_model` that :func:`hal.replace_weights` reads; None for other models.
         adapters: the adapters of its projections; None without room for them.
+        choices: what its layers choose that steps return or take; see :func:`hal.nn.keep_choices`. None for nothing.
     """
 
     model_types: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ class CausalLM(nn.Module):
     prepared_by: str | None = None
     loaded: Any = None
     adapters: Any = None
+    choices: Choices | None = None
 
     @property
     def encoder(self) -> Encoder | None:

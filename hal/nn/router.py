@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from hal import ops
 from hal.errors import ConfigError
+from hal.nn.choices import EXPERTS, Choice, chosen
 from hal.nn.experts import Experts
 from hal.nn.linear import Linear
 from hal.nn.weights.weight import Weight
+from hal.ops.experts.routing import SMALLEST_SUM
 
 MAX_EXPERTS = 1 << 16
 """Each expert's tensors have names, which a damaged config must not multiply without limit."""
@@ -74,11 +76,14 @@ class Router(Gate):
         wide_weights: whether the weights of a token's experts stay in float32; else they have the tokens' dtype.
 
     Attributes:
+        kept_choice: the name under which its experts are recorded or replayed; None for neither.
         e_score_correction_bias: ``[num_experts]``, or ``[1, num_experts]`` as in ERNIE, float32; or None.
 
     Raises:
         ConfigError: the numbers of experts or groups are out of range.
     """
+
+    kept_choice: str | None = None
 
     def __init__(
         self,
@@ -123,18 +128,37 @@ class Router(Gate):
             axes = f"one {axes}"
         return {**super().weights, name: Weight((name,), axes, dtype=torch.float32)}
 
+    @property
+    def chooses(self) -> Choice:
+        """What is recorded and replayed of it."""
+        return Choice(EXPERTS, (self.top_k,), self.out_features)
+
     def choose(self, hidden: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of each token's experts.
 
         Args:
             hidden: ``[tokens, hidden_size]``.
-            further: not read; a subclass may choose by it.
+            further: not read; a subclass may choose by it in :meth:`route`.
 
         Returns:
             ``[tokens, top_k]``, of hidden's dtype or float32, and ``[tokens, top_k]``, int32.
         """
         scores = self(hidden)
-        weights, experts = ops.topk_route(
+        weights, own = self.route(scores, *further)
+        experts = chosen(self, own)
+        if experts is not own:
+            same = (experts == own).all(-1, keepdim=True)  # These tokens have the bits of a step without a replay.
+            weights = torch.where(same, weights, self.weigh(scores, experts).to(weights.dtype))
+        return weights if self.wide_weights else weights.to(hidden.dtype), experts
+
+    def route(self, scores: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each token's experts, given the gate's results.
+
+        Args:
+            scores: ``[tokens, num_experts]``.
+            further: as of :meth:`choose`.
+        """
+        return ops.topk_route(
             scores.float() if self.wide_weights else scores,
             None if self.e_score_correction_bias is None else self.e_score_correction_bias.flatten(),
             self.top_k,
@@ -144,7 +168,19 @@ class Router(Gate):
             *self.groups,
             self.group_best,
         )
-        return weights if self.wide_weights else weights.to(hidden.dtype), experts
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights of given experts, as :meth:`route` weighs those that it chooses.
+
+        Args:
+            scores: ``[tokens, num_experts]``.
+            experts: ``[tokens, top_k]``, int32.
+        """
+        wide = scores.float()
+        weights = (wide.sigmoid() if self.sigmoid else wide.softmax(-1)).gather(-1, experts.long())
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+        return weights * self.factor
 
 
 def _check_groups(num_experts: int, groups: int, taken: int) -> None:

@@ -84,6 +84,27 @@ def adapter_batch(base: Any, *, required: bool = False) -> type[Batch]:
     return AdapterBatch
 
 
+@lru_cache(maxsize=64)
+def given_batch(base: Any, name: str, width: int) -> type[Batch]:
+    """Return a batch class with a field ``[tokens, width]``, int32, of numbers that are given to a model's layers.
+
+    Padding, and batches that are built without the field, have -1.
+
+    Args:
+        base: the class to derive from.
+        name: the field's name.
+        width: its numbers for each token.
+    """
+
+    def none_given(batch: Batch) -> Tensor:
+        return torch.full((batch.num_tokens, width), -1, dtype=torch.int32, device=batch.token_ids.device)
+
+    fields = {name: field(f"tokens {width}", torch.int32, pad=-1, default=none_given)}
+    options: dict[str, Any] = {"frozen": True, "eq": False, "slots": False, "collect_by_mro": True}
+    made: type[Batch] = attrs.make_class(base.__name__, fields, (base,), **options)
+    return made
+
+
 def _none_embedded(batch: Batch) -> Tensor:
     return torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.token_ids.device)
 

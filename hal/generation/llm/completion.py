@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import attrs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from hal.generation.generated_text import GeneratedText
 from hal.generation.logits_processing import Logprob
@@ -42,6 +43,8 @@ class Completion:
         prompt_token_ids: the tokens of the prompt.
         logprobs: those of the new tokens, if ``logprobs`` asks for them.
         prompt_logprobs: those of the prompt's tokens from the second on, if ``prompt_logprobs`` asks for them.
+        choices: what the model's layers chose for the tokens of the prompt and the new ones but the last, which has not
+            run, if ``record`` of :class:`hal.LLM` says so: ``[tokens, layers, ...]`` of integers on the CPU, by name.
     """
 
     text: str
@@ -53,6 +56,7 @@ class Completion:
     prompt_token_ids: tuple[int, ...] = attrs.field(default=(), repr=False)
     logprobs: tuple[TokenLogprob, ...] | None = attrs.field(default=None, repr=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = attrs.field(default=None, repr=False)
+    choices: Mapping[str, Tensor] = attrs.field(factory=dict, repr=False, eq=False)
 
 
 @attrs.frozen
@@ -110,4 +114,5 @@ def completion_of(
         prompt_token_ids=tuple(prompt),
         logprobs=token_logprobs(new, [(each.logprob, each.top_logprobs) for each in tokens]) if asked else None,
         prompt_logprobs=None if prompt_logprobs is None else token_logprobs(prompt[1:], prompt_logprobs),
+        choices=request.choices,
     )

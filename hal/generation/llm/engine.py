@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from hal.execution.state_spec import longest_sequence, spec_of, states_per_seque
 from hal.generation.drafting.drafter import DraftConfig, plan_drafter
 from hal.generation.drafting.expectation import examine
 from hal.generation.drafting.speculation import Speculation, capture_drafts, keep_states
-from hal.nn import CausalLM
+from hal.nn import CausalLM, keep_choices
 from hal.parallel.launch import gathered
 from hal.step.fields import DUMMY_BLOCK
 from hal.step.state import StateSpec
@@ -63,6 +63,8 @@ def open_engine(
     lengths: Sequence[int] | None = None,
     draft: DraftConfig | None = None,
     adapters: Mapping[str, str | Path] = MappingProxyType({}),
+    record: Collection[str] = (),
+    replay: Collection[str] = (),
 ) -> Engine:
     """Open a backend, load a model and what drafts for it, and make their runners.
 
@@ -76,6 +78,8 @@ def open_engine(
         draft: how tokens are drafted; None for no drafts.
         adapters: folders of adapters by name. Unless the settings say otherwise, there is room for one more, so that
             one can be loaded anew while requests use it.
+        record: as of :func:`hal.nn.keep_choices`.
+        replay: likewise.
 
     Raises:
         CheckpointError: an adapter is damaged, or does not fit the model.
@@ -106,6 +110,8 @@ def open_engine(
         keep_states(model, 1 + spare)
         if "queries" not in settings.get("compilation", {}):
             capture_drafts(backend, 1 + spare)
+    if record or replay:
+        keep_choices(model, record=record, replay=replay)
     if "reuse_prefixes" not in cache and not states_per_sequence(model):
         known = backend.config
         backend.configure(attrs.evolve(known, cache=attrs.evolve(known.cache, reuse_prefixes=True)))

@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +36,7 @@ from hal.generation.llm.checkpoint_defaults import merged, recommended, with_sto
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.embedder import Embedder
 from hal.generation.llm.engine import Engine, open_engine
+from hal.generation.llm.given_choices import fields_of_choices
 from hal.generation.llm.loop_pass import Change
 from hal.generation.llm.messages import Message
 from hal.generation.llm.model_weights import pairs_of, replace, sleep_all, wake_all
@@ -86,6 +87,9 @@ class LLM:
             same.
         adapters: folders of adapters (LoRA) that PEFT saved, by the name with which requests choose one. Unless the
             configuration says ``adapters.slots``, there is room for one more, of the largest rank.
+        record: what its layers choose that completions have: ``experts``, ``positions`` or both; see
+            :func:`hal.nn.keep_choices`. It takes a copy to the host in each step.
+        replay: what :meth:`log_probabilities` can be given of it. It takes launches in each step.
         config: further keys of the configuration; see :func:`hal.open`. The ``HAL_*`` environment variables set the
             keys that are not given.
         progress: called as weights are loaded.
@@ -116,6 +120,8 @@ class LLM:
         max_sequences: int = 64,
         draft: str | Mapping[str, Any] | DraftConfig | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        record: Collection[str] = (),
+        replay: Collection[str] = (),
         config: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -143,6 +149,8 @@ class LLM:
                 progress=progress,
                 draft=None if draft is None else DraftConfig.of(draft),
                 adapters=adapters or {},
+                record=record,
+                replay=replay,
             )
             self._runner, self.max_length, self._speculation = engine.runner, engine.max_length, engine.speculation
             self.first = self._runner.backend.mesh.first
@@ -337,6 +345,7 @@ class LLM:
         continuations: Prompt | Sequence[Prompt],
         *,
         adapter: str | None = None,
+        choices: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[Score]:
         """Return how likely the model finds each continuation of a prompt.
 
@@ -347,16 +356,23 @@ class LLM:
             prompts: one for each continuation, or one for all.
             continuations: the continuations.
             adapter: as of :meth:`generate`.
+            choices: what the model's layers choose for the tokens of each prompt and its continuation, as
+                :class:`hal.Completion` has it, with the same names for each; None
+                for what they choose themselves. So do the tokens beyond the given ones.
 
         Raises:
-            BatchError: there are not as many prompts, one is empty, or a sequence is too long.
+            BatchError: there are not as many prompts, one is empty, a sequence is too long, or the choices are out of
+                range or of another model.
+            ConfigError: there are choices that the model does not replay.
             CheckpointError: one is text, and the checkpoint has no tokenizer.
             ClosedError: the LLM is closed.
         """
         pairs = paired(prompts, continuations, lambda: self.tokenizer)
         whole = [[*prompt, *continuation] for prompt, continuation in pairs]
         self._check(whole)
-        scores = self._scoring(whole, [len(prompt) for prompt, _ in pairs], adapter=adapter).result().scores
+        given = None if choices is None else fields_of_choices(self._runner.model, choices, list(map(len, whole)))
+        starts = [len(prompt) for prompt, _ in pairs]
+        scores = self._scoring(whole, starts, adapter=adapter, given=given).result().scores
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
     def log_probabilities(
@@ -365,13 +381,14 @@ class LLM:
         continuations: Prompt | Sequence[Prompt],
         *,
         adapter: str | None = None,
+        choices: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[Tensor]:
         """Return the log-probabilities of the tokens of each continuation, ``[tokens]``, float32, on the CPU.
 
         They are the log-softmax of the model's logits, at temperature 1. The arguments and errors are those of
         :meth:`score`.
         """
-        scores = self.score(prompts, continuations, adapter=adapter)
+        scores = self.score(prompts, continuations, adapter=adapter, choices=choices)
         return [torch.tensor([each.logprob for each in found.tokens]) for found in scores]
 
     def export_prefix(self, prompt: Prompt) -> bytes:
@@ -499,9 +516,14 @@ class LLM:
         return done.result
 
     def _scoring(
-        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], top: int = 0, adapter: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        top: int = 0,
+        adapter: str | None = None,
+        given: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> Future[ScorePass]:
-        made = functools.partial(ScorePass, prompts=prompts, starts=starts, top=top, adapter=adapter)
+        made = functools.partial(ScorePass, prompts=prompts, starts=starts, top=top, adapter=adapter, given=given)
         return self._loop.start(made)
 
     def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[MultimodalPrompt]:

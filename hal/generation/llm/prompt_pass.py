@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -104,9 +104,13 @@ class PromptPass(Pass):
         runner, counts = self._runner, [each.stop - each.start for each in chunks]
         with runner.running():
             rows = to_device(found, runner.backend.device.torch) if (found := self.rows(chunks)) else NONE
-            output = runner.step(inputs.batch(counts), rows=rows)
+            output = runner.step(inputs.batch(counts, **self.fields(chunks)), rows=rows)
             inputs.advance(counts)
             self.collect(chunks, output, rows)
+
+    def fields(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return fields of the step's batch beside its tokens."""
+        return {}
 
     @abstractmethod
     def rows(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -125,6 +129,7 @@ class ScorePass(PromptPass):
         starts: the first token of each prompt that is scored, 1 or more.
         top: how many of the most likely tokens to return beside each.
         adapter: see :class:`PromptPass`.
+        given: fields of batches with a row for each token of a prompt, the same ones for each; None for none.
 
     Attributes:
         scores: the log-probabilities of each prompt's tokens from its start on.
@@ -137,8 +142,10 @@ class ScorePass(PromptPass):
         starts: Sequence[int],
         top: int = 0,
         adapter: str | None = None,
+        given: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
         super().__init__(engine, prompts, adapter)
+        self._given = given
         most = max(16, MOST_LOGITS // self._runner.model.vocab_size)
         self.max_tokens = min(self._runner.backend.config.max_prefill_tokens, most)
         self._starts, self._top = starts, top
@@ -147,6 +154,13 @@ class ScorePass(PromptPass):
     def _places(self, chunk: Chunk) -> range:
         """Return the positions whose logits say how likely a scored token is."""
         return range(max(chunk.start, self._starts[chunk.index] - 1), min(chunk.stop, len(chunk.tokens) - 1))
+
+    def fields(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the given fields of the chunks' tokens."""
+        if self._given is None:
+            return {}
+        parts = [(self._given[each.index], slice(each.start, each.stop)) for each in chunks]
+        return {name: torch.cat([own[name][place] for own, place in parts]) for name in parts[0][0]}
 
     def rows(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the tokens before scored ones."""
