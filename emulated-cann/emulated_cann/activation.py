@@ -111,7 +111,9 @@ def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> 
     environ[OPTIONS] = options.to_json()
     environ.update(dict.fromkeys(HOMES, str(home)), ASCEND_OPP_PATH=str(home / "opp"))
     environ.pop("ASCEND_CUSTOM_OPP_PATH", None)  # operators of a real CANN
-    if options.races:
+    if options.trace is not None:
+        Path(options.trace).write_text("[\n]\n", encoding="ascii")
+    if options.races or options.trace is not None:
         environ.setdefault("TASK_QUEUE_ENABLE", "0")  # launches of another thread have no Python stack
 
 

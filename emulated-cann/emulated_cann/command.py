@@ -52,6 +52,7 @@ def build_command() -> None:
 @click.option("--tasks", type=click.IntRange(min=1), help="Maximum tasks in a device's captured graphs.")
 @click.option("--stall", type=click.IntRange(min=1), help="Seconds without work after which a wait of the host fails.")
 @click.option("--seed", type=int, help="Seed of a deterministic order in which streams run.")
+@click.option("--trace", type=click.Path(dir_okay=False, writable=True), help="File to write a trace for Perfetto to.")
 @click.option("--races", is_flag=True, help="Report launches that race; the status is then 66.")
 @click.option("--force", is_flag=True, help="Run even if a real CANN is installed.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- PROGRAM [ARGUMENT]...")
@@ -69,6 +70,8 @@ def run(program: Sequence[str], force: bool, **options: Any) -> None:
     from .build import build
     from .options import read_options
 
+    if options["trace"] is not None:  # the program may change its folder
+        options["trace"] = os.path.abspath(options["trace"])
     chosen = read_options(options, "the command")
     if not force:
         refuse_real_cann()

@@ -37,6 +37,14 @@ def _in_range(least: int, most: int) -> Callable[[Any, attrs.Attribute[Any], int
     return validate
 
 
+def _is_plain(instance: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
+    """Refuse a path that the runtime, which parses no escapes, cannot read from the options' JSON."""
+    if value is not None and json.dumps(value) != f'"{value}"':
+        raise InvalidOption(
+            f"{attribute.name} must be a path of plain ASCII text, not {value!r}", "choose another path"
+        )
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """Options of the emulated machine; None is the runtime's default.
@@ -50,6 +58,7 @@ class Options:
         tasks: the maximum number of tasks in the captured graphs of a device.
         stall: seconds without any running work after which a wait of the host fails instead of hanging.
         seed: the seed of a deterministic order in which streams run; None lets them run freely.
+        trace: the path of a file to which everything that runs is written, in the trace event format of Perfetto.
         races: report races, and end the process with status 66 if there are any; see :func:`emulated_cann.races`.
     """
 
@@ -61,6 +70,7 @@ class Options:
     tasks: int | None = attrs.field(default=None, validator=_in_range(1, COUNT))
     stall: int | None = attrs.field(default=None, validator=_in_range(1, SECONDS))
     seed: int | None = attrs.field(default=None, validator=_in_range(0, (1 << 63) - 1))
+    trace: str | None = attrs.field(default=None, validator=_is_plain)
     races: bool = False
 
     def to_json(self) -> str:

@@ -16,32 +16,6 @@ from .control import native_library
 Kind = Literal["kernel", "copy", "fill", "graph", "update", "prefetch", "host"]
 Phase = Literal["eager", "capture", "replay"]
 
-DTYPES = {
-    0: "float32",
-    1: "float16",
-    2: "int8",
-    3: "int32",
-    4: "uint8",
-    6: "int16",
-    7: "uint16",
-    8: "uint32",
-    9: "int64",
-    10: "uint64",
-    11: "float64",
-    12: "bool",
-    16: "complex64",
-    17: "complex128",
-    27: "bfloat16",
-    29: "int4",
-    30: "uint1",
-    33: "complex32",
-    34: "hifloat8",
-    35: "float8_e5m2",
-    36: "float8_e4m3fn",
-    37: "float8_e8m0fnu",
-}
-"""Names of CANN's data types (aclDataType), torch's names where they exist."""
-
 
 @attrs.frozen
 class Operand:
@@ -49,7 +23,7 @@ class Operand:
 
     Attributes:
         shape: the shape.
-        dtype: torch's name of the dtype.
+        dtype: torch's name of the dtype, or the name of CANN's data type without "ACL_".
         bytes: the bytes from its first element to its last, including gaps.
         access: the kernel's access: read, write or read_write.
     """
@@ -65,15 +39,17 @@ class Record:
     """An entry of a trace: work that a stream ran, or that a capture recorded.
 
     Attributes:
-        kind: kernel, copy, fill, graph (the start of a replay), update (of a task group), prefetch or
+        kind: kernel, copy, fill, graph (a replay), update (of a task group), prefetch or
             host (a function).
         name: for a kernel, its aclnn name without the prefix.
         stream: the stream's number; -1 for a copy or fill on the host.
         device: the device's number.
         phase: eager, replay, or capture, in which work is recorded but does not run.
+        graph: in a replay, the number of the graph; 0 otherwise.
         bytes: the total bytes of the operands, or the bytes copied.
         flops: floating-point operations; 0 if they are not counted.
-        microseconds: the duration of the work; 0 if it is not measured.
+        start: when the work began, in microseconds of the machine's monotonic clock.
+        microseconds: the duration of the work; 0 in a capture.
         operands: the tensors of a kernel, in the order of its arguments.
         communicator: for a collective, the name of its communicator.
         rank: for a collective, the rank in the communicator.
@@ -85,8 +61,10 @@ class Record:
     stream: int
     device: int
     phase: Phase
+    graph: int
     bytes: int
     flops: float
+    start: float
     microseconds: float
     operands: tuple[Operand, ...]
     communicator: str | None = None
@@ -142,8 +120,7 @@ def _records() -> list[Record]:
 
 def _record(found: dict[str, Any]) -> Record:
     operands = tuple(
-        Operand(tuple(each["shape"]), DTYPES.get(each["dtype"], "?"), each["bytes"], each["access"])
-        for each in found.pop("operands")
+        Operand(tuple(each["shape"]), each["dtype"], each["bytes"], each["access"]) for each in found.pop("operands")
     )
     return Record(**found, operands=operands)
 

@@ -25,6 +25,9 @@ const char* emulated_cann_races_found();
 // Looks for races from now on, prints each, and exits with status 66 if there are any.
 void emulated_cann_report_races();
 
+// Writes what runs from now on to a file, which must hold an empty JSON list and its end in a line of its own.
+void emulated_cann_trace_to(const char* path);
+
 // Injects a fault. `kind` is "malloc", "launch", "execution", "hang", "delay", "stream" or "copy". `name` restricts it
 // to one kernel; empty means any. `count` matching calls fail, from number `first` (counted from 1) on; count 0 means
 // all. `code` is the error code; `milliseconds` is the duration of a hang or delay. Returns the number of the fault,

@@ -43,6 +43,7 @@ struct CopyTask : Task {
     size_t bytes;
     uint32_t call = call_stack();
     void run(const Context& context) override {
+        auto begin = std::chrono::steady_clock::now();
         OURS("the program injects it with emulated_cann.faults");
         Injection injection;
         if (fault_at(Fault::copy, name(), &injection))
@@ -50,7 +51,7 @@ struct CopyTask : Task {
         if (finding_races()) access_memory(context, name(), call, {bytes_at(to, bytes, Access::write),
                                                                    bytes_at(from, bytes, Access::read)});
         std::memmove(host_pointer(to, bytes, "writes"), host_pointer(from, bytes, "reads"), bytes);
-        trace_event(TraceKind::copy, name(), context, bytes);
+        trace_event(TraceKind::copy, name(), context, bytes, begin, call);
     }
     std::string name() const override { return direction(to, from); }
     std::vector<Dumped> dumped() const override { return {{"MEMCPY_ASYNC", "MEMCPY_ASYNC"}}; }
@@ -63,9 +64,10 @@ struct FillTask : Task {
     size_t bytes;
     uint32_t call = call_stack();
     void run(const Context& context) override {
+        auto begin = std::chrono::steady_clock::now();
         if (finding_races()) access_memory(context, name(), call, {bytes_at(to, bytes, Access::write)});
         std::memset(host_pointer(to, bytes, "fills"), value, bytes);
-        trace_event(TraceKind::fill, name(), context, bytes);
+        trace_event(TraceKind::fill, name(), context, bytes, begin, call);
     }
     std::string name() const override { return "Memset"; }
 };

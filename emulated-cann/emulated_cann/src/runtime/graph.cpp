@@ -17,19 +17,23 @@ namespace {
 struct GraphTask : Task {
     GraphTask(std::shared_ptr<Graph> graph, uint32_t call) : state(std::move(graph)) { state.call = call; }
     Replay state;
+    TracePoint begin;
     bool ready(const Context&) override { return !state.graph->running || state.graph->running == this; }
     Replay* replay(const Context& context) override {
         if (!state.graph->running) {
             state.graph->running = this;
             begin_in_order(context.stream, *this);
             fork_lanes(context, state);
-            trace_event(TraceKind::graph, name(), context, 0);
+            begin = std::chrono::steady_clock::now();
             for (auto& task : state.graph->defaults) task->run(context);
         }
         return &state;
     }
     void finish(const Context& context) override {
-        if (state.graph->running == this) state.graph->running = nullptr;
+        if (state.graph->running == this) {
+            state.graph->running = nullptr;
+            trace_event(TraceKind::graph, name(), context, 0, begin, state.call);
+        }
         join_lanes(state);
         if (state.failure && !context.stream.failure) context.stream.failure = state.failure;
     }

@@ -18,10 +18,11 @@ struct HostTask : Task {
     aclrtHostFunc function;
     void* argument;
     void run(const Context& context) override {
+        auto begin = std::chrono::steady_clock::now();
         run_on_host(context);
         function(argument);
         run_on_host(context);
-        trace_event(TraceKind::host, name(), context, 0);
+        trace_event(TraceKind::host, name(), context, 0, begin);
     }
     std::string name() const override { return "HostFunction"; }
     std::vector<Dumped> dumped() const override { return {{"HOSTFUNC_CALLBACK", "HOSTFUNC_CALLBACK"}}; }
@@ -50,6 +51,7 @@ struct CallbackTask : Task {
     bool blocks;
     uint64_t thread;
     void run(const Context& context) override {
+        auto begin = std::chrono::steady_clock::now();
         run_on_host(context);
         auto report = std::make_shared<Report>(Report{function, argument});
         Lock lock(machine().mutex);
@@ -58,7 +60,7 @@ struct CallbackTask : Task {
         if (blocks) machine().progress.wait(lock, [&] { return report->done; });
         run_on_host(context);
         lock.unlock();
-        trace_event(TraceKind::host, name(), context, 0);
+        trace_event(TraceKind::host, name(), context, 0, begin);
     }
     std::string name() const override { return "HostCallback"; }
 };

@@ -1,8 +1,6 @@
 // Kernel launches.
 #include "runtime/launch.h"
 
-#include <chrono>
-
 #include "runtime/faults.h"
 #include "runtime/memory.h"
 #include "runtime/races.h"
@@ -24,7 +22,7 @@ struct KernelTask : Task {
     // Of the current execution.
     bool begun = false, complete = false;
     std::string problem;
-    std::chrono::steady_clock::time_point begin;
+    TracePoint begin;
 
     bool ready(const Context&) override { return !launch.ready || launch.ready(); }
     bool waits_outside() const override { return static_cast<bool>(launch.ready); }
@@ -61,10 +59,7 @@ struct KernelTask : Task {
         launch.run();
         complete = !launch.unfinished || !launch.unfinished();
         if (complete && launch.ranks.count) acquire_by_name(launch.ranks.communicator, context);
-        if (complete && tracing()) {
-            std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
-            trace_launch(kind, launch, context.stream, context.replay ? "replay" : "eager", took.count());
-        }
+        if (complete) trace_launch(kind, launch, context, begin);
     }
 
     void inject_faults() const {
@@ -112,7 +107,7 @@ int launch_as(TraceKind kind, aclrtStream handle, Launch launch) {
     auto stream = find_stream(handle);
     if (!stream) return no_such_stream(handle);
     int code = submit(*stream, task);
-    if (!code && stream->capture && tracing()) trace_launch(kind, task->launch, *stream, "capture", 0);
+    if (!code && stream->capture) trace_capture(kind, task->launch, *stream);
     return code;
 }
 

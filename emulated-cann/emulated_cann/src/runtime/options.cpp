@@ -16,6 +16,8 @@ namespace {
         std::string name = (*found)[1], value = (*found)[2].matched ? (*found)[2] : (*found)[3];
         if (name == "seed") {
             emulated_cann_seed(1, std::strtoull(value.c_str(), nullptr, 10));
+        } else if (name == "trace") {
+            emulated_cann_trace_to(value.c_str());
         } else if (name == "races") {
             if (value == "true") emulated_cann_report_races();
         } else {

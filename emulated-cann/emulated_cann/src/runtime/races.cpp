@@ -211,6 +211,7 @@ void emulated_cann_report_races() {
         if (races().found.empty()) return;
         std::fprintf(stderr, "emulated-cann: races: %zu\n", races().found.size());
         std::fflush(nullptr);
+        flush_trace();
         _exit(exit_status);
     });
 }

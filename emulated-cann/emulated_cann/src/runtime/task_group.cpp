@@ -38,7 +38,7 @@ struct UpdateTask : Task {
     std::shared_ptr<Graph> graph;
     std::vector<TaskPointer> tasks;
     void run(const Context& context) override {
-        trace_event(TraceKind::update, "TaskUpdate", context, 0);
+        trace_event(TraceKind::update, "TaskUpdate", context, 0, std::chrono::steady_clock::now());
         Lock lock(machine().mutex);
         group->tasks.swap(tasks);
     }
