@@ -44,7 +44,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", IN_THIS_PROCESS)
 def test_a_race_is_found_in_a_block(name: str) -> None:
-    for ordered in (True, False):
+    for ordered in (True, False, False):  # found again by a second block
         with emulated_cann.races() as found:
             planted_races.PROGRAMS[name](ordered)
         assert bool(found) != ordered, found

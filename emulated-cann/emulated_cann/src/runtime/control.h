@@ -18,9 +18,9 @@ void emulated_cann_trace(int on);
 // Returns the records as a JSON list, valid until the next call.
 const char* emulated_cann_trace_records();
 
-// Starts or stops looking for races. Returns whether they were looked for before.
+// Starts or stops looking for races. Returns whether they were looked for before. Starting deletes those found earlier.
 int emulated_cann_races(int on);
-// Returns the races found so far as a JSON list, valid until the next call.
+// Returns the races found since then as a JSON list, valid until the next call.
 const char* emulated_cann_races_found();
 // Looks for races from now on, prints each, and exits with status 66 if there are any.
 void emulated_cann_report_races();

@@ -189,6 +189,10 @@ int emulated_cann_races(int on) {
     record_calls(on);
     find_races(on);
     races().segments.clear();
+    if (on) {
+        races().found.clear();
+        races().known.clear();
+    }
     return before;
 }
 
