@@ -23,7 +23,7 @@ class Operand:
 
     Attributes:
         shape: the shape.
-        dtype: torch's name of the dtype, or the name of CANN's data type without "ACL_".
+        dtype: torch's name of the dtype, or that of CANN without ``ACL_``, in lower case.
         bytes: the bytes from its first element to its last, including gaps.
         access: the kernel's access: read, write or read_write.
     """
