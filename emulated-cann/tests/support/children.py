@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def python(*arguments: str, environ: Mapping[str, str] | None = None, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with an environment, by default this process's, and more variables."""
+def python(
+    *arguments: str, environ: Mapping[str, str] | None = None, timeout: float = 200, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with an environment, by default this process's, and more variables, for at most some seconds."""
     variables = {**(os.environ if environ is None else environ), **more}
     return subprocess.run(
-        [sys.executable, *arguments], env=variables, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *arguments], env=variables, capture_output=True, text=True, timeout=timeout, check=False
     )
 
 

@@ -23,6 +23,27 @@ static void Embedding(In weight, In indices, Out out) {
 }
 ACLNN(Embedding, .check = check_embedding)
 
+static void EmbeddingRenorm(InOut self, In indices, double most, double order) {
+    auto rows = widen(self).clone();
+    self.set(at::embedding_renorm_(rows, wide(indices), most, order));
+}
+ACLNN(EmbeddingRenorm)
+static void EmbeddingBag(In weight, In indices, In offsets, bool scale, int64_t mode, bool sparse, In factors,
+                         bool include_last, int64_t padding, Out out, Out bags, Out sizes, Out largest) {
+    std::optional<at::Tensor> given = factors ? std::optional<at::Tensor>(widen(factors)) : std::nullopt;
+    auto [sum, bag, size, where] = at::_embedding_bag(widen(weight), wide(indices), wide(offsets), scale, mode, sparse,
+                                                      given, include_last, padding);
+    out.set(sum);
+    // The others are for the gradient; torch_npu leaves out those that a mode does not need.
+    auto set_if_same = [](const Out& target, const at::Tensor& value) {
+        if (target && target.sizes() == value.sizes()) target.set(value);
+    };
+    set_if_same(bags, bag);
+    set_if_same(sizes, size);
+    set_if_same(largest, where);
+}
+ACLNN(EmbeddingBag, .check = floating_first)
+
 static void check_select(In self, int64_t dim, In index, Out out) {
     check_index_type(index);
     dim = wrap(dim, self.dim());

@@ -60,3 +60,30 @@ static void NLLLoss(In self, In target, In weight, int64_t reduction, int64_t ig
     if (reduction != at::Reduction::None) total_weight.set(total);
 }
 ACLNN(NLLLoss, .check = check_nll)
+static void NLLLoss2d(In self, In target, In weight, int64_t reduction, int64_t ignore_index, Out out,
+                      Out total_weight) {
+    auto [loss, total] =
+        at::nll_loss2d_forward(widen(self), target.tensor().to(at::kLong), given(weight), reduction, ignore_index);
+    out.set(loss);
+    if (reduction != at::Reduction::None) total_weight.set(total);
+}
+ACLNN(NLLLoss2d, .check = floating_first)
+static void SoftMarginLoss(In self, In target, int64_t reduction, Out out) {
+    out.set(at::soft_margin_loss(widen(self), widen(target), reduction));
+}
+ACLNN(SoftMarginLoss, .check = floating_first)
+static void MultilabelMarginLoss(In self, In target, int64_t reduction, Out out, Out is_target) {
+    auto [loss, chosen] =
+        at::multilabel_margin_loss_forward(widen(self), target.tensor().to(at::kLong), reduction);
+    out.set(loss);
+    is_target.set(chosen);
+}
+ACLNN(MultilabelMarginLoss, .check = floating_first)
+static void CtcLoss(In log_probs, In targets, Ints input_lengths, Ints target_lengths, int64_t blank,
+                    bool zero_infinity, Out out, Out log_alpha) {
+    auto [loss, alpha] = at::_ctc_loss(widen(log_probs), targets.tensor().to(at::kLong), input_lengths.values,
+                                       target_lengths.values, blank, zero_infinity);
+    out.set(loss);
+    log_alpha.set(at::constant_pad_nd(alpha, {0, log_alpha.size(-1) - alpha.size(-1)}));  // to a multiple of 8
+}
+ACLNN(CtcLoss, .check = floating_first)

@@ -65,13 +65,16 @@ PRODUCT(Matmul, 0, 0)
 PRODUCT(MatmulWeightNz, 0, 0)
 
 static void Dot(In self, In other, Out out) { out.set(at::dot(widen(self), widen(other))); }
-ACLNN(Dot)
+ACLNN(Dot, .check = real_first)
 
 // Returns beta * self + alpha * product. With beta 0 it ignores self, which may hold NaN.
 static at::Tensor add_product(const In& self, const at::Tensor& product, const Number& beta, const Number& alpha) {
-    auto scaled = alpha.value->equal(1) ? product : at::mul(product, alpha);
-    if (beta.value->equal(0)) return scaled;
-    return at::add(scaled, widen(self), beta);
+    auto in_dtype = [&](const Number& factor) {  // integers have integer factors
+        return product.is_floating_point() || product.is_complex() ? *factor.value : at::Scalar(factor.value->toLong());
+    };
+    auto first = in_dtype(alpha), second = in_dtype(beta);
+    auto scaled = first.equal(1) ? product : at::mul(product, first);
+    return second.equal(0) ? scaled : at::add(scaled, widen(self), second);
 }
 
 static void check_sum(const In& self, const In& mat1, const In& mat2, const Out& out, int64_t dims) {

@@ -47,6 +47,17 @@ inline void require_dtype(const In& tensor, std::initializer_list<at::ScalarType
     throw Refused(std::string(name) + " must be one of " + list + ", but is " + c10::toString(tensor.dtype()));
 }
 
+// Checks for operations whose first argument must be floating point, or not complex.
+template <class... Rest>
+void floating_first(In first, Rest...) {
+    if (!at::isFloatingType(first.dtype()))
+        throw NotEmulated(std::string("the dtype ") + c10::toString(first.dtype()) + " is not emulated");
+}
+template <class... Rest>
+void real_first(In self, Rest...) {
+    require(!at::isComplexType(self.dtype()), std::string("self must not be ") + c10::toString(self.dtype()));
+}
+
 inline int64_t wrap(int64_t dim, int64_t dims) {
     int64_t range = dims ? dims : 1;
     if (dim < -range || dim >= range)

@@ -54,14 +54,14 @@ ACLNN(LogSigmoidForward)
 
 #define ONE(name, function)                                                                         \
     static void name(In self, Number a, Out out) { out.set(function(widen(self), at::Scalar(a))); } \
-    ACLNN(name)
+    ACLNN(name, .check = real_first)
 #define ONE_INPLACE(name, function)                                                                     \
     ONE(name, function)                                                                                 \
     static void Inplace##name(InOut self, Number a) { self.set(function(widen(self), at::Scalar(a))); } \
     ACLNN(Inplace##name)
 #define TWO(name, function)                                                                          \
     static void name(In self, Number a, Number b, Out out) { out.set(function(widen(self), a, b)); } \
-    ACLNN(name)
+    ACLNN(name, .check = real_first)
 #define TWO_INPLACE(name, function)                                                                      \
     TWO(name, function)                                                                                  \
     static void Inplace##name(InOut self, Number a, Number b) { self.set(function(widen(self), a, b)); } \

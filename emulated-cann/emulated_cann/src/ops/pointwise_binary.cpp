@@ -49,6 +49,14 @@ ACLNN(Rsubs, .check = check_scaled_number)
     static void name(In self, In other, Out out) { out.set(function(self, other)); } \
     ACLNN(name, .check = check_binary)
 
+#define EXTREME(name, function)                                                      \
+    static void name(In self, In other, Out out) { out.set(function(self, other)); } \
+    ACLNN(                                                                           \
+        name, .check = [](In self, In other, Out out) {                              \
+            real_first(self);                                                        \
+            check_operands(self, other, out);                                        \
+        })
+
 #define BINARY_INPLACE(name, function)                                                   \
     BINARY(name, function)                                                               \
     static void Inplace##name(InOut self, In other) { self.set(function(self, other)); } \
@@ -77,8 +85,8 @@ NUMBER_INPLACE(PowTensorScalar, at::pow)
 BINARY_INPLACE(Atan2, at::atan2)
 BINARY_INPLACE(XLogYTensor, at::xlogy)
 NUMBER_INPLACE(XLogYScalarOther, at::xlogy)
-BINARY(Minimum, at::minimum)
-BINARY(Maximum, at::maximum)
+EXTREME(Minimum, at::minimum)
+EXTREME(Maximum, at::maximum)
 BINARY(LogAddExp, at::logaddexp)
 BINARY(LogAddExp2, at::logaddexp2)
 BINARY(Gcd, at::gcd)

@@ -36,6 +36,10 @@ static void check_typed(In self, Ints dims, bool keepdim, aclDataType dtype, Out
 static void check_dims(In self, Ints dims, bool keepdim, Out out) {
     require_shape(out, reduced(self, dims.values, keepdim), "out");
 }
+static void check_extreme(In self, Ints dims, bool keepdim, Out out) {
+    real_first(self);
+    check_dims(self, dims, keepdim, out);
+}
 static void check_all(In, Out out) { require_shape(out, {}, "out"); }
 static void check_dim(In self, int64_t dim, bool keepdim, Out out, Out indices) {
     require_shape(out, reduced(self, {dim}, keepdim), "out");
@@ -49,7 +53,11 @@ static void check_arg(In self, int64_t dim, bool keepdim, Out out) {
 static void Mean(In self, Ints dims, bool keepdim, aclDataType, Out out) {
     out.set(at::mean(accumulated(self, out), along(dims), keepdim));
 }
-ACLNN(Mean, .check = check_typed)
+ACLNN(
+    Mean, .check = [](In self, Ints dims, bool keepdim, aclDataType dtype, Out out) {
+        check_typed(self, dims, keepdim, dtype, out);
+        if (c10::isIntegralType(out.dtype(), true)) throw NotEmulated("a mean in integers is not emulated");
+    })
 static void ReduceSum(In self, Ints dims, bool keepdim, aclDataType, Out out) {
     out.set(at::sum(accumulated(self, out), along(dims), keepdim));
 }
@@ -66,9 +74,9 @@ static void ProdDim(In self, int64_t dim, bool keepdim, aclDataType, Out out) {
 ACLNN(ProdDim)
 
 static void Amax(In self, Ints dims, bool keepdim, Out out) { out.set(at::amax(self, dims.values, keepdim)); }
-ACLNN(Amax, .check = check_dims)
+ACLNN(Amax, .check = check_extreme)
 static void Amin(In self, Ints dims, bool keepdim, Out out) { out.set(at::amin(self, dims.values, keepdim)); }
-ACLNN(Amin, .check = check_dims)
+ACLNN(Amin, .check = check_extreme)
 static void Aminmax(In self, Ints dims, bool keepdim, Out min, Out max) {
     min.set(at::amin(self, dims.values, keepdim));
     max.set(at::amax(self, dims.values, keepdim));
@@ -132,7 +140,7 @@ static void All(In self, Ints dims, bool keepdim, Out out) {
 ACLNN(All, .check = check_dims)
 
 static at::Tensor variance(const In& self, const Ints& dims, int64_t correction, bool keepdim) {
-    return at::var(widen(self), along(dims), correction, keepdim);
+    return at::var(widen(self), along(dims), std::optional<at::Scalar>(correction), keepdim);
 }
 static void VarCorrection(In self, Ints dims, int64_t correction, bool keepdim, Out out) {
     out.set(variance(self, dims, correction, keepdim));

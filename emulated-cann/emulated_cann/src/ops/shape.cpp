@@ -118,6 +118,14 @@ PAD(ReplicationPad3d, at::replication_pad3d)
 TRIANGLE(Triu, at::triu)
 TRIANGLE(Tril, at::tril)
 
+static void ChunkCat(Ins tensors, int64_t dim, int64_t chunks, Out out) {
+    out.set(at::_chunk_cat(tensors.tensors(), dim, chunks));
+}
+ACLNN(ChunkCat)
+static void UnfoldGrad(In grad, Ints sizes, int64_t dim, int64_t size, int64_t step, Out out) {
+    out.set(at::unfold_backward(widen(grad), sizes.values, dim, size, step));
+}
+ACLNN(UnfoldGrad)
 static void Im2col(In self, Ints kernel, Ints dilation, Ints padding, Ints stride, Out out) {
     out.set(at::im2col(self, kernel.values, dilation.values, padding.values, stride.values));
 }
