@@ -23,7 +23,7 @@ TRAINING = re.compile(
     r"|grad_parity|get_future|DistributedSampler|data_parallel|different_graph|unused|verify_model|immutability|mb_to_bytes"
     r"|grads_same"
 )
-"""Tests of training with replicas: the emulated CANN has few backward passes."""
+"""Tests of training with replicas, which are not run."""
 os.environ.update(
     BACKEND="nccl", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", HCCL_EXEC_TIMEOUT="30"
 )

@@ -183,6 +183,12 @@ def reductions_and_products() -> list[Case]:
         ),
         *(Case(f"{name} all", getattr(torch, name), [tensor()], NUMBERS, empty=False) for name in ("max", "min")),
         *(Case(name, getattr(torch, name), [sized(4, 7), const(-1)], scale=4) for name in ("var", "std", "var_mean")),
+        Case(
+            "variance correction",
+            lambda x: (x.var(1, correction=2), *torch.std_mean(x, 1, correction=3)),
+            [sized(4, 7)],
+            scale=4,
+        ),
         Case("sum two", lambda x: x.sum((0, -1)), [tensor()], dims=2),
         Case("sum dtype", lambda x: x.sum(-1, dtype=torch.float32), [tensor()], dims=1),
         Case("diff", lambda x: torch.diff(x, dim=-1), [sized(3, 6)]),
@@ -253,5 +259,46 @@ def indexing() -> list[Case]:
     ]
 
 
-FAMILIES = (with_numbers, pointwise, reductions_and_products, indexing)
+UNARY_OF_LISTS = """
+abs acos asin atan cos cosh erf erfc exp expm1 log log10 log1p log2 neg reciprocal sigmoid sign sin sinh sqrt tan tanh
+"""
+
+
+def of_lists() -> list[Case]:
+    """Return cases of operations on lists, of one or two tensors."""
+
+    def call(name: str, *makers: Callable[..., Any]) -> Callable[..., Any]:
+        function = getattr(torch, f"_foreach_{name}")
+        return lambda *given: [one for maker in makers for one in function(*maker(*given))]
+
+    def case(name: str, *makers: Callable[..., Any]) -> Case:
+        return Case(f"foreach {name}", call(name, *makers), [tensor(0.5, 3), tensor(0.5, 3)], scale=4)
+
+    two = ("add", "sub", "mul", "div", "pow")
+    one = [tensor(0.1, 0.9)]
+    return [
+        *(
+            Case(f"foreach {name}", call(name, lambda x: ([x, x[:1]],)), one, dims=1, scale=4)
+            for name in UNARY_OF_LISTS.split()
+        ),
+        *(
+            case(name, lambda x, y: ([x, y], 1.5), lambda x, y: ([x, y], [1.5, 2.0]))
+            for name in ("clamp_min", "clamp_max")
+        ),
+        *(
+            case(name, lambda x, y: ([x, y], [y, x]), lambda x, y: ([x, y], 1.5), lambda x, y: ([x, y], [1.5, 2.0]))
+            for name in two
+        ),
+        *(case(name, lambda x, y: ([x, y], [y, x])) for name in ("maximum", "minimum")),
+        *(
+            case(name, lambda x, y: ([x], [y], [y], 0.5), lambda x, y: ([x], [y], [x], [0.5]))
+            for name in ("addcmul", "addcdiv")
+        ),
+        case("lerp", lambda x, y: ([x], [y], 0.5), lambda x, y: ([x], [y], [y])),
+        Case("foreach norm", call("norm", lambda x: ([x],), lambda x: ([x], 1)), one, FLOATS[:1], scale=4),
+        Inplace("foreach zero", lambda x: torch._foreach_zero_([x]), [tensor()]),
+    ]
+
+
+FAMILIES = (with_numbers, pointwise, reductions_and_products, indexing, of_lists)
 CASES = [case for family in FAMILIES for case in family()]

@@ -1,4 +1,6 @@
-// The forward pass of flash attention for training, which scaled_dot_product_attention calls.
+// Flash attention for training, which scaled_dot_product_attention calls, and its gradient.
+#include <limits>
+
 #include "attention_core.h"
 #include "attention_layout.h"
 
@@ -86,35 +88,52 @@ at::Tensor hidden_keys(const ScoreAttention& call, int64_t sequence, int64_t que
     return either(mask, outside_band(queries, keys, call.before, call.after, 0));
 }
 
-void run(const ScoreAttention& call) {
-    bool packed = call.packed();
-    int64_t groups = kv_heads(call);
-    auto query = by_heads(call.query.raw(), call.layout, call.heads);
-    auto key = by_heads(call.key.raw(), call.layout, groups);
-    auto value = by_heads(call.value.raw(), call.layout, groups);
-    auto output = by_heads(call.output.raw(), call.layout, call.heads);
-    auto max = packed ? call.max.raw().permute({1, 0, 2}) : call.max.raw(),
-         sum = packed ? call.sum.raw().permute({1, 0, 2}) : call.sum.raw();
-    auto queries = packed ? packed_spans(call.query_ends, query.size(1), "actual_seq_qlen")
-                          : std::vector<Span>(query.size(0), {0, query.size(2)});
-    auto keys = packed ? packed_spans(call.key_ends, key.size(1), "actual_seq_kvlen")
-                       : std::vector<Span>(query.size(0), {0, key.size(2)});
-    for (size_t b = 0; b < queries.size(); ++b) {
-        auto part = [&](const at::Tensor& tensor, Span span) {
-            return (packed ? tensor : tensor[b]).narrow(1, span.start, span.length);
-        };
-        AttentionInputs inputs{.query = part(query, queries[b]),
-                               .key = part(key, keys[b]),
-                               .value = part(value, keys[b]),
+// The sequences of a call, and their parts of tensors by heads, [N or 1, heads, tokens, D].
+struct Sequences {
+    explicit Sequences(const ScoreAttention& call)
+        : call(call),
+          query(by_heads(call.query.raw(), call.layout, call.heads)),
+          key(by_heads(call.key.raw(), call.layout, kv_heads(call))),
+          value(by_heads(call.value.raw(), call.layout, kv_heads(call))),
+          queries(call.packed() ? packed_spans(call.query_ends, query.size(1), "actual_seq_qlen")
+                                : std::vector<Span>(query.size(0), {0, query.size(2)})),
+          keys(call.packed() ? packed_spans(call.key_ends, key.size(1), "actual_seq_kvlen")
+                             : std::vector<Span>(query.size(0), {0, key.size(2)})) {}
+    at::Tensor part(const at::Tensor& tensor, size_t sequence, Span span) const {
+        return (call.packed() ? tensor : tensor[sequence]).narrow(1, span.start, span.length);
+    }
+    at::Tensor of_queries(const at::Tensor& tensor, size_t sequence) const {
+        return part(by_heads(tensor, call.layout, call.heads), sequence, queries[sequence]);
+    }
+    at::Tensor of_keys(const at::Tensor& tensor, size_t sequence) const {
+        return part(by_heads(tensor, call.layout, kv_heads(call)), sequence, keys[sequence]);
+    }
+    AttentionInputs inputs(size_t sequence) const {
+        AttentionInputs inputs{.query = part(query, sequence, queries[sequence]),
+                               .key = part(key, sequence, keys[sequence]),
+                               .value = part(value, sequence, keys[sequence]),
                                .scale = call.scale,
-                               .hidden = hidden_keys(call, b, queries[b].length, keys[b].length),
+                               .hidden =
+                                   hidden_keys(call, sequence, queries[sequence].length, keys[sequence].length),
                                .bias_before_scale = call.bias_type == 1};
-        if (call.bias) inputs.bias = call.bias.tensor()[call.bias.size(0) == 1 ? 0 : b];
-        auto result = attend(inputs);
-        part(output, queries[b]).copy_(result.output);
+        if (call.bias) inputs.bias = call.bias.tensor()[call.bias.size(0) == 1 ? 0 : sequence];
+        return inputs;
+    }
+    const ScoreAttention& call;
+    at::Tensor query, key, value;
+    std::vector<Span> queries, keys;
+};
+
+void run(const ScoreAttention& call) {
+    Sequences sequences(call);
+    auto max = call.packed() ? call.max.raw().permute({1, 0, 2}) : call.max.raw(),
+         sum = call.packed() ? call.sum.raw().permute({1, 0, 2}) : call.sum.raw();
+    for (size_t b = 0; b < sequences.queries.size(); ++b) {
+        auto result = attend(sequences.inputs(b));
+        sequences.of_queries(call.output.raw(), b).copy_(result.output);
         // The kernel stores the value of each row eight times, the width of a vector.
-        part(max, queries[b]).copy_(result.max.unsqueeze(-1));
-        part(sum, queries[b]).copy_(result.sum.unsqueeze(-1));
+        sequences.part(max, b, sequences.queries[b]).copy_(result.max.unsqueeze(-1));
+        sequences.part(sum, b, sequences.queries[b]).copy_(result.sum.unsqueeze(-1));
     }
 }
 
@@ -162,6 +181,42 @@ ScoreAttention newest(In query, In key, In value, In bias, In drop_mask, In padd
             keep,  before, after, heads, layout.value, sparse_mode,  max,  sum,    output,     bias_type};
 }
 
+// The gradients are of softmax(scale * (query @ key.T)) @ value. The weights are computed again from query and key.
+void FlashAttentionScoreGrad(In query, In key, In value, In grad, In bias, In drop_mask, In padding_mask, In mask,
+                             In max, In sum, In, In output, Ints prefix, double scale, double keep, int64_t before,
+                             int64_t after, int64_t heads, Text layout, int64_t precise, int64_t sparse_mode,
+                             Out grad_query, Out grad_key, Out grad_value, Out) {
+    auto call = dense(query, key, value, bias, drop_mask, padding_mask, mask, prefix, scale, keep, before, after, heads,
+                      layout, precise, sparse_mode, nullptr, nullptr, nullptr, nullptr);
+    Sequences sequences(call);
+    for (size_t b = 0; b < sequences.queries.size(); ++b) {
+        auto inputs = sequences.inputs(b);
+        auto shared = [&](const at::Tensor& tensor) {  // [query heads, keys, D]
+            return tensor.to(at::kFloat).repeat_interleave(heads / tensor.size(0), 0);
+        };
+        auto summed = [&](const at::Tensor& gradient) {  // over the query heads of a key head
+            return gradient.unflatten(0, {inputs.key.size(0), -1}).sum(1);
+        };
+        auto q = inputs.query.to(at::kFloat), k = shared(inputs.key), v = shared(inputs.value);
+        auto above = sequences.of_queries(grad.raw(), b).to(at::kFloat);
+        auto scores = at::matmul(q, k.mT()) * scale;
+        if (inputs.hidden.defined()) scores.masked_fill_(inputs.hidden, -std::numeric_limits<float>::infinity());
+        auto weights = scores.softmax(-1).nan_to_num(0);  // a query without keys
+        auto of_weights = at::matmul(above, v.mT());
+        auto of_scores = weights * (of_weights - (weights * of_weights).sum(-1, true)) * scale;
+        sequences.of_queries(grad_query.raw(), b).copy_(at::matmul(of_scores, k));
+        sequences.of_keys(grad_key.raw(), b).copy_(summed(at::matmul(of_scores.mT(), q)));
+        sequences.of_keys(grad_value.raw(), b).copy_(summed(at::matmul(weights.mT(), above)));
+    }
+}
+void check_gradient(In query, In key, In value, In, In bias, In drop_mask, In padding_mask, In mask, In, In, In, In,
+                    Ints prefix, double scale, double keep, int64_t before, int64_t after, int64_t heads, Text layout,
+                    int64_t precise, int64_t sparse_mode, Out, Out, Out, Out) {
+    if (bias) throw NotEmulated("the gradient with pse is not emulated");
+    check(dense(query, key, value, bias, drop_mask, padding_mask, mask, prefix, scale, keep, before, after, heads,
+                layout, precise, sparse_mode, nullptr, nullptr, nullptr, nullptr));
+}
+
 template <auto read>
 struct Kernel;
 template <class... Arguments, ScoreAttention (*read)(Arguments...)>
@@ -178,5 +233,6 @@ constexpr auto& FlashAttentionScoreV4 = Kernel<newest>::run;
 }  // namespace
 
 ACLNN(FlashAttentionScore, .check = Kernel<dense>::check, .flops = Kernel<dense>::flops, .workspace = 1024)
+ACLNN(FlashAttentionScoreGrad, .check = check_gradient, .workspace = 1024)
 ACLNN(FlashAttentionVarLenScore, .check = Kernel<packed>::check, .flops = Kernel<packed>::flops, .workspace = 1024)
 ACLNN(FlashAttentionScoreV4, .check = Kernel<newest>::check, .flops = Kernel<newest>::flops, .workspace = 1024)
