@@ -92,6 +92,87 @@ def model_digest(runner: Runner) -> str:
     return digest.hexdigest()
 
 
+@attrs.frozen
+class PrefixForm:
+    """What a runner's prefixes are: of which model, and in which forms.
+
+    Attributes:
+        model: as in :class:`CachedPrefix`.
+        states: by name, the dtype of a state, its shape per group of tokens or per sequence, and the tokens of a group;
+            None for a state per sequence.
+    """
+
+    model: str
+    states: Mapping[str, tuple[torch.dtype, tuple[int, ...], int | None]]
+
+    @classmethod
+    def of(cls, runner: Runner) -> Self:
+        """Return the form of a runner's prefixes.
+
+        Raises:
+            ConfigError: the runner shares the model with other ranks, its driver keeps states in another layout, or as
+                :func:`model_digest`.
+            AsleepError: the runner sleeps.
+        """
+        _check_travels(runner)
+        states = {
+            name: (memory.dtype, state.shape, state.group if state.per is TOKEN else None)
+            for name, state, memory in _states(runner)
+        }
+        return cls(model_digest(runner), states)
+
+    def check(self, prefix: CachedPrefix) -> None:
+        """Raise ConfigError if a prefix is another model's, or its states have other forms."""
+        if prefix.model != self.model:
+            raise ConfigError(
+                "the prefix was computed by another model", "import it where the same checkpoint is loaded"
+            )
+        if self.states.keys() != prefix.states.keys():
+            other = sorted(self.states.keys() ^ prefix.states.keys())
+            raise ConfigError(
+                f"the prefix and the model differ in the states {', '.join(other[:3])}",
+                "set cache.dtype as where the prefix was computed",
+            )
+        for name, (dtype, own, group) in self.states.items():
+            given, shape = prefix.states[name], own if group is None else (len(prefix.tokens) // group, *own)
+            if given.dtype is not dtype or given.shape != shape:
+                raise ConfigError(
+                    f"the state {name} of the prefix is {given.dtype} {list(given.shape)}, and here it is {dtype} "
+                    f"{list(shape)}",
+                    "set dtype and cache.dtype as where the prefix was computed",
+                )
+
+
+def read_states(runner: Runner, blocks: Sequence[int], slot: int | None = None) -> dict[str, Tensor]:
+    """Return the states of :class:`CachedPrefix` in some blocks, and in the slot of a sequence, on the CPU."""
+    states = dict[str, Tensor]()
+    with torch.inference_mode():
+        for name, state, memory in _states(runner):
+            index = torch.tensor(blocks if state.per is TOKEN else [slot], device=memory.device)
+            found = memory[index]
+            states[name] = (found.flatten(0, 1) if state.per is TOKEN else found[0]).cpu().contiguous()
+    return states
+
+
+def write_states(
+    runner: Runner, prefix: CachedPrefix, blocks: Sequence[int], slot: int | None = None, *, start: int = 0
+) -> None:
+    """Write the states of a prefix, whose form was checked, into blocks, and into the slot of a sequence.
+
+    Args:
+        start: the first token whose states come into the blocks, which may hold fewer than the prefix has.
+    """
+    end = start + len(blocks) * runner.spec.block_size
+    with torch.inference_mode():
+        for name, state, memory in _states(runner):
+            given = prefix.states[name].to(memory.device)
+            if state.per is TOKEN:
+                rows = given[start // state.group : end // state.group].unflatten(0, (len(blocks), -1))
+                memory[torch.tensor(blocks, device=memory.device)] = rows
+            elif slot is not None:
+                memory[slot] = given
+
+
 def export_prefix(runner: Runner, tokens: Sequence[int]) -> CachedPrefix:
     """Return the states of the longest cached prefix of some tokens, in whole blocks.
 
@@ -109,18 +190,14 @@ def export_prefix(runner: Runner, tokens: Sequence[int]) -> CachedPrefix:
                 f"no prefix of the {len(tokens)} tokens is cached",
                 f"generate from them first; {spec.block_size} tokens or more are kept",
             )
-        states = dict[str, Tensor]()
-        with torch.inference_mode():
-            slot = runner.slots.take(1) if runner.slots.needed else None
-            try:
-                if slot is not None:
+        slot = runner.slots.take(1) if runner.slots.needed else None
+        try:
+            if slot is not None:
+                with torch.inference_mode():
                     prefixes.load_states(tokens[:count], slot[0])
-                for name, state, memory in _states(runner):
-                    index = torch.tensor(blocks if state.per is TOKEN else slot, device=memory.device)
-                    found = memory[index]
-                    states[name] = (found.flatten(0, 1) if state.per is TOKEN else found[0]).cpu().contiguous()
-            finally:
-                runner.slots.give_back(slot or ())
+            states = read_states(runner, blocks, None if slot is None else slot[0])
+        finally:
+            runner.slots.give_back(slot or ())
         return CachedPrefix(model_digest(runner), tuple(tokens[:count]), states)
     finally:
         prefixes.give_back(blocks)
@@ -137,8 +214,7 @@ def import_prefix(runner: Runner, prefix: CachedPrefix) -> int:
             :func:`export_prefix`.
     """
     prefixes, spec = _checked(runner), runner.spec
-    if prefix.model != model_digest(runner):
-        raise ConfigError("the prefix was computed by another model", "import it where the same checkpoint is loaded")
+    PrefixForm.of(runner).check(prefix)
     count = len(prefix.tokens) // spec.block_size * spec.block_size
     if not count:
         raise ConfigError(
@@ -150,20 +226,12 @@ def import_prefix(runner: Runner, prefix: CachedPrefix) -> int:
             f"the states after {len(prefix.tokens)} tokens are not kept here, in blocks of {spec.block_size}",
             "set cache.block_size and cache.saved_states_interval as where the prefix was computed",
         )
-    _check_forms(runner, prefix)
     blocks = prefixes.take(count // spec.block_size)
     if blocks is None:
         raise ConfigError(f"there is no room for a prefix of {count} tokens", "set a larger cache.num_tokens")
     slot = runner.slots.take(1) if runner.slots.needed else None
     try:
-        with torch.inference_mode():
-            for name, state, memory in _states(runner):
-                given = prefix.states[name].to(memory.device)
-                if state.per is TOKEN:
-                    rows = given[: count // state.group].unflatten(0, (len(blocks), -1))
-                    memory[torch.tensor(blocks, device=memory.device)] = rows
-                elif slot is not None:
-                    memory[slot[0]] = given
+        write_states(runner, prefix, blocks, None if slot is None else slot[0])
         prefixes.remember(blocks, prefix.tokens[:count])
         if slot is not None:
             prefixes.save_states(blocks, prefix.tokens[:count], slot[0])
@@ -175,10 +243,15 @@ def import_prefix(runner: Runner, prefix: CachedPrefix) -> int:
 
 def _checked(runner: Runner) -> Any:
     """Return the runner's prefixes, or raise ConfigError if they cannot travel."""
-    backend = runner.backend
-    runner.check_awake()
+    _check_travels(runner)
     if runner.prefixes is None:
         raise ConfigError("the runner keeps no prefixes", "set cache.reuse_prefixes")
+    return runner.prefixes
+
+
+def _check_travels(runner: Runner) -> None:
+    backend = runner.backend
+    runner.check_awake()
     if runner.choices is not None:
         raise ConfigError(
             "the model records what its layers choose, and a prefix that travels does not have it",
@@ -191,31 +264,11 @@ def _checked(runner: Runner) -> Any:
             f"the backend {backend.name} keeps states in the layout {backend.state_layout}",
             "open it without that option, so that its states are canonical",
         )
-    return runner.prefixes
 
 
 def _states(runner: Runner) -> Iterator[tuple[str, State, Tensor]]:
     for index, name, state in runner.spec.states():
         yield f"{index}.{name}", state, runner.states.layers[index][name]
-
-
-def _check_forms(runner: Runner, prefix: CachedPrefix) -> None:
-    wanted = {name: (state, memory) for name, state, memory in _states(runner)}
-    if wanted.keys() != prefix.states.keys():
-        other = sorted(wanted.keys() ^ prefix.states.keys())
-        raise ConfigError(
-            f"the prefix and the model differ in the states {', '.join(other[:3])}",
-            "set cache.dtype as where the prefix was computed",
-        )
-    for name, (state, memory) in wanted.items():
-        given, rows = prefix.states[name], len(prefix.tokens) // state.group
-        shape = (rows, *state.shape) if state.per is TOKEN else state.shape
-        if given.dtype is not memory.dtype or given.shape != shape:
-            raise ConfigError(
-                f"the state {name} of the prefix is {given.dtype} {list(given.shape)}, and here it is {memory.dtype} "
-                f"{list(shape)}",
-                "set dtype and cache.dtype as where the prefix was computed",
-            )
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -318,11 +318,29 @@ def test_a_killed_rank_ends_the_engine(trained: Path, tmp_path: Path) -> None:
     assert found["left"] == []
 
 
+CONNECTED = {
+    "kv_connector": "HalConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"folder": "/dev/shm/prefixes"},
+}
+"""vLLM's ``kv_transfer_config`` for hal's KV connector."""
 REFUSED = {
     "enable_lora=True, fully_sharded_loras=True": "hal does not support vLLM's fully_sharded_loras = True",
     "enable_lora=True, lora_target_modules=['q_proj']": "hal does not support vLLM's target_modules = ['q_proj']",
     "enable_lora=True, enable_moe_shared_loras=True": "hal does not support vLLM's enable_moe_shared_loras = True",
     "enable_lora=True, lora_dtype='float16'": "hal does not support vLLM's lora_dtype = torch.float16",
+    "kv_transfer_config={'kv_connector': 'NixlConnector', 'kv_role': 'kv_both'}": (
+        "hal does not support vLLM's kv_connector = NixlConnector"
+    ),
+    f"kv_transfer_config={CONNECTED | {'kv_connector_extra_config': {}}}": "HalConnector has no folder",
+    f"kv_transfer_config={CONNECTED | {'kv_connector_extra_config': {'folder': 'a', 'fast': 1}}}": (
+        "hal does not read fast in kv_connector_extra_config"
+    ),
+    f"kv_transfer_config={CONNECTED}, tensor_parallel_size=2": "HalConnector does not support several ranks",
+    f"kv_transfer_config={CONNECTED}, speculative_config={{'method': 'ngram', 'num_speculative_tokens': 2}}": (
+        "HalConnector does not support speculative decoding"
+    ),
+    "kv_offloading_size=1": "hal does not support vLLM's kv_offloading_size = 1",
     "pipeline_parallel_size=2": "hal does not support vLLM's pipeline_parallel_size = 2",
     "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",
     "additional_config={'Hal': {'backend': 'npu'}}": "hal does not read Hal in vLLM's additional_config, only hal",
@@ -370,9 +388,12 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
     program = (
         "import json, sys\n"
         "from vllm import EngineArgs\n"
+        "from vllm.config import KVTransferConfig\n"
         "for arguments in json.loads(sys.argv[1]):\n"
         "    try:\n"
-        f"        asked = eval(f'dict({{arguments}})')\n"
+        "        asked = eval(f'dict({arguments})')\n"
+        "        if 'kv_transfer_config' in asked:\n"
+        "            asked['kv_transfer_config'] = KVTransferConfig(**asked['kv_transfer_config'])\n"
         f"        EngineArgs(model={str(trained)!r}, max_model_len=64, **asked).create_engine_config()\n"
         "    except Exception as error:\n"
         "        print('refused:', json.dumps([arguments, f'{type(error).__name__}: {error}']))\n"
@@ -380,6 +401,7 @@ def test_what_is_refused_in_the_configuration(trained: Path) -> None:
     accepted = [
         "",
         "enforce_eager=True",
+        f"kv_transfer_config={CONNECTED}",
         "enable_lora=True, max_loras=2, max_cpu_loras=4, max_lora_rank=8",
         "use_tqdm_on_load=False",
         "kv_cache_dtype='fp8'",

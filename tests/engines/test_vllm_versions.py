@@ -39,7 +39,10 @@ CONFIG_BY_HAL, CONFIG_BY_VLLM = READERS["config"]["by_hal"], READERS["config"]["
 OPTIONS = """
 import dataclasses, json, sys
 from vllm import EngineArgs
-config = EngineArgs(model=sys.argv[1], max_model_len=64, enable_lora=True).create_engine_config()
+from vllm.config import KVTransferConfig
+connector = KVTransferConfig("HalConnector", kv_role="kv_both", kv_connector_extra_config={"folder": "prefixes"})
+asked = {"enable_lora": True, "kv_transfer_config": connector}
+config = EngineArgs(model=sys.argv[1], max_model_len=64, **asked).create_engine_config()
 parts = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
 print("options: " + json.dumps({
     name: [each.name for each in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []

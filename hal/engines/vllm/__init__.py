@@ -25,14 +25,15 @@ def register() -> str | None:
 
 
 def register_models() -> None:
-    """Let hal read quantized checkpoints and prepare images, if hal was asked for. vLLM calls it in each process."""
+    """Register what hal does beside its platform, if hal was asked for. vLLM calls it in each process."""
     if not _asked():
         return
     from vllm import __version__
 
-    from hal.engines.vllm import quantization
+    from hal.engines.vllm import kv_connector, quantization
 
     quantization.register()
+    kv_connector.register()
 
     if Version(__version__) < Version("0.32"):  # in which processors have another interface
         return

@@ -17,6 +17,7 @@ import hal
 from hal.engines.vllm.adapters import LoadedAdapters
 from hal.engines.vllm.cache_groups import VllmGroups, move_pages
 from hal.engines.vllm.drafting import Drafting
+from hal.engines.vllm.kv_connector import PrefixMover
 from hal.engines.vllm.request import Request, Requests
 from hal.engines.vllm.sampling import HalSampler, Sampling, num_logprobs, scores_of
 from hal.engines.vllm.step_output import Ran, StepOutput
@@ -44,9 +45,13 @@ class HalModelRunner:
         groups: vLLM's cache groups; None if there is one.
         drafter: drafts tokens; None without speculative decoding.
 
+    Raises:
+        ConfigError, ModelError: ``kv_transfer_config`` is set, and the prefixes do not travel.
+
     Attributes:
         drafting: the drafts of the requests; None without a drafter.
         adapters: the loaded adapters; None without ``enable_lora``.
+        mover: moves prefixes; None without ``kv_transfer_config``.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class HalModelRunner:
             self.adapters,
         )
         self._groups = groups
+        connected = vllm_config.kv_transfer_config
+        self.mover = None if connected is None else PrefixMover(runner, connected)
         self._counts_nans = envs.VLLM_COMPUTE_NANS_IN_LOGITS  # vLLM reads the environment each time.
         self._step: _Step | None = None
         self._failure: Exception | None = None
@@ -98,6 +105,9 @@ class HalModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         requests = self.requests.running(scheduled.num_scheduled_tokens)
+        if self.mover is not None:
+            with self.runner.backend.translating_errors():
+                self.mover.load(scheduled.kv_connector_metadata, requests)
         counts = [scheduled.num_scheduled_tokens[each.name] for each in requests]
         places, drafts = self._places(scheduled, requests, counts)
         scores = [each.to_score(count) for each, count in zip(requests, counts, strict=True)]
@@ -111,6 +121,9 @@ class HalModelRunner:
         )
         wanted = last_rows(counts, asked)
         found = self.runner.step(batch, wanted)
+        if self.mover is not None:
+            with self.runner.backend.translating_errors():
+                self.mover.save(scheduled.kv_connector_metadata, requests)
         logits = None if wanted is NONE else found.logits
         if logits is not None and any(scores):
             logits = self._score(requests, scores, asked, places, logits)

@@ -132,4 +132,4 @@ class StepOutput(AsyncModelRunnerOutput):
         )
 
     def get_kv_connector_output(self) -> None:
-        """Return None: hal has no KV connector. vLLM asks for it from 0.33 on."""
+        """Return None: a step moves all prefixes itself. vLLM asks for it from 0.33 on."""

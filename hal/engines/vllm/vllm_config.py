@@ -21,7 +21,6 @@ REFUSED = {
     "lora_config.enable_mixed_moe_lora_format": "adapters of experts",
     "lora_config.enable_moe_shared_loras": "adapters of experts",
     "lora_config.max_lora_cls_labels": "classification heads",
-    "kv_transfer_config": "KV connectors",
     "ec_transfer_config": "encoder connectors",
     "watermark_config": "watermarks",
     "diffusion_config": "diffusion",
@@ -50,6 +49,7 @@ REFUSED = {
     "model_config.multimodal_config.skip_mm_profiling": "it: hal measures the encoder's step",
     "model_config.multimodal_config.video_pruning_rate": "pruned videos",
     "model_config.multimodal_config.mm_ipc_gpu_memory_gb": "memory of the device for decoding",
+    "cache_config.kv_offloading_size": "a cache in the host's memory",
     "cache_config.kv_sharing_fast_prefill": "a fast prefill of shared caches",
     "cache_config.kv_cache_dtype_skip_layers": "layers with another cache: hal keeps all alike",
     "parallel_config.distributed_timeout_seconds": "it, and set parallel.timeout in hal's configuration",
@@ -98,6 +98,10 @@ SIZES = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_cont
 """Numbers of ranks that must be 1."""
 PREPARED: set[str] = set()
 """The architectures whose images hal prepares."""
+CONNECTOR = "HalConnector"
+"""The name of hal's KV connector."""
+CONNECTOR_OPTIONS = ("folder", "bytes")
+"""The keys of its ``kv_connector_extra_config``."""
 LOCAL_RANKS = "hal_local_ranks"
 """The key of ``additional_config`` that has the number of ranks on this machine."""
 CAPTURE_SIZES = "hal_capture_sizes"
@@ -125,6 +129,8 @@ def check_config(vllm_config: Any) -> None:
         if (value := os.environ.get(name, "0")) not in ("", "0", "highest"):
             raise ConfigError(f"hal does not read vLLM's variable {name} = {value}", "unset it")
     draft_config(vllm_config)
+    if vllm_config.kv_transfer_config is not None:
+        check_connector(vllm_config)
     parallel = vllm_config.parallel_config
     for name in SIZES:
         if (size := getattr(parallel, name)) > 1:
@@ -176,6 +182,31 @@ def check_config(vllm_config: Any) -> None:
         raise ConfigError(
             f"hal does not support vLLM's quantization = {model.quantization} of a checkpoint that is not quantized",
             "leave it out, or pass a quantized checkpoint, whose scheme hal reads",
+        )
+
+
+def check_connector(vllm_config: Any) -> None:
+    """Check the configuration of a KV connector.
+
+    Raises:
+        ConfigError: it is not hal's, lacks its folder, or stands beside what moves no prefixes.
+    """
+    config, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if config.kv_connector != CONNECTOR or config.kv_connector_module_path:
+        raise ConfigError(f"hal does not support vLLM's kv_connector = {config.kv_connector}", f"pass {CONNECTOR}")
+    if "folder" not in config.kv_connector_extra_config:
+        raise ConfigError(f"{CONNECTOR} has no folder", "set folder in kv_connector_extra_config, below /dev/shm")
+    if others := config.kv_connector_extra_config.keys() - CONNECTOR_OPTIONS:
+        raise ConfigError(
+            f"hal does not read {', '.join(sorted(others))!s:.70} in kv_connector_extra_config",
+            f"pass {' and '.join(CONNECTOR_OPTIONS)} only",
+        )
+    if parallel.world_size * parallel.data_parallel_size > 1:
+        raise ConfigError(f"{CONNECTOR} does not support several ranks, each with a part of a prefix", "use one rank")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            f"{CONNECTOR} does not support speculative decoding: a drafter's cache does not travel",
+            "leave out speculative_config, or kv_transfer_config",
         )
 
 

@@ -22,6 +22,7 @@ from hal.checkpoint.random_weights import meta_model
 from hal.config import require
 from hal.engines.vllm.adapters import LoadedAdapters
 from hal.engines.vllm.cache_groups import specs_of, use_groups
+from hal.engines.vllm.kv_connector import FolderMetadata
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.speculative_config import draft_config
 from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
@@ -126,9 +127,11 @@ class HalWorker(WorkerBase):
             is_checkpoint_format: must be True.
 
         Raises:
-            ConfigError: the weights are said not to be in a checkpoint's format.
+            ConfigError: the weights are said not to be in a checkpoint's format, or there is a KV connector.
             CheckpointError: they do not fit the model.
         """
+        if self.vllm_config.kv_transfer_config is not None:
+            raise ConfigError("prefixes of replaced weights do not travel", "start vLLM anew with the new checkpoint")
         if not is_checkpoint_format:
             raise ConfigError("hal replaces weights in a checkpoint's format only", "leave is_checkpoint_format out")
         if weights_iterator is None:
@@ -252,6 +255,11 @@ class HalWorker(WorkerBase):
             sequences = self.scheduler_config.max_num_seqs
             drafter = self.draft_plan.open(runner, self.opened, sequences, longest)
         self.model_runner = HalModelRunner(self.vllm_config, runner, groups, drafter)
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], FolderMetadata] | None:
+        """Return the folder of prefixes, for the scheduler; None without a KV connector."""
+        mover = self.model_runner.mover
+        return None if mover is None else {(0, 0): FolderMetadata(mover.folder)}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Return no times: the runner has captured and compiled already."""
