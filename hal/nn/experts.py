@@ -90,7 +90,7 @@ class GroupedLinear(Projection):
         Args:
             x: the rows.
             counts: the number of rows of each expert, int64 ``[num_experts]``. Rows beyond their sum are unspecified.
-            slots: of :func:`hal.nn.lora.slots_of_experts`; None for no adapters.
+            slots: the slot of the adapter of each row, as :meth:`Experts.forward` finds it; None for no adapters.
         """
         output = self.product(x, counts)
         return output if self.lora is None or slots is None else self.lora(output, x, slots)
