@@ -323,9 +323,12 @@ class Runner(Closable):
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
-        if _inside.get() is not self:
-            with self.running():
-                return self.step(batch, rows)
+        if _inside.get() is self:
+            return self._step(batch, rows)
+        with self.running():
+            return self._step(batch, rows)
+
+    def _step(self, batch: Batch, rows: Wanted) -> StepOutput:
         output = self._running.step(batch, rows)
         if self.choices is not None:
             self.choices.record(batch.slot_mapping, output)
