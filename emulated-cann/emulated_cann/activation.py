@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from .build import LIBRARIES, MARK, build
-from .errors import EmulationError, Unavailable
+from .errors import EmulationError, InvalidOption, Unavailable
 from .options import OPTIONS, SWITCH, Options, from_environment, read_options, switch_in
 
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -112,7 +112,13 @@ def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> 
     environ.update(dict.fromkeys(HOMES, str(home)), ASCEND_OPP_PATH=str(home / "opp"))
     environ.pop("ASCEND_CUSTOM_OPP_PATH", None)  # operators of a real CANN
     if options.trace is not None:
-        Path(options.trace).write_text("[\n]\n", encoding="ascii")
+        try:
+            Path(options.trace).write_text("[\n]\n", encoding="ascii")
+        except OSError as error:
+            raise InvalidOption(
+                f"trace is {options.trace}, which cannot be written: {error.strerror}",
+                "name a file in a folder that is there",
+            ) from error
     if options.races or options.trace is not None:
         environ.setdefault("TASK_QUEUE_ENABLE", "0")  # launches of another thread have no Python stack
 

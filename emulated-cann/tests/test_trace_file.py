@@ -66,3 +66,10 @@ def test_what_a_program_runs_is_in_the_file(clean: dict[str, str], tmp_path: Pat
 def test_a_path_that_cannot_be_passed_on(path: str) -> None:
     with pytest.raises(InvalidOption, match="plain ASCII"):
         Options(trace=path)
+
+
+def test_a_file_that_cannot_be_written(clean: dict[str, str], tmp_path: Path) -> None:
+    done = emulate("--trace", str(tmp_path / "nowhere" / "trace.json"), "--", "true", environ=clean)
+    assert done.returncode != 0
+    assert "cannot be written: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
