@@ -323,12 +323,9 @@ class Runner(Closable):
             CommunicationError: another rank has failed, or does not step within its timeout.
             ClosedError: the runner is closed.
         """
-        if _inside.get() is self:
-            return self._step(batch, rows)
-        with self.running():
-            return self._step(batch, rows)
-
-    def _step(self, batch: Batch, rows: Wanted) -> StepOutput:
+        if _inside.get() is not self:
+            with self.running():
+                return Runner.step(self, batch, rows)  # not one that overrides it, which has begun this one
         output = self._running.step(batch, rows)
         if self.choices is not None:
             self.choices.record(batch.slot_mapping, output)
