@@ -22,7 +22,9 @@ from helpers.waiting import until
 from safetensors.torch import load_file, save_file
 
 import hal
+from hal.checkpoint.adapters import make_room
 from hal.errors import AsleepError, CheckpointError, ConfigError
+from hal.nn import Experts
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
 NEW = 8
@@ -211,6 +213,19 @@ def test_experts_without_room_name_the_key(routed: Adapted) -> None:
     with pytest.raises(CheckpointError, match=r"experts take some with adapters\.experts") as error:
         routed.open("adapter-1", config={"adapters": {"experts": False}})
     assert "or set adapters.experts to true" in error.value.remedy
+
+
+def test_experts_that_ranks_hold_whole_take_no_adapters(trained_experts: Path) -> None:
+    with hal.open({"backend": "cpu", "dtype": "float32"}, activate=False) as backend:
+        model = hal.load_model(trained_experts, backend)
+        for each in model.modules():
+            if isinstance(each, Experts):
+                each.distribute("all_gather", backend.mesh)
+        room = hal.AdaptersConfig(slots=1, experts=True)
+        backend.configure(attrs.evolve(backend.config, adapters=room))
+        with pytest.raises(ConfigError, match="ranks that hold whole experts do not know the adapters") as error:
+            make_room(model, backend, torch.float32)
+        assert error.value.key == "adapters.experts"
 
 
 @thorough(MODE, "eager|adapted")

@@ -357,8 +357,8 @@ class LLM:
             continuations: the continuations.
             adapter: as of :meth:`generate`.
             choices: what the model's layers choose for the tokens of each prompt and its continuation, as
-                :class:`hal.Completion` has it, with the same names for each; None
-                for what they choose themselves. So do the tokens beyond the given ones.
+                :class:`hal.Completion` has it, with the same names for each; None for what they choose themselves. So
+                do the tokens beyond the given ones.
 
         Raises:
             BatchError: there are not as many prompts, one is empty, a sequence is too long, or the choices are out of
