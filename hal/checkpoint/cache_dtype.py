@@ -43,13 +43,15 @@ def quantize_cache(model: CausalLM, asked: CacheDType, checkpoint: Checkpoint) -
             f"the cache is to be kept in {wanted}, and {type(model).__name__} has no layer of hal.nn.Attention",
             "leave cache.dtype out",
         )
-    scaled = stored is not None and stored.scales
-    if dtype is None and not scaled:
+    scales = None if stored is None else stored.scales
+    if dtype is None and scales is None:
         return
     renewed = {}
     for layer in layers:
         before = layer.states
-        layer.quantize_cache(dtype, scales=scaled, fixed=scaled and stored is not None and stored.dtype == wanted)
+        layer.quantize_cache(
+            dtype, scales=scales, fixed=stored is not None and scales is not None and stored.dtype == wanted
+        )
         renewed[id(before)] = layer.states
     model.states = [renewed.get(id(each), each) for each in model.states]
 

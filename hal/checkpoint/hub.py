@@ -40,6 +40,7 @@ FILES = (
     "chat_template.json",
     "quant*.json",
     "hf_quant_config.json",
+    "hf_quant_config.json",
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",

@@ -15,6 +15,7 @@ from hal.nn.decoder_config import DecoderConfig
 from hal.nn.linear import Linear, MergedLinear
 from hal.nn.model import Angles, LayerState
 from hal.nn.rotary import RotaryEmbedding
+from hal.nn.weights.assembly import Stacked
 from hal.nn.weights.weight import Share, Weight
 from hal.ops import AttentionOptions
 from hal.step.batch import Batch
@@ -49,6 +50,7 @@ class Attention(nn.Module):
         self.options = options or AttentionOptions(head_dim**-0.5)
         self.quantized: torch.dtype | None = None
         self._fixed = False
+        self._scales: str | None = None
         self.register_buffer("key_scale", None)
         self.register_buffer("value_scale", None)
         self.states = self._states(num_kv_heads)
@@ -57,20 +59,23 @@ class Attention(nn.Module):
     def weights(self) -> Mapping[str, Weight]:
         """The declarations of the scales that a checkpoint has beside the projections."""
         return {
-            f"{name}_scale": Weight((f".{name[0]}_scale",), "one", dtype=torch.float32, column=True)
+            f"{name}_scale": Weight(
+                (f".{self._scales.format(name[0])}",), "parts", assemble=Stacked(), dtype=torch.float32, column=True
+            )
             for name in ("key", "value")
+            if self._scales is not None
         }
 
-    def quantize_cache(self, dtype: torch.dtype | None, *, scales: bool = False, fixed: bool = False) -> None:
+    def quantize_cache(self, dtype: torch.dtype | None, *, scales: str | None = None, fixed: bool = False) -> None:
         """Keep keys and values in 8 bits from now on.
 
         Args:
             dtype: int8, or uint8 for the bits of float8 (e4m3); None for the model's.
-            scales: whether the checkpoint has scales.
+            scales: the name of the checkpoint's scales, with ``{0}`` for ``k`` or ``v``; None if it has none.
             fixed: whether to use these.
         """
-        self.quantized, self._fixed = dtype, fixed
-        if scales and not self.shared:
+        self.quantized, self._fixed, self._scales = dtype, fixed, scales
+        if scales is not None and not self.shared:
             self.key_scale, self.value_scale = (torch.empty(1, dtype=torch.float32, device="meta") for _ in range(2))
         self.states = self._states(self.num_kv_heads)
 

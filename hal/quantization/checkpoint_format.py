@@ -24,12 +24,12 @@ class CacheQuantization:
 
     Attributes:
         dtype: ``int8`` or ``fp8``.
-        scales: whether the checkpoint has a scale of all keys, and one of all values, of each layer: ``k_scale`` and
-            ``v_scale`` beside the projections.
+        scales: the name of a layer's scale of all keys, and of all values, with ``{0}`` for ``k`` or ``v``; None if the
+            checkpoint has none.
     """
 
     dtype: Literal["int8", "fp8"]
-    scales: bool
+    scales: str | None
 
 
 class Quantization(ABC):

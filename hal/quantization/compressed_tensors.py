@@ -22,7 +22,7 @@ from hal.quantization.checkpoint_format import (
     Written,
     supported,
 )
-from hal.quantization.float4 import Float4Tensors
+from hal.quantization.float4 import BlockFloats
 from hal.quantization.forms import INT8, INT8_STATIC, MXFP4, NVFP4, in_blocks, in_groups
 from hal.quantization.fp8 import Fp8Scales
 from hal.quantization.int8_rows import CompressedStatic, Int8Rows
@@ -50,7 +50,7 @@ _FLOAT4 = {"nvfp4-pack-quantized": (NVFP4, "tensor_group"), "mxfp4-pack-quantize
 """The forms and strategies of formats of 4-bit floating-point numbers."""
 ZERO_POINT = "weight_zero_point"
 """The tensor of the zero points of a weight."""
-ROWS, WHOLES, PACKEDS, FLOAT4S = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors(), Float4Tensors()
+ROWS, WHOLES, PACKEDS, FLOAT4S = Int8Rows(ZERO_POINT), WholeTensors(), PackedTensors(), BlockFloats()
 WRITTEN: Mapping[str, tuple[str, Writer]] = MappingProxyType(
     {
         "fp8": (FLOATS, Fp8Scales("channel", "weight_scale")),
@@ -327,7 +327,7 @@ def _cache(scheme: object) -> CacheQuantization | None:
     if dynamic is not True:
         wanted |= {"dynamic": False, "strategy": "tensor"}
     require(effective(scheme, "kv_cache_scheme"), wanted, "kv_cache_scheme", ("group_size",))
-    return CacheQuantization("int8" if kind == "int" else "fp8", scales=not dynamic)
+    return CacheQuantization("int8" if kind == "int" else "fp8", None if dynamic else "{0}_scale")
 
 
 def _is_empty(value: Any) -> bool:

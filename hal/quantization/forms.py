@@ -12,7 +12,7 @@ from hal.errors import ConfigError
 from hal.ops.forms import INT4S, Form
 
 INT8, INT8_DYNAMIC, INT8_STATIC = Form("int8"), Form("int8", inputs="int8"), Form("int8", inputs="static_int8")
-MXFP4 = Form("float4", columns=32, scales="e8m0")
+MXFP4, MXFP8 = (Form(numbers, columns=32, scales="e8m0") for numbers in ("float4", "float8"))
 NVFP4 = Form("float4", columns=16, scales="e4m3", second=True)
 NAMES: Final[Mapping[str, tuple[Form, str]]] = MappingProxyType(
     {

@@ -32,10 +32,12 @@ class Fp8Scales(Reader, Writer):
     Attributes:
         strategy: ``block``, ``channel`` or ``tensor``: what has one scale.
         name: the name of the tensor of scales.
+        ones: whether those of blocks have a dimension of 1 after each: ``[rows, 1, columns, 1]``.
     """
 
     strategy: str
     name: str
+    ones: bool = False
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         layer, form = stored.layer, stored.form
@@ -51,7 +53,10 @@ class Fp8Scales(Reader, Writer):
         if self.strategy == "block":
             of_all = None if fused is None else f"{fused}_{self.name.removeprefix('weight_')}"
             blocks = {OUT: form.rows, IN: form.columns}
-            scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, every_rank=stored.cut, **scales)
+            axes: dict[str, Any] = (
+                {"axes": f"{OUT} row {IN} column", "sizes": {"row": 1, "column": 1}} if self.ones else {}
+            )
+            scale = layer.declare(self.name, fused=of_all, group_sizes=blocks, every_rank=stored.cut, **axes, **scales)
             if stored.ragged:
                 scale = of_all_blocks(scale, stored, fused)
         elif self.strategy == "channel":
@@ -67,6 +72,8 @@ class Fp8Scales(Reader, Writer):
 
     def decode(self, stored: StoredLayer) -> Tensors:
         weight, scale = stored["values"].view(torch.uint8), stored["scales"]
+        if self.ones:
+            scale = scale.squeeze(-1).squeeze(-2)
         if self.strategy == "tensor":
             scale = stored.rows_of(scale, weight)
         if self.strategy != "block":

@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import hal
 from hal.checkpoint.random_weights import RandomCheckpoint
+from hal.device.group import Group
+from hal.nn import CausalLM
+from hal.parallel import Mesh
 from helpers.checkpoints import EXPERTS, random_checkpoint, write_json
 from helpers.quantized import PARTS, change_json
 
@@ -40,6 +44,10 @@ FLOAT4 = {
     "mxfp4-pack-quantized": ("group", 32, torch.uint8),
 }
 """The strategies, groups and dtypes of scales of the methods of compressed-tensors with float4."""
+MODELOPT = {"FP8": -1, "FP8_PB_WO": 32, "FP8_PER_CHANNEL_PER_TOKEN": 0, "MXFP8": 32, "NVFP4": 16}
+"""The groups of the algorithms of ModelOpt, which are their methods here, as :attr:`Format.group` has them."""
+TOKENS = [1, 7, 30, 4, 200, 19]
+DOWN = "model.layers.1.mlp.down_proj"
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -96,6 +104,10 @@ class Format:
             weights |= {"strategy": {0: "channel", -1: "tensor"}.get(self.group, "block")}
             weights |= {"block_structure": [self.group] * 2 if self.group > 0 else None}
             return self._compressed(weights, "float", "float-quantized")
+        if self.method in MODELOPT:
+            kept = {"ignore": ["lm_head", "model.embed*"], "kv_cache_scheme": None}
+            given = {"group_size": self.group} if self.group > 0 else {}
+            return {"quant_method": "modelopt", "quant_algo": self.method, **given, **kept}
         if self.method in FLOAT4:
             strategy, size, _ = FLOAT4[self.method]
             weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
@@ -119,6 +131,8 @@ class Format:
 
     def quantized(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         """Return a layer's tensors, with random numbers, and their weight in float32."""
+        if self.method in MODELOPT:
+            return self._modelopt(weight, draw)
         if self.method in FLOAT4:
             return self._float4(weight, draw)
         return self._float8(weight, draw) if self.is_float else self._integers(weight, draw)
@@ -137,6 +151,29 @@ class Format:
             found["weight_global_scale"] = (torch.rand(1, generator=draw) + 0.5) * 1200 * width**0.5
             scale = found["weight_scale"].float() / found["weight_global_scale"]
         return found, values * spread(scale, size, width)
+
+    def _modelopt(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        if self.method == "NVFP4":
+            found, wide = Format("nvfp4-pack-quantized")._float4(weight, draw)
+            names = {"weight": found["weight_packed"], "weight_scale": found["weight_scale"]}
+            return names | {
+                "weight_scale_2": 1 / found["weight_global_scale"][0],
+                "input_scale": torch.tensor(0.1),
+            }, wide
+        if self.method == "MXFP8":
+            rows, width = weight.shape
+            values = torch.randn(rows, width, generator=draw).mul(100).to(torch.float8_e4m3fn)
+            bits = torch.randint(110, 114, (rows, width // 32), generator=draw, dtype=torch.uint8)
+            wide = values.float() * spread(2.0 ** (bits.float() - 127), 32, width)
+            return {"weight": values, "weight_scale": bits}, wide
+        found, wide = attrs.evolve(self, method="compressed-fp8", group=MODELOPT[self.method])._float8(weight, draw)
+        if self.method == "FP8_PB_WO":
+            found["weight_scale"] = found["weight_scale"][:, None, :, None]
+        elif self.method == "FP8":
+            found["input_scale"] = torch.tensor(0.1)
+        else:
+            found["weight_scale"] = found["weight_scale"][:, 0]
+        return found, wide
 
     def _integers(self, weight: Tensor, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         (rows, width), group, most = weight.shape, self.group or weight.shape[1], 1 << self.bits
@@ -278,3 +315,27 @@ def write(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, A
     save_file(dict(tensors), folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", {**config, "quantization_config": described})
+
+
+def load(folder: Path, mesh: Mesh | None = None, experts: str = "split", **config: Any) -> CausalLM:
+    config |= {"backend": "cpu", "options": {"pack_weights": False}}
+    if experts != "split":
+        config["parallel"] = {"tensor": 2, "experts": experts}
+    with hal.open(config, mesh=mesh or Mesh()) as backend:
+        return hal.load_model(folder, backend)
+
+
+def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
+    compilation = {"compiler": compiler, "capture_sizes": [1]}
+    given = {"backend": "cpu", "options": {"pack_weights": False}, "compilation": compilation, **config}
+    with hal.open(given) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
+        found = [runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()]
+        found.append(runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.clone())
+    return torch.cat(found)
+
+
+def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -> list[CausalLM]:
+    """Load the parts of some ranks in this process. They compute nothing together."""
+    groups = [Group("ranks", rank, count, object()) for rank in range(count)]
+    meshes = [Mesh(tensor=each, **({} if experts == "split" else {"expert": each})) for each in groups]
+    return [load(folder, mesh, experts, **config) for mesh in meshes]

@@ -12,14 +12,19 @@ import pytest
 import torch
 from helpers.low_bits import (
     DENSE,
+    DOWN,
     FLOAT4,
     SPARSE,
+    TOKENS,
     WHOLE,
     Format,
     gpt_oss_pair,
+    load,
+    logits,
     modelslim,
     packed,
     pair,
+    ranks,
     stacked_pair,
     write,
 )
@@ -39,16 +44,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hal
-from hal.device.group import Group
 from hal.errors import CheckpointError, ConfigError, HalError
-from hal.nn import CausalLM
 from hal.ops.forms import Form, pack_int4, unpack_int4
-from hal.parallel import Mesh
 
-TOKENS = [1, 7, 30, 4, 200, 19]
 LARGER = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
 """Sizes of whole groups on each of four ranks."""
-DOWN = "model.layers.1.mlp.down_proj"
 COMPRESSED = "compressed-tensors"
 HALF, SHORT = torch.float16, torch.bfloat16
 FORMATS = {
@@ -95,23 +95,6 @@ W8A8 = {
 }
 """Formats of floating-point numbers with activations in float8."""
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
-
-
-def load(folder: Path, mesh: Mesh | None = None, experts: str = "split", **config: Any) -> CausalLM:
-    config |= {"backend": "cpu", "options": {"pack_weights": False}}
-    if experts != "split":
-        config["parallel"] = {"tensor": 2, "experts": experts}
-    with hal.open(config, mesh=mesh or Mesh()) as backend:
-        return hal.load_model(folder, backend)
-
-
-def logits(folder: Path, compiler: str = "eager", **config: Any) -> Tensor:
-    compilation = {"compiler": compiler, "capture_sizes": [1]}
-    given = {"backend": "cpu", "options": {"pack_weights": False}, "compilation": compilation, **config}
-    with hal.open(given) as backend, hal.Runner(hal.load_model(folder, backend), backend) as runner:
-        found = [runner.step(runner.batch([TOKENS], [[1]]), hal.step.ALL).logits.clone()]
-        found.append(runner.step(runner.batch([[5]], [[1]], cached=[len(TOKENS)])).logits.clone())
-    return torch.cat(found)
 
 
 def test_packing() -> None:
@@ -411,13 +394,6 @@ def test_only_quantized_weights_are_converted(tmp_path: Path) -> None:
 def larger(overrides: dict[str, Any]) -> dict[str, int]:
     """Return sizes that give each of four ranks whole groups."""
     return {key: size for key, size in LARGER.items() if key in overrides} | {"num_key_value_heads": 4}
-
-
-def ranks(folder: Path, experts: str = "split", count: int = 2, **config: Any) -> list[CausalLM]:
-    """Load the parts of some ranks in this process. They compute nothing together."""
-    groups = [Group("ranks", rank, count, object()) for rank in range(count)]
-    meshes = [Mesh(tensor=each, **({} if experts == "split" else {"expert": each})) for each in groups]
-    return [load(folder, mesh, experts, **config) for mesh in meshes]
 
 
 @thorough(
