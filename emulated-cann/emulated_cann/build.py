@@ -43,7 +43,8 @@ LIBRARIES = (
     Library("opapi", "ops", needs=("ascendcl", "hccl"), torch=True),
     Library("atb", "atb", needs=("ascendcl", "opapi"), torch=True),
     Library("nnopbase", needs=("ascendcl", "opapi")),
-    *(Library(name) for name in ("acl_op_compiler", "acl_tdt_channel", "ge_runner", "graph", "msprofiler", "runtime")),
+    *(Library(name) for name in ("acl_op_compiler", "acl_tdt_channel", "ascend_protobuf", "fmk_parser", "ge_runner")),
+    *(Library(name) for name in ("graph", "msprofiler", "runtime")),
     Library("hcomm", needs=("ascendcl", "hccl")),
 )
 

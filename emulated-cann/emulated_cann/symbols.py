@@ -16,8 +16,10 @@ from pathlib import Path
 
 from .errors import EmulationError, Unavailable
 
-LINKED = re.compile(r"acl[A-Za-z]|rt[A-Z]|Msprof[A-Z]|Hccl[A-Z]|_ZNK?3atb")
+LINKED = re.compile(r"acl[A-Za-z]|rt[A-Z]|Msprof[A-Z]|Hccl[A-Z]|_ZNK?(3atb|2ge)")
 LOOKED_UP = re.compile(rb"\0((?:acl(?:nn|rt|mdl|op|prof|sys|dump|sk|[A-Z])|Hccl[A-Z])\w+)(?=\0)")
+ATB, GE = re.compile(r"_ZNK?3atb"), re.compile(r"_ZNK?2ge")
+"""Mangled names of C++ functions. GE is the graph engine, whose functions return objects and not error codes."""
 PHASES = ("GetMaxWorkspaceSize", "GetWorkspaceSize", "")
 
 ABSENT = frozenset[str]()
@@ -54,8 +56,8 @@ def defined(*paths: Path) -> set[str]:
 
 
 def libraries(torch_npu: Path) -> list[Path]:
-    """Return the wheel's libraries that call CANN, without torchair's graph engine, which is not emulated."""
-    return sorted([*torch_npu.glob("lib/*.so"), *torch_npu.glob("_C*.so")])
+    """Return the wheel's libraries that call CANN."""
+    return sorted(path for each in ("lib", "dynamo/torchair/core", "") for path in (torch_npu / each).glob("*.so"))
 
 
 def read_symbols(path: Path) -> Iterator[tuple[str, bool, bool]]:
@@ -96,7 +98,7 @@ def refusing_stubs(torch_npu: Path, emulated: set[str]) -> dict[str, str]:
             wanted.add(name)
     by_library: dict[str, list[str]] = {"ascendcl": [], "opapi": [], "atb": []}
     for name in sorted(wanted - emulated):
-        home = "opapi" if name.startswith("aclnn") else "atb" if name.startswith("_Z") else "ascendcl"
+        home = "opapi" if name.startswith("aclnn") else "atb" if ATB.match(name) else "ascendcl"
         by_library[home].append(name)
     pointers = returning_pointers(torch_npu)
     return {library: _text(stubs, pointers) for library, stubs in by_library.items()}
@@ -122,6 +124,7 @@ HEAD = """// Functions of CANN that are not emulated. Generated.
 #include <cxxabi.h>
 
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 // Declared here, because its headers also declare the functions below, with their actual types.
@@ -130,12 +133,21 @@ int fail(int code, const std::string& reason);
 }
 
 // ACL_ERROR_API_NOT_SUPPORT, and aclnn's code for an operator whose kernels are not installed.
-static long refuse(const char* name, int code) {
+static std::string readable(const char* name) {
     int status = 0;
     char* plain = abi::__cxa_demangle(name, nullptr, nullptr, &status);
-    emulator::fail(code, std::string("the emulated CANN has no ") + (plain ? plain : name));
+    std::string text = plain ? plain : name;
     std::free(plain);
+    return text;
+}
+static long refuse(const char* name, int code) {
+    emulator::fail(code, "the emulated CANN has no " + readable(name));
     return code;
+}
+[[noreturn]] static void no_graph_engine(const char* name) {
+    throw std::runtime_error("the emulated CANN has no graph engine (GE), and " + readable(name) +
+                             " was called; compile with the mode reduce-overhead of torchair's CompilerConfig, or "
+                             "with the backend npugraph_ex");
 }
 
 extern "C" {
@@ -147,6 +159,9 @@ def _text(names: Iterable[str], pointers: set[str]) -> str:
     for name in names:
         if name in pointers:
             lines.append(f'void* {name}() {{ refuse("{name}", 200001); return nullptr; }}')
+        elif GE.match(name):
+            destroys = name.endswith(("D0Ev", "D1Ev", "D2Ev"))  # must not throw
+            lines.append(f"void {name}() {{" + ("}" if destroys else f' no_graph_engine("{name}"); }}'))
         elif name.startswith("aclnn"):
             lines.append(f'long {name}() {{ return refuse("{_kernel(name)}", 561112); }}')
         else:
