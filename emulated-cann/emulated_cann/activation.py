@@ -20,8 +20,10 @@ from .build import LIBRARIES, MARK, build
 from .errors import EmulationError, InvalidOption, Unavailable
 from .options import OPTIONS, SWITCH, Options, from_environment, read_options, switch_in
 
-HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_AICPU_PATH")
 """Variables with the folder of an installed CANN."""
+PATHS = {"PATH": ("bin", "tools/bisheng_compiler/bin"), "PYTHONPATH": ("python/site-packages",)}
+"""Folders of an installed CANN that precede those of the variables, as its set_env.sh arranges."""
 RUNTIME = "libascendcl.so"
 
 _active: Options | None = None
@@ -61,6 +63,7 @@ def activate(*, force: bool = False, **options: Any) -> None:
     home = build()
     prepare(os.environ, home, chosen)
     preload(home)
+    sys.path.extend(str(home / each) for each in PATHS["PYTHONPATH"])
     _active = chosen
 
 
@@ -110,6 +113,10 @@ def prepare(environ: MutableMapping[str, str], home: Path, options: Options) -> 
     environ[SWITCH] = "1"
     environ[OPTIONS] = options.to_json()
     environ.update(dict.fromkeys(HOMES, str(home)), ASCEND_OPP_PATH=str(home / "opp"))
+    for name, folders in PATHS.items():
+        first = [str(home / each) for each in folders]
+        others = [each for each in environ.get(name, "").split(":") if each and each not in first]
+        environ[name] = ":".join([*first, *others])
     environ.pop("ASCEND_CUSTOM_OPP_PATH", None)  # operators of a real CANN
     if options.trace is not None:
         try:

@@ -33,6 +33,8 @@ KEPT_SECONDS = 14 * 24 * 3600
 """Entries unused for this long are deleted from the cache."""
 LAYOUT = ("lib64", "opp", "runtime", "compiler")
 """Folders that torch_npu requires in ASCEND_HOME_PATH."""
+HOME = "home/"
+"""The folder of the sources whose files an installed CANN has in ASCEND_HOME_PATH: programs, pyACL, a header."""
 MARK = "cann.emulated"
 """A file next to the libraries that distinguishes them from an installed CANN."""
 
@@ -125,7 +127,8 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     tools = Toolchain.find(sources)
     kept = LibraryCache(cache or cache_folder(), KEPT_SECONDS)
     flags = compiler_flags()
-    texts = {str(each.relative_to(sources)): each.read_bytes() for each in sorted(sources.rglob("*")) if each.is_file()}
+    files = (each for each in sorted(sources.rglob("*")) if each.is_file() and each.suffix != ".pyc")
+    texts = {str(each.relative_to(sources)): each.read_bytes() for each in files}
     recipe = (Path(each).read_bytes() for each in (__file__, ninja_build.__file__, symbols.__file__))
     named = (part for item in texts.items() for part in item)
     key = content_key(tools.versions, str(tools.torch), *flags, *recipe, *named)
@@ -159,4 +162,10 @@ def _make(plan: Recipe, cache: LibraryCache, work: str, folder: Path) -> None:
         for library in plan.libraries:
             name = f"lib{library.name}.so"
             shutil.copyfile(libraries / name, folder / LAYOUT[0] / name)
+    for each in plan.sources:
+        if each.startswith(HOME):
+            target = folder / each.removeprefix(HOME)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(plan.sources[each])
+            target.chmod(0o755 if target.parent.name == "bin" else 0o644)
     (folder / LAYOUT[0] / MARK).touch()
