@@ -176,7 +176,7 @@ def scaled(
 
 def input_dtype(use: WeightUse) -> torch.dtype:
     """Return the dtype of x in products of forms that are not exact."""
-    exact = use.form.inputs == "float" or (use.form.inputs == "float8" and use.dtype is torch.bfloat16)
+    exact = use.form.inputs == "float" or (use.form.inputs.endswith("float8") and use.dtype is torch.bfloat16)
     return use.dtype if exact else torch.float32
 
 

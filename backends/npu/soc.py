@@ -67,7 +67,7 @@ class Generation:
     row_collective_ranks: tuple[int, ...] = ()
     distributes_experts: bool = False
     delta_rule: bool = False
-    requantized: tuple[str, ...] = ("fp8", "fp8_dynamic")
+    requantized: tuple[str, ...] = ("fp8", "fp8_dynamic", "fp8_static")
     expert_groups: tuple[int, ...] = ()
     int8_by_int4: bool = False
     transposed_products: bool = False

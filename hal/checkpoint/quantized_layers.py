@@ -247,6 +247,7 @@ def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:
     assert weight is not None
     if stored.form.inputs == "static_int8":
         decoded = _without_input_scale(stored, decoded)
+    decoded = {name: each for name, each in decoded.items() if name != "input_scale"}
     bias = {"bias": decoded.get("bias")}
     if stored.layer.num_experts is None:
         return {**_converted(stored, decoded, target), **bias}

@@ -48,7 +48,8 @@ class Projection(nn.Module):
         bias: ``[out_features]``, or as the driver prepared it; or None.
         weight_scale: the scales, of another form than floating-point numbers.
         weight_zero_point: the zero points, or None.
-        input_scale: of a static input ``[in_features]``, float32: one value, repeated for kernels that fuse a norm.
+        input_scale: of a static input in int8 ``[in_features]``, float32: one value, repeated for kernels that fuse a
+            norm; in float8 ``[1]``.
         input_offset: ``[in_features]``, int32, one value, repeated; None for 0.
         input_order: ``[in_features]``, int64: the input of each column of an ordered weight; None for the same order.
     """
@@ -133,6 +134,8 @@ class Projection(nn.Module):
             found["input_offset"] = self.declare(None, IN, dtype=torch.int32)
         else:
             found["bias"] = self.stored_bias
+        if form.inputs == "static_float8":
+            found["input_scale"] = self.declare(None, "one", sizes={"one": 1}, dtype=torch.float32)
         if form.ordered:
             experts = {} if self.num_experts is None else {EXPERTS: self.num_experts}
             found["input_order"] = self.declare(None, " ".join((*experts, IN)), sizes=experts, dtype=torch.int64)
@@ -157,10 +160,11 @@ class Projection(nn.Module):
         form = self.form
         if form.inputs == "float":
             return x, None, None
-        if form.inputs != "static_int8":
-            quantized, scale = (ops.dynamic_quantize if form.inputs == "int8" else ops.float8_quantize)(x)
-            return quantized, scale, x.dtype
-        return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
+        if form.inputs == "static_int8":
+            return ops.quantize(x, self.input_scale, self.input_offset), None, x.dtype
+        if form.inputs == "static_float8":
+            return *ops.float8_quantize(x, self.input_scale), x.dtype
+        return *(ops.dynamic_quantize if form.inputs == "int8" else ops.float8_quantize)(x), x.dtype
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return the inputs of all ranks, among which an order chooses those of this rank's columns."""

@@ -23,7 +23,7 @@ INT4S: Final = 8
 """The 4-bit numbers in an int32."""
 FLOAT4S: Final = 2
 """The 4-bit numbers in a uint8."""
-INPUTS: Final = ("float", "float8", "int8", "static_int8")
+INPUTS: Final = ("float", "float8", "static_float8", "int8", "static_int8")
 """How a form may round the input of a product."""
 SECOND: Final = 4
 """The bytes of a second scale: a float32, after the scales of its row."""
@@ -42,7 +42,7 @@ class Form:
             numbers in uint8.
         zero_points: whether numbers may have a zero point other than 0, one for each scale.
         inputs: how the input is rounded: ``float`` for not at all, ``float8`` or ``int8`` per token, by its largest
-            element, or ``static_int8`` by the checkpoint's scale and offset.
+            element, or ``static_float8`` or ``static_int8`` by the checkpoint's scale and offset.
         ordered: whether the columns may stand in another order than the inputs.
         second: whether scales have a second scale, which multiplies all those of a row; see
             :func:`~hal.ops.forms.with_second`.

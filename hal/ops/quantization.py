@@ -102,27 +102,34 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / divisor).round().clamp(-128, 127).to(torch.int8), scale
 
 
+def _float8_samples(draw: Draw) -> Iterator[Sample]:
+    yield from ((*each, None) for each in dynamic_samples(draw))
+    yield draw.normal(5, 64), draw.tensor([1 / 128], torch.float32)  # some numbers are beyond 448 times the scale
+
+
 @op(
-    samples=dynamic_samples,
-    axes={"x": "... width", "return": ("... width", "...")},
-    dtypes={"x": FLOATING, "return": ("x", torch.float32)},
+    samples=_float8_samples,
+    axes={"x": "... width", "scale": "1", "return": ("... width", "...")},
+    dtypes={"x": FLOATING, "scale": torch.float32, "return": ("x", torch.float32)},
     rowwise="...",
     tolerance=dict.fromkeys(SCALES, (0.13, 0.001)),
 )
-def float8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to float8 (e4m3) with a scale per token: ``round(x / scale)`` with ``scale = max|x| / 448``.
+def float8_quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Round to float8 (e4m3): ``round(x / scale)``, with a scale per token ``max|x| / 448`` if none is given.
 
     Computed in float32; half rounds to even. Each number of float8 is exact in x's dtype. A row of zeros returns zeros
-    and the scale 0. A row with NaN or infinity has a non-finite scale.
+    and the scale 0. A row with NaN or infinity has a non-finite scale. Numbers beyond 448 times a given scale become
+    that; the result of NaN is then undefined.
 
     Args:
         x: ``[..., width]``, floating, of 2 or more dimensions.
+        scale: that of all tokens, float32 ``[1]``, positive; or None.
 
     Returns:
         numbers of float8, of x's shape and dtype, and the scales, float32 ``[...]``.
     """
     wide = x.float()
-    scale = wide.abs().amax(-1) / 448
+    scale = wide.abs().amax(-1) / 448 if scale is None else scale.expand(x.shape[:-1]).contiguous()
     divisor = torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
     return float8_values(float8_bits(wide / divisor)).to(x.dtype), scale
 

@@ -257,14 +257,18 @@ def _stored_as(group: Mapping[str, Any], name: str, format: Any) -> StoredAs:
 
 
 def _with_inputs(form: Form, inputs: Mapping[str, Any] | None, where: str) -> Form:
-    """Return a form of floating-point numbers, which rounds inputs to float8 if they have a scale for each token."""
+    """Return a form of floating-point numbers, which rounds inputs to float8 by token, or with a scale of a tensor."""
     if inputs is None:
         return form
     if inputs.get("num_bits") != form.kind.bits:
         require(inputs, {"num_bits": 8}, where, _UNSET)
     require(inputs, {"type": "float", "symmetric": True}, where, _UNSET)
-    by_token = inputs.get("num_bits") == 8 and inputs.get("dynamic") is True and inputs.get("strategy") == "token"
-    return attrs.evolve(form, inputs="float8") if by_token else form  # hal does not round others
+    kind = inputs.get("dynamic", False), inputs.get("strategy")
+    if inputs.get("num_bits") == 8 and kind == (True, "token"):
+        return attrs.evolve(form, inputs="float8")
+    if inputs.get("num_bits") == 8 and kind == (False, "tensor") and form.numbers == "float8":
+        return attrs.evolve(form, inputs="static_float8")
+    return form  # hal does not round others
 
 
 def _check_format(found: Any, name: str, *wanted: str) -> None:

@@ -18,6 +18,7 @@ NAMES: Final[Mapping[str, tuple[Form, str]]] = MappingProxyType(
     {
         "fp8": (Form("float8"), "float8 weights with a scale for each block, output channel or tensor"),
         "fp8_dynamic": (Form("float8", inputs="float8"), "float8 weights as fp8, and float8 activations, by token"),
+        "fp8_static": (Form("float8", inputs="static_float8"), "float8 weights as fp8, and float8 activations, static"),
         "mxfp4": (MXFP4, "float4 weights with a power of two as the scale of 32 inputs"),
         "nvfp4": (NVFP4, "float4 weights with a float8 scale for 16 inputs, and a second scale for each tensor"),
         "w4a16": (

@@ -27,7 +27,7 @@ from hal.quantization.value_checks import FLOATS, NUMBERS, POSITIVE
 
 @attrs.frozen(slots=False)
 class Fp8Scales(Reader, Writer):
-    """``weight``, and its scales as blocks, output channels or a number. Activations stay floating-point.
+    """``weight``, and its scales as blocks, output channels or a number; ``input_scale`` of static activations.
 
     Attributes:
         strategy: ``block``, ``channel`` or ``tensor``: what has one scale.
@@ -42,7 +42,7 @@ class Fp8Scales(Reader, Writer):
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         layer, form = stored.layer, stored.form
         fused = getattr(layer, "fused", None)
-        if fused is not None and self.strategy != "block":
+        if fused is not None and (self.strategy != "block" or form.inputs == "static_float8"):
             raise ConfigError(
                 f"the checkpoint has {fused} of all experts as one tensor in float8 with a scale by {self.strategy}",
                 "use a checkpoint with blocks (weight_block_size), or with a tensor for each expert",
@@ -65,9 +65,9 @@ class Fp8Scales(Reader, Writer):
             scale = layer.declare(self.name, "", every_rank=True, column=True, **scales)
         if fused is not None:
             return {"values": weight, "scales": scale}
-        # Static scales of activations, which stay floating-point.
-        given: dict[str, Any] = {"stored": NUMBERS, "optional": True, "every_rank": True, "column": True}
-        static = layer.declare("input_scale", "", dtype=torch.float32, **given)
+        required = form.inputs == "static_float8"
+        given: dict[str, Any] = {"stored": NUMBERS, "optional": not required, "every_rank": True, "column": True}
+        static = layer.declare("input_scale", "", dtype=torch.float32, checks=(POSITIVE,) if required else (), **given)
         return {"values": weight, "scales": scale, "input_scale": static}
 
     def decode(self, stored: StoredLayer) -> Tensors:
@@ -80,7 +80,10 @@ class Fp8Scales(Reader, Writer):
             scale = scale.unsqueeze(-1)
         else:
             scale = stored.of_rank(of_rows(scale, stored) if stored.ragged else scale)
-        return {"weight": weight, "weight_scale": scale, "bias": stored.tensors.get("bias")}
+        found = {"weight": weight, "weight_scale": scale, "bias": stored.tensors.get("bias")}
+        if stored.form.inputs != "static_float8":
+            return found
+        return found | {"input_scale": stored["input_scale"].max().reshape(1)}  # of parts and experts, the largest
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
         """Quantize a layer with a scale for each row: ``max|row| / 448``."""
@@ -116,8 +119,10 @@ class Fp8Blocks(CheckpointFormat):
         block = section.value("weight_block_size")
         strategy, scales = ("tensor", "weight_scale") if block is None else ("block", "weight_scale_inv")
         form = in_blocks({"strategy": strategy, "block_structure": block})
+        static = section.value("activation_scheme") == "static" and block is None
+        form = attrs.evolve(form, inputs="static_float8") if static else form
         stored_as = StoredAs(form, Fp8Scales(strategy, scales))
         found = ExcludedLayers(stored_as, section.lists("modules_to_not_convert", "ignored_layers"))
-        if (activations := section.value("activation_scheme")) is not None:
+        if (activations := section.value("activation_scheme")) is not None and not static:
             found.unapplied = (f"activation_scheme {activations!r:.60} of {section.name}",)
         return found

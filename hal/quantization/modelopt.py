@@ -28,10 +28,10 @@ METHODS = ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed")
 MIXED = "mixed_precision"
 BLOCK = 128
 """The rows and columns of a block of ``FP8_PB_WO`` whose description states no size."""
-_WHOLE, _ROWS = Form("float8"), Form("float8", inputs="float8")
+_WHOLE, _ROWS, _STATIC = (Form("float8", inputs=each) for each in ("float", "float8", "static_float8"))
 _FLOAT4 = BlockFloats("weight", "weight_scale_2", "input_scale", divides=False)
 ALGORITHMS: Mapping[str, StoredAs] = {
-    "fp8": StoredAs(_WHOLE, Fp8Scales("tensor", "weight_scale")),
+    "fp8": StoredAs(_STATIC, Fp8Scales("tensor", "weight_scale")),
     "fp8_per_channel_per_token": StoredAs(_ROWS, Fp8Scales("channel", "weight_scale")),
     "fp8_pb_wo": StoredAs(_WHOLE, Fp8Scales("block", "weight_scale", ones=True)),
     "mxfp8": StoredAs(MXFP8, _FLOAT4),
@@ -136,9 +136,8 @@ class ModelOpt(CheckpointFormat):
             if not isinstance(content, dict):
                 raise CheckpointError(f"{FILE} has quantization {content!r:.60}, not an object", AGAIN)
             section = ConfigSection(FILE, content)
-        unapplied = [
-            f"the static scales of activations (quant_algo {each}) of {section.name}" for each in _static(section)
-        ]
+        unapplied = [f"4-bit activations (quant_algo {each}) of {section.name}" for each in _unrounded(section)]
+
         cache = section.value("kv_cache_quant_algo")
         scheme: Any = section.value("kv_cache_scheme")
         if cache is None and isinstance(scheme, dict) and scheme:
@@ -150,9 +149,9 @@ class ModelOpt(CheckpointFormat):
         return ModelOptQuantization(section, kept, tuple(unapplied))
 
 
-def _static(section: ConfigSection) -> list[str]:
-    """Return the algorithms of a description whose activations have static scales, or 4 bits, in upper case."""
+def _unrounded(section: ConfigSection) -> list[str]:
+    """Return the algorithms of a description whose activations of 4 bits hal does not round."""
     layers = section.content.get("quantized_layers")
     parts = [section.content, *(layers.values() if isinstance(layers, dict) else ())]
     found = {str(each.get("quant_algo")).upper() for each in parts if isinstance(each, dict)}
-    return sorted(found & {"FP8", "NVFP4"})
+    return sorted(found & {"NVFP4"})

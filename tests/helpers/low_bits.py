@@ -48,6 +48,8 @@ MODELOPT = {"FP8": -1, "FP8_PB_WO": 32, "FP8_PER_CHANNEL_PER_TOKEN": 0, "MXFP8":
 """The groups of the algorithms of ModelOpt, which are their methods here, as :attr:`Format.group` has them."""
 TOKENS = [1, 7, 30, 4, 200, 19]
 DOWN = "model.layers.1.mlp.down_proj"
+INPUT = 0.03
+"""The scale of static activations of ModelOpt."""
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -158,7 +160,7 @@ class Format:
             names = {"weight": found["weight_packed"], "weight_scale": found["weight_scale"]}
             return names | {
                 "weight_scale_2": 1 / found["weight_global_scale"][0],
-                "input_scale": torch.tensor(0.1),
+                "input_scale": torch.tensor(INPUT),
             }, wide
         if self.method == "MXFP8":
             rows, width = weight.shape
@@ -170,7 +172,7 @@ class Format:
         if self.method == "FP8_PB_WO":
             found["weight_scale"] = found["weight_scale"][:, None, :, None]
         elif self.method == "FP8":
-            found["input_scale"] = torch.tensor(0.1)
+            found["input_scale"] = torch.tensor(INPUT)
         else:
             found["weight_scale"] = found["weight_scale"][:, 0]
         return found, wide

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.low_bits import DENSE, DOWN, MODELOPT, SPARSE, Format, load, logits, pair, ranks
+from helpers.low_bits import DENSE, DOWN, INPUT, MODELOPT, SPARSE, Format, load, logits, pair, ranks
 from helpers.quantized import change_json, check_ranks, error, kept_layers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +19,7 @@ from hal.errors import CheckpointError, ConfigError, HalError
 from hal.ops.forms import Form
 
 FORMS = {
-    "FP8": Form("float8"),
+    "FP8": Form("float8", inputs="static_float8"),
     "FP8_PB_WO": Form("float8", rows=32, columns=32),
     "FP8_PER_CHANNEL_PER_TOKEN": Form("float8", inputs="float8"),
     "MXFP8": Form("float8", columns=32, scales="e8m0"),
@@ -41,9 +41,15 @@ def test_weights_are_those_of_the_file(name: str, overrides: dict[str, Any], cpu
     assert error(logits(quantized, quantized_weights="dequantized"), logits(plain)) < 1e-6
     if FORMS[name].inputs == "float":
         assert error(logits(quantized), logits(plain)) < 1e-5
-        parts = [kept_layers(each) for each in ranks(quantized)]
-        cpu.activate()
+    exact, parts = load(plain), [kept_layers(each) for each in ranks(quantized)]
+    cpu.activate()
+    if name != "FP8_PER_CHANNEL_PER_TOKEN":  # Ranks that share inputs have other scales of activations.
         check_ranks(whole, parts)
+    for path, layer in whole.items() if name == "FP8" else ():
+        x = torch.randn(6, layer.in_features, generator=torch.Generator().manual_seed(1)) * 10  # Some are beyond.
+        counts = [] if layer.num_experts is None else [torch.tensor([2, 0, 1, 3])]
+        numbers = (x / INPUT).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert error(layer(x, *counts), exact.get_submodule(path)(numbers * INPUT, *counts)) < 1e-5, path
 
 
 @pytest.mark.parametrize("place", ["both", "file", "named in config.json"])
@@ -71,14 +77,16 @@ def test_layers_of_several_algorithms(tmp_path: Path) -> None:
     wide, narrow = load_file(plain / "model.safetensors"), load_file(quantized / "model.safetensors")
     for name in [each for each in narrow if each.startswith(DOWN)]:
         del narrow[name]
-    found, wide[f"{DOWN}.weight"] = algorithm("FP8").quantized(wide[f"{DOWN}.weight"], torch.Generator().manual_seed(1))
+    found, wide[f"{DOWN}.weight"] = algorithm("FP8_PB_WO").quantized(
+        wide[f"{DOWN}.weight"], torch.Generator().manual_seed(1)
+    )
     save_file(narrow | {f"{DOWN}.{name}": each for name, each in found.items()}, quantized / "model.safetensors")
     save_file(wide, plain / "model.safetensors")
-    floats, modules = {"quant_algo": "FP8"}, [f"model.layers.{layer}" for layer in range(2)]
+    floats, modules = {"quant_algo": "FP8_PB_WO", "group_size": 32}, [f"model.layers.{layer}" for layer in range(2)]
     layers = {**{each: {"quant_algo": "NVFP4", "group_size": 16} for each in modules}, DOWN: floats}
     section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     change_json(quantized / "config.json", lambda config: config.update(quantization_config=section))
-    assert {each.form for each in kept_layers(load(quantized)).values()} == {FORMS["NVFP4"], FORMS["FP8"]}
+    assert {each.form for each in kept_layers(load(quantized)).values()} == {FORMS["NVFP4"], FORMS["FP8_PB_WO"]}
     assert error(logits(quantized), logits(plain)) < 1e-5
 
 

@@ -412,10 +412,10 @@ def test_an_unknown_order_is_refused(format: Format, tmp_path: Path) -> None:
 
 IGNORES: dict[str, tuple[Any, ...]] = {
     "float8": (Format("compressed-fp8", group=0, activations=True), ""),
-    "static float8": (
+    "grouped float8": (
         Format("compressed-fp8", group=0, activations=True),
         "input_activations of group_0 (8 bits, float)",
-        {"strategy": "tensor", "dynamic": False},
+        {"strategy": "group", "group_size": 128},
     ),
     "float4": (
         Format("nvfp4-pack-quantized", activations=True),

@@ -54,13 +54,13 @@ def require_form(
     if fits:
         *leading, out_features, _ = weight.shape
         width = form.width(weight)
-        fits = x.shape[-1] == width and x.is_floating_point() == form.inputs.startswith("float")
+        fits = x.shape[-1] == width and x.is_floating_point() == form.inputs.endswith(("float", "float8"))
         fits = fits and (x.is_floating_point() or x.dtype is torch.int8) and weight.dtype is form.kind.dtype
         fits = fits and scale.shape == (*leading, *form.scale_shape(out_features, width))
         fits = fits and (scale.is_floating_point() or (scale.dtype is torch.uint8 and form.scales != "float"))
         fits = fits and (zero_point is None or zero_point.shape == scale.shape)
         fits = fits and (bias is None or bias.shape == (*leading, out_features))
-        fits = fits and (x_scale is not None) == (form.inputs in ("int8", "float8"))
+        fits = fits and (x_scale is not None) == (form.inputs in ("int8", "float8", "static_float8"))
         fits = fits and (x_scale is None or (x_scale.shape == x.shape[:-1] and x_scale.dtype is torch.float32))
     others = [each for each in (bias, zero_point, x_scale, counts) if each is not None]
     require(fits, f"{operation} of {form}", x, weight, scale, *others, dtype=dtype or x.dtype)

@@ -50,11 +50,14 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch_npu.npu_dynamic_quant(x)  # type: ignore[no-any-return]
 
 
-def float8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def float8_quantize(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :func:`hal.ops.float8_quantize`. No operator rounds to float8: it rounds the bits of float32."""
     wide = x.float()
-    scale = wide.abs().amax(-1) / 448
-    scaled = wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
+    if scale is None:
+        scale = wide.abs().amax(-1) / 448
+        scaled = wide / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
+    else:
+        scaled, scale = (wide / scale).clamp(-448, 448), scale.expand(x.shape[:-1]).contiguous()
     bits = scaled.view(torch.int32)
     normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).view(torch.float32)
     return torch.where(scaled.abs() < 2**-6, (scaled * 512).round() / 512, normal).to(x.dtype), scale
