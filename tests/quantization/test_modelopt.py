@@ -90,6 +90,18 @@ def test_layers_of_several_algorithms(tmp_path: Path) -> None:
     assert error(logits(quantized), logits(plain)) < 1e-5
 
 
+@pytest.mark.parametrize("method", ["compressed-fp8", "fp8"])
+def test_other_descriptions_of_static_activations(method: str, tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, algorithm("FP8"), **DENSE)
+    expected, section = logits(quantized), Format(method, group=-1, activations=True).section()
+    if method == "fp8":
+        section["activation_scheme"] = "static"
+    else:
+        section["config_groups"]["group_0"]["input_activations"] |= {"strategy": "tensor", "dynamic": False}
+    change_json(quantized / "config.json", lambda config: config.update(quantization_config=section))
+    assert torch.equal(logits(quantized), expected)
+
+
 def test_caches_with_scales(tmp_path: Path) -> None:
     quantized, _ = pair(tmp_path, algorithm("FP8"), **DENSE)
     kept = logits(quantized)
