@@ -58,12 +58,14 @@ class QuantizedLayer:
         names: the names of its parts in the checkpoint.
         stored_as: the form of the stored weight, and what reads it.
         target: the form that the layer computes with, but for groups that ranks cut.
+        biased: whether the model has a bias; that of a static form may hold only what an offset of inputs adds.
     """
 
     module: Linear | GroupedLinear
     names: tuple[str, ...]
     stored_as: StoredAs
     target: Form
+    biased: bool
 
     @property
     def converted(self) -> bool:
@@ -227,10 +229,11 @@ def quantized_layer(
         ConfigError: the layer's size does not fit the form.
     """
     check_width(stored_as.form, linear.in_features)
+    biased = linear.biased
     if target != FLOAT:
         with torch.device("meta"):
             linear.keep(target)
-    return QuantizedLayer(linear, names, stored_as, target)
+    return QuantizedLayer(linear, names, stored_as, target, biased)
 
 
 def converted(stored: StoredLayer, decoded: Tensors, target: Form) -> Tensors:

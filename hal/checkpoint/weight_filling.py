@@ -145,6 +145,7 @@ class LayerFilling:
         fillings: the tensors to read, the largest last, so that the layer is complete soon after it is allocated.
         pieces: what each checkpoint tensor that this rank reads fills, by the tensor's name.
         dropped: whether the values were given up, and new ones are to come.
+        inputs: the scales and offsets of inputs that were read.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class LayerFilling:
         quantized: QuantizedLayer | None = None,
     ) -> None:
         self.module, self.path, self.bindings = bindings[0].module, bindings[0].path, tuple(bindings)
-        self.dropped = False
+        self.dropped, self.inputs = False, dict[str, Tensor]()
         self._declared = {each.name: each.weight for each in bindings} if quantized is None else quantized.declared
         # What a reader computes with is on the CPU.
         own = {each for each in bindings if quantized is None or quantized.holds(each.name, each.weight)}
@@ -177,6 +178,7 @@ class LayerFilling:
 
     def load(self, backend: Backend, buffers: WeightBuffers) -> bool:
         """Make the complete tensors the layer's. Return whether the backend changes the format of any."""
+        self._keep_inputs()
         changed, finished = False, self._finished()
         for name in finished.keys() | ({"weight_zero_point"} if self.quantized is not None else set()):
             if finished.get(name) is None and hasattr(self.module, name):
@@ -238,6 +240,7 @@ class LayerFilling:
 
     def replace(self, backend: Backend) -> None:
         """Write the complete tensors into the layer's memory."""
+        self._keep_inputs()
         finished, self.dropped = self.finish(), False
         for use, names in self._together(finished):
             if all(finished[name] is getattr(self.module, name) for name in names.values()):
@@ -256,6 +259,10 @@ class LayerFilling:
             use, argument = WeightUse(tied.consumer.operation, self._computing, shared=True), tied.consumer.argument
             new = getattr(self.module, self.fillings[0].name)
             backend.replace_weights({argument: prepared}, {argument: new}, use)
+
+    def _keep_inputs(self) -> None:
+        kept = () if self.quantized is None else self.quantized.stored_as.reader.of_inputs
+        self.inputs = {each.name: each.tensor.clone() for each in self.fillings if each.name in kept}
 
     def _finished(self) -> Tensors:
         tensors = {each.name: each.tensor for each in self.fillings}

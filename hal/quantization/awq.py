@@ -17,9 +17,16 @@ from hal.nn.linear import IN, OUT
 from hal.ops.forms import INT4S, Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_groups
-from hal.quantization.integer_arithmetic import signed_weight, signed_zero_points, transposed, unsigned
+from hal.quantization.integer_arithmetic import (
+    packed_signed,
+    quantize_groups,
+    signed_weight,
+    signed_zero_points,
+    transposed,
+    unsigned,
+)
 from hal.quantization.layer_patterns import ExcludedLayers
-from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
+from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import FLOATS, POSITIVE
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -29,7 +36,7 @@ UNPACKED = 1 << 18
 """The numbers that are unpacked at once."""
 
 
-class AwqTensors(Reader):
+class AwqTensors(Reader, Writer):
     """``qweight``, ``qzeros`` and ``scales``."""
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
@@ -48,6 +55,12 @@ class AwqTensors(Reader):
             "weight_zero_point": stored.checked_zero_points(stored.of_rank(zero)),
             "bias": stored.tensors.get("bias"),
         }
+
+    def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
+        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
+        found = {"qweight": _packed(numbers), "qzeros": _packed(zero), "scales": transposed(scale)}
+        return found | layer.biases
 
 
 READER = AwqTensors()
@@ -86,6 +99,12 @@ class Awq(CheckpointFormat):
 def _zero_points(qzeros: Tensor) -> Tensor:
     """Return zero points, int8 ``[out_features, groups]``, from int32 ``[groups, out_features / 8]``."""
     return signed_zero_points(unsigned(qzeros, BITS, ORDER).t(), BITS)
+
+
+def _packed(numbers: Tensor) -> Tensor:
+    """Return int8 ``[out_features, columns]`` as int32 ``[columns, out_features / 8]``."""
+    places = torch.tensor(ORDER).argsort()  # the output in each place
+    return packed_signed(numbers.unflatten(0, (-1, INT4S))[:, places].flatten(0, 1).t(), BITS)
 
 
 def _weight(qweight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal.errors import CheckpointError, ConfigError
 from hal.nn import Weight
@@ -19,9 +20,18 @@ from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_groups
 from hal.quantization.input_order import group_index, input_order, ordered
-from hal.quantization.integer_arithmetic import AGAIN, in_one, signed_weight, signed_zero_points, transposed, unsigned
+from hal.quantization.integer_arithmetic import (
+    AGAIN,
+    in_one,
+    packed_signed,
+    quantize_groups,
+    signed_weight,
+    signed_zero_points,
+    transposed,
+    unsigned,
+)
 from hal.quantization.layer_patterns import ExcludedLayers, LayerPattern, LayerRule
-from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
+from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import FLOATS, POSITIVE
 
 VERSIONS = ("gptq", "gptq_v2")
@@ -29,7 +39,7 @@ NUMBERS = {4: Form("int4"), 8: Form("int8")}
 
 
 @attrs.frozen(slots=False)
-class GptqTensors(Reader):
+class GptqTensors(Reader, Writer):
     """``qweight``, ``qzeros``, ``scales`` and ``g_idx``.
 
     Attributes:
@@ -65,6 +75,17 @@ class GptqTensors(Reader):
             "bias": stored.tensors.get("bias"),
             **inputs,
         }
+
+    def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
+        bits, width = form.kind.bits, layer.weight.shape[1]
+        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
+        return {
+            "qweight": transposed(packed_signed(numbers, bits)),
+            "qzeros": packed_signed((zero - int(self.version == VERSIONS[0])).t(), bits),
+            "scales": transposed(scale),
+            "g_idx": torch.arange(width, dtype=torch.int32) // form.group(width),
+        } | layer.biases
 
 
 class Gptq(CheckpointFormat):

@@ -95,6 +95,7 @@ class StaticRows(Int8Rows, CalibratedWriter):
     ) -> None:
         super().__init__(zero_point, writes_zero_point=writes_zero_point)
         self.offset, self.requires_offset = offset, requires_offset
+        self.of_inputs = ("input_scale", offset)
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         # Each rank has those of all experts, because it takes the largest scale.
@@ -196,6 +197,8 @@ class CompressedStatic(StaticRows):
 
 class ModelSlimStatic(StaticRows):
     """The tensors of ModelSlim: a scale of each row's results, and an integer bias with the offset's part."""
+
+    needs_bias = True
 
     def __init__(self, zero_point: str) -> None:
         super().__init__(zero_point, "input_offset", requires_offset=True, writes_zero_point=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hal.errors import CheckpointError
+from hal.ops.forms import Form
 
 INT32_MAX = 2**31 - 1
 AGAIN = "the checkpoint is damaged: quantize or download it again"
@@ -117,11 +118,16 @@ def signed_weight(packed: Tensor, bits: int, width: int) -> Tensor:
 
 def packed_signed(numbers: Tensor, bits: int) -> Tensor:
     """Return int8 numbers ``[rows, width]`` as the unsigned ones of :func:`signed_weight`, the inverse."""
-    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % in_one(bits)))
+    padded = torch.nn.functional.pad(numbers.contiguous(), (0, -numbers.shape[-1] % in_one(bits)))
     found = padded.view(torch.uint8) + (1 << bits - 1)
     if bits == 4:
         found = found[:, ::2] & 15 | found[:, 1::2] << 4
     return found.view(torch.int32)
+
+
+def packed_zero_points(zero_points: Tensor, bits: int) -> Tensor:
+    """Return zero points, int8 ``[rows, groups]``, packed along the rows: int32 ``[rows * bits / 32, groups]``."""
+    return transposed(packed_signed(zero_points.t(), bits))
 
 
 def signed_zero_points(zero_points: Tensor, bits: int) -> Tensor:
@@ -140,43 +146,44 @@ def row_ranges(weight: Tensor) -> Iterator[slice]:
     return (slice(first, first + count) for first in range(0, len(weight), count))
 
 
-def quantize_groups(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize ``[rows, columns]`` symmetrically in groups. Of some scales, each group gets that of the least error.
+def quantize_groups(name: str, weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize ``[rows, columns]`` in groups. Of some scales, each group gets that of the least error.
 
     Args:
         name: the weight's name, for errors.
         weight: the weight.
-        bits: those of a number, 4 or 8.
-        size: the columns of a group, a divisor of the columns.
+        form: of 4 or 8 bits; its zero points are those of the numbers from the least to the largest, and 0.
         dtype: that of the scales.
 
     Returns:
-        Numbers from ``-2 ** (bits - 1)``, int8 ``[rows, columns]``, and the scales ``[rows, columns / size]``. A group
-        of zeros has the scale 1.
+        Numbers from ``-2 ** (bits - 1)``, int8 ``[rows, columns]``; the scales ``[rows, groups]``; and zero points,
+        int8 of that shape, or None in a symmetric form. A group of zeros has the scale 1.
 
     Raises:
         CheckpointError: a value is not finite.
     """
-    numbers = weight.new_empty(weight.shape, dtype=torch.int8)
-    scale = weight.new_empty(len(weight), weight.shape[1] // size, dtype=dtype)
-    for rows in row_ranges(weight):
-        numbers[rows], scale[rows] = _quantized_rows(name, weight[rows], bits, size, dtype)
-    return numbers, scale
+    found = [_quantized_rows(name, weight[rows], form, dtype) for rows in row_ranges(weight)]
+    numbers, scale, zero = (torch.cat(each) for each in zip(*found, strict=True))
+    return numbers, scale, zero if form.zero_points else None
 
 
-def _quantized_rows(name: str, weight: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    groups, most = weight.float().unflatten(-1, (-1, size)), (1 << bits - 1) - 1
-    largest = groups.abs().amax(-1, keepdim=True)
+def _quantized_rows(name: str, weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    bits, groups = form.kind.bits, weight.float().unflatten(-1, (-1, form.group(weight.shape[1])))
+    most, span = (1 << bits - 1) - 1, (1 << bits) - 1
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    largest, width = torch.maximum(-low, high), high - low
     if not bool(largest.isfinite().all()):
         raise CheckpointError(f"{name} has values that are not finite", "use a checkpoint with finite weights")
     best, error = torch.empty_like(groups), torch.full_like(largest, torch.inf)
-    scale = torch.ones_like(largest)
+    scale, zero = torch.ones_like(largest), torch.zeros_like(largest)
     for ratio in SHARES[bits]:
-        tried = (largest * (ratio / most)).to(dtype).float()
+        tried = (width * (ratio / span) if form.zero_points else largest * (ratio / most)).to(dtype).float()
         tried = torch.where(tried == 0, 1.0, tried)
-        numbers = (groups / tried).round().clamp(-most - 1, most)
-        found = (numbers * tried - groups).square().sum(-1, keepdim=True)
+        middle = (-most - 1 - low * ratio / tried).round().clamp(-most - 1, most) if form.zero_points else zero
+        numbers = ((groups / tried).round() + middle).clamp(-most - 1, most)
+        found = ((numbers - middle) * tried - groups).square().sum(-1, keepdim=True)
         better = found < error
         best, scale = torch.where(better, numbers, best), torch.where(better, tried, scale)
+        zero = torch.where(better, middle, zero) if form.zero_points else zero
         error = torch.minimum(found, error)
-    return best.flatten(-2), scale.squeeze(-1)
+    return best.flatten(-2).to(torch.int8), scale.squeeze(-1).to(dtype), zero.squeeze(-1).to(torch.int8)

@@ -15,6 +15,7 @@ from hal.quantization.input_order import group_index, input_order, ordered
 from hal.quantization.integer_arithmetic import (
     in_one,
     packed_signed,
+    packed_zero_points,
     quantize_groups,
     signed_weight,
     signed_zero_points,
@@ -58,10 +59,9 @@ class WholeTensors(Reader, Writer):
         }
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        numbers, scale = quantize_groups(
-            layer.name, layer.weight, form.kind.bits, form.group(layer.weight.shape[1]), layer.dtype
-        )
-        return {"weight": numbers, "weight_scale": scale} | layer.biases
+        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        zeros = {} if zero is None else {"weight_zero_point": zero}
+        return {"weight": numbers, "weight_scale": scale} | zeros | layer.biases
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         return form.kind.pack(tensors["weight"][rows])
@@ -103,14 +103,14 @@ class PackedTensors(Reader, Writer):
         }
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        bits, group = form.kind.bits, form.group(layer.weight.shape[1])
-        numbers, scale = quantize_groups(layer.name, layer.weight, bits, group, layer.dtype)
+        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
         found = {
-            "weight_packed": packed_signed(numbers, bits),
+            "weight_packed": packed_signed(numbers, form.kind.bits),
             "weight_scale": scale,
             "weight_shape": torch.tensor(layer.weight.shape),
         }
-        return found | layer.biases
+        zeros = {} if zero is None else {"weight_zero_point": packed_zero_points(zero, form.kind.bits)}
+        return found | zeros | layer.biases
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         width = int(tensors["weight_shape"][1])

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -201,7 +201,13 @@ class StoredLayer:
 
 
 class Reader(ABC):
-    """Reads how a checkpoint format stores the tensors of layers: from their names and packing to a form."""
+    """Reads how a checkpoint format stores the tensors of layers: from their names and packing to a form.
+
+    Attributes:
+        of_inputs: the tensors of the scale and the offset of inputs, which stay as weights are replaced.
+    """
+
+    of_inputs: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         """Return whether it reads alike: two of one class, with the same settings."""
@@ -253,7 +259,13 @@ class FloatLayer:
 
 
 class Writer(ABC):
-    """Writes layers in a form, in a checkpoint format."""
+    """Writes layers in a form, in a checkpoint format.
+
+    Attributes:
+        needs_bias: whether it writes the weight and the bias as one.
+    """
+
+    needs_bias: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:

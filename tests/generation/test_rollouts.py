@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,13 +18,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.checkpoints import EXPERTS, random_checkpoint
+from helpers.gguf_writing import write_gguf
+from helpers.low_bits import Format, pair
+from helpers.quantized import PARTS, all_layers, error, load, make_pair
 from helpers.ranks import in_ranks
 from helpers.replacing import PROMPTS, tensors
 from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hal
 from hal.errors import AsleepError, BatchError, CheckpointError, ConfigError
+from hal.quantization.stored_layer import FloatLayer, Writer
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
@@ -116,26 +122,103 @@ def test_weights_from_a_process_group(two: tuple[Path, Path]) -> None:
     assert found == {"before": before, "after": after, "refused": True, "again": before}
 
 
-@thorough(MODE, "w8a16|fp8|experts")
-@pytest.mark.parametrize("kind", ["w8a8_dynamic", "w8a16", "w4a16", "fp8", "w8a8_dynamic/experts"])
-def test_weights_are_quantized_at_arrival(kind: str, tmp_path: Path) -> None:
-    scheme, _, experts = kind.partition("/")
-    sizes: dict[str, Any] = {**(EXPERTS if experts else {}), "hidden_size": 64, "intermediate_size": 64}
+def quantized_as(first: Path, plain: Path, folder: Path) -> Path:
+    """Write the layers of a checkpoint in the form of another, by the rule of its format."""
+    shutil.copytree(first, folder)
+    description, found = hal.Checkpoint.open(first).quantization, dict[str, torch.Tensor]()
+    assert description is not None
+    for name, tensor in tensors(plain).items():
+        layer, _, part = name.rpartition(".")
+        stored = description[1].stored_as(layer) if part == "weight" and layer.endswith(PARTS) else None
+        if stored is None:
+            found[name] = tensor
+            continue
+        assert isinstance(stored.reader, Writer)
+        written = stored.reader.write(FloatLayer(name, tensor, None, tensor.dtype), stored.form)
+        found |= {f"{layer}.{each}": value.contiguous() for each, value in written.items()}
+    save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def two_of(kind: str, folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return two checkpoints in floating point, and the same quantized: by hal, by the rules of formats, or by ggml."""
+    scheme, _, detail = kind.partition("/")
+    sizes: dict[str, Any] = {**(EXPERTS if detail == "experts" else {}), "hidden_size": 64, "intermediate_size": 64}
+    sizes |= {"attention_bias": True} if scheme in ("awq", "gptq", "compressed-tensors") else {}
+    plain = [random_checkpoint(folder / f"{seed}", seed=seed, **sizes) for seed in (1, 2)]
+    if detail == "w8a8":
+        return plain, [
+            make_pair(folder / f"{seed}-made", scheme, "w8a8", seed=seed, **sizes).folder  # type: ignore[arg-type]
+            for seed in (1, 2)
+        ]
+    if scheme == "gguf":
+        return plain, [write_gguf(each, each.with_suffix(".gguf"), kind=detail) for each in plain]
+    if scheme in ("awq", "gptq", "gptq_v2", "compressed-tensors", "int-quantized"):
+        bits = int(detail) if detail.isdigit() else 4
+        pair(folder / "pair", Format(scheme, bits), **sizes)
+        made = [quantized_as(folder / "pair/quantized", each, each.with_suffix(".rule")) for each in plain]
+        wide, true = (
+            all_layers(load(each, dtype="float32", quantized_weights=weights))
+            for each, weights in ((made[0], "dequantized"), (plain[0], "auto"))
+        )
+        assert max(error(wide[path].weight, layer.weight) for path, layer in true.items()) < 1.5 / 2**bits
+        return plain, made
     groups = {"group_size": 32} if scheme == "w4a16" else {}
-    plain, folders = [], []
-    for seed in (1, 2):
-        plain.append(random_checkpoint(tmp_path / f"{seed}", seed=seed, **sizes))
-        folders.append(quantize_checkpoint(plain[-1], tmp_path / f"{seed}-quantized", scheme, **groups).path)
-    wanted, (probe,) = texts_of(folders[1]), PROMPTS[1:2]
-    with opened(folders[1]) as fresh:
+    return plain, [quantize_checkpoint(each, each.with_suffix(".hal"), scheme, **groups).path for each in plain]
+
+
+@thorough(MODE, "w8a16|fp8|/experts|gptq_v2|int-quantized|Q5_1|modelslim")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("w8a8_dynamic", "w8a16", "w4a16", "fp8", "w8a8_dynamic/experts"),
+        *("awq", "awq/experts", "gptq", "gptq_v2/8", "compressed-tensors", "int-quantized/8"),
+        *("compressed-tensors/w8a8", "modelslim/w8a8", "gguf/Q8_0", "gguf/Q4_0", "gguf/Q5_1"),
+    ],
+)
+def test_weights_are_quantized_at_arrival(kind: str, tmp_path: Path) -> None:
+    plain, folders = two_of(kind, tmp_path)
+    (probe,) = PROMPTS[1:2]
+    kept: dict[str, Any] = {"config": {"quantized_weights": "kept"}} if kind.startswith("gguf") else {}
+    with opened(folders[1], **kept) as fresh:
+        wanted = texts(fresh)
         expected = fresh.log_probabilities([list(probe[:5])], [list(probe[5:])])[0]
-    with opened(folders[0]) as llm:
+    with opened(folders[0], **kept) as llm:
         for given in (tensors(plain[1]), iter(tensors(plain[1]).items())):
             llm.replace_weights(tensors(plain[0]))
             assert texts(llm) != wanted
             llm.replace_weights(given)
             assert texts(llm) == wanted
             assert torch.equal(llm.log_probabilities([list(probe[:5])], [list(probe[5:])])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "problem"),
+    [
+        ("act-order", "auto", r"groups by activations of the former weights \(act-order\)"),
+        ("gguf/Q6_K", "kept", "package gguf does not quantize to the Q6_K"),
+        ("gguf/Q8_0", "kept", "model.embed_tokens.weight is tied to another tensor, but their values differ"),
+        ("modelslim", "auto", "the bias of its w8a8 layer has the scales of the former weights"),
+        ("mxfp4-pack-quantized", "auto", "hal does not write the mxfp4"),
+    ],
+)
+def test_what_cannot_be_quantized_at_arrival(kind: str, weights: str, problem: str, tmp_path: Path) -> None:
+    scheme, _, detail = kind.partition("/")
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
+    plain = random_checkpoint(tmp_path / "plain", **sizes, attention_bias=scheme == "modelslim")
+    given = tensors(plain)
+    if scheme == "modelslim":
+        folder = make_pair(tmp_path / "made", "modelslim", "w8a8", **sizes, attention_bias=True).folder
+    elif scheme == "gguf":
+        folder = write_gguf(plain, tmp_path / "model.gguf", kind=detail)
+        given["lm_head.weight"] = given["model.embed_tokens.weight"] + 1
+    else:
+        folder, _ = pair(tmp_path, Format("gptq", ordered=True) if kind == "act-order" else Format(kind), **sizes)
+    with opened(folder, config={"quantized_weights": weights}) as llm:
+        before = texts(llm)
+        with pytest.raises(CheckpointError, match=problem):
+            llm.replace_weights(given)
+        assert texts(llm) == before
 
 
 def test_experts_by_the_names_of_transformers(tmp_path: Path) -> None:

@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
+from torch import Tensor
 
 from hal.checkpoint.checkpoint import Checkpoint
 from hal.checkpoint.gguf.gguf_files import GgufFiles
-from hal.checkpoint.gguf.tensor_types import FORMS, WIDE
+from hal.checkpoint.gguf.tensor_types import FORMS, WIDE, quantized_parts
 from hal.checkpoint.quantized_layers import KEPT, TARGETS, QuantizedLayer, linear_layers, part_names, quantized_layer
 from hal.checkpoint.safetensors_files import TensorInfo
 from hal.config.settings import QuantizedWeights
 from hal.device.device import Limits
 from hal.nn import CausalLM, Embedding, Linear, QuantizedEmbedding, Weight
-from hal.ops.forms import FLOAT, pack_int4
-from hal.quantization.stored_layer import Reader, StoredAs, StoredLayer, Tensors
+from hal.ops.forms import FLOAT, Form, pack_int4
+from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 
 log = logging.getLogger("hal.checkpoint")
 
 
 @attrs.frozen(slots=False)
-class Blocks(Reader):
+class Blocks(Reader, Writer):
     """Numbers, scales and zero points of blocks, as :class:`~hal.checkpoint.gguf.gguf_files.GgufFiles` reads them.
 
     Attributes:
@@ -51,6 +52,9 @@ class Blocks(Reader):
             "weight_zero_point": None if zero is None else stored.of_rank(zero),
             "bias": stored.tensors.get("bias"),
         }
+
+    def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
+        return quantized_parts(self.kind, layer.name, layer.weight)
 
 
 class Dequantizing(Reader):

@@ -68,6 +68,32 @@ def part_of(name: str, raw: NDArray[np.uint8], part: Part) -> NDArray[np.generic
     return np.where(constant.repeat(FORMS[name].columns, -1), 0, numbers).astype(np.int8)
 
 
+def quantized_parts(kind: str, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return the parts of ``[rows, columns]`` in a type, as ggml quantizes.
+
+    Args:
+        kind: the type, one of :data:`FORMS`.
+        name: the weight's name, for errors.
+
+    Raises:
+        CheckpointError: a value is not finite, or the package does not quantize to the type.
+    """
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError(f"{name} has values that are not finite", "use finite weights")
+    gguf = _library()
+    try:
+        raw = gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise CheckpointError(
+            f"{name} is {weight.dtype}, and the package gguf does not quantize to the {kind} of its file",
+            "load the model without quantized_weights kept, or from a file in Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0",
+        ) from None
+    raw = raw.reshape(len(raw), -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+    parts: tuple[Part, ...] = ("numbers", "scales", "zero_points") if FORMS[kind].zero_points else ("numbers", "scales")
+    with np.errstate(all="ignore"):
+        return {each: torch.from_numpy(np.ascontiguousarray(part_of(kind, raw, each))) for each in parts}
+
+
 def _half(raw: NDArray[np.uint8]) -> NDArray[np.generic]:
     return np.ascontiguousarray(raw).view(np.float16)
 
