@@ -21,7 +21,7 @@ from hal.checkpoint.weight_bindings import Binding, Piece
 from hal.config.settings import AdaptersConfig
 from hal.device.group import Group
 from hal.drivers.backend import Backend
-from hal.errors import LISTED, CheckpointError, ConfigError, nearest
+from hal.errors import LISTED, BatchError, CheckpointError, ConfigError, nearest
 from hal.nn import CausalLM, Experts, GroupedLinear, Linear
 from hal.nn.linear import IN, OUT
 from hal.nn.lora import Lora, begin_step, end_step
@@ -48,12 +48,14 @@ class Adapter:
         number: differs from that of every other adapter of this process, also of an earlier one of this name.
         users: the requests that use it.
         named: whether requests can still name it.
+        folder: where its files are.
     """
 
     name: str
     slot: int
     number: int
     _adapters: Adapters
+    folder: str | Path
     users: int = 0
     named: bool = True
 
@@ -229,7 +231,7 @@ class Adapters:
                 finally:
                     self._backend.leave(token)
             self._retire(former, kept=slot)
-            self._named[name] = Adapter(name, slot, next(_numbers), self)
+            self._named[name] = Adapter(name, slot, next(_numbers), self, folder)
 
     def remove(self, name: str) -> None:
         """Remove an adapter. Requests that use it end with it.
@@ -240,6 +242,31 @@ class Adapters:
         with self._lock:
             self._retire(self._find(name))
             del self._named[name]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all slots."""
+        return [each for layer in self._layers for each in layer.lora.buffers()]
+
+    def check_unused(self) -> None:
+        """Raise BatchError if a request uses an adapter."""
+        with self._lock:
+            assert self._config.slots is not None
+            if self._config.slots - len(self._free) > sum(not each.users for each in self._named.values()):
+                raise BatchError("requests use adapters, whose memory is to be given back", "finish or drop them first")
+
+    def read_again(self) -> None:
+        """Read all adapters from their folders into their slots, which may hold anything.
+
+        Raises:
+            CheckpointError: as :meth:`load`.
+        """
+        with self._lock:
+            for adapter in self._named.values():
+                read = self._checked(AdapterFiles.open(adapter.folder))
+                for layer in self._layers:
+                    layer.write(adapter.slot, *read)
+                adapter.number = next(_numbers)  # The files may have changed.
 
     def take(self, name: str) -> Adapter:
         """Return the adapter of a request, which stays in its slot until :meth:`give_back`.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import attrs
+
 from hal.checkpoint.weight_replacement import loaded_weights, replace_tensors
 from hal.drivers.backend import Backend
 from hal.drivers.stowed_weight import StowedWeight
@@ -26,12 +28,13 @@ class ReleasedWeights:
         addresses_kept: whether the weights keep their addresses, so that graphs stay valid.
 
     Raises:
+        BatchError: requests use adapters, whose values are to be read again.
         ConfigError: ``kept`` is ``files``, and these have other weights.
         ModelError: :func:`hal.load_model` did not load the model.
     """
 
     def __init__(self, model: CausalLM, backend: Backend, kept: Kept) -> None:
-        self._model, self._backend = model, backend
+        self._model, self._adapters = model, model.adapters
         loaded = loaded_weights(model)
         self._checkpoint = loaded.checkpoint if kept == "files" else None
         if kept == "files" and self._checkpoint is None:
@@ -40,10 +43,16 @@ class ReleasedWeights:
                 'set weights to "host" or "none"',
             )
         weights = [each for layer in loaded.layers for each in layer.tensors()]
+        weights += [] if self._adapters is None else self._adapters.tensors
         device, copied, self._stowed = backend.device, kept == "host", list[StowedWeight]()
         self.released, self.addresses_kept = 0, True
-        if copied and device.torch.type == "cpu":  # They are there already.
+        if copied:
+            self._adapters = None  # They stay, or are copied.
+        elif self._adapters is not None:
+            self._adapters.check_unused()
+        if copied and device.torch.type == "cpu":
             return
+        model.loaded = attrs.evolve(loaded, restore=self.restore)
         if copied:
             self._stowed = [backend.stow_weight(each, copy=True) for each in weights]
         else:
@@ -61,18 +70,28 @@ class ReleasedWeights:
         for each in [] if self.addresses_kept else self._stowed:
             each.free()
 
-    def restore(self) -> None:
+    def restore(self, backend: Backend) -> None:
         """Allocate the weights again, and give them their values, unless nothing was kept of them.
 
+        Those of adapters are read from their folders. A second call has no effect.
+
+        Args:
+            backend: of the model's device.
+
         Raises:
-            CheckpointError: the checkpoint cannot be read.
+            CheckpointError: the checkpoint or an adapter cannot be read.
             DeviceOutOfMemory: the device has too little memory.
         """
         while self._stowed:  # Those that did not fit are left for the next call.
             self._stowed[-1].restore()
             self._stowed.pop()
         if self._checkpoint is not None:
-            replace_tensors(self._model, self._backend, self._checkpoint)
+            replace_tensors(self._model, backend, self._checkpoint)
+            self._checkpoint = None
+        if self._adapters is not None:
+            self._adapters.read_again()
+            self._adapters = None
+        self._model.loaded = attrs.evolve(loaded_weights(self._model), restore=None)
 
 
 def dropped_weights(model: CausalLM) -> list[str]:

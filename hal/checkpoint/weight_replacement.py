@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -32,12 +32,14 @@ class LoadedWeights:
         layers: what was filled at once.
         checkpoint: the checkpoint that has the weights; None after others replaced them.
         shared: the names of tensors that the model has no more, because it uses another model's.
+        restore: takes memory again for weights that sleep; None while none do.
     """
 
     layers: tuple[LayerFilling, ...]
     dtype: torch.dtype
     checkpoint: Checkpoint | None = None
     shared: frozenset[str] = frozenset()
+    restore: Callable[[Backend], None] | None = None
 
     def without(self, *modules: nn.Module) -> LoadedWeights:
         """Return the record without modules that are no part of the model any more, so that they can be freed."""

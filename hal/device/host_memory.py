@@ -52,16 +52,16 @@ class HostMemory:
 def give_back_pages(tensors: Iterable[Tensor]) -> int:
     """Return whole pages of tensors to the system, which gives pages of zeros where they are next used.
 
-    Tensors that lie side by side share pages. Those that are not strided, or have gaps, keep theirs.
+    Tensors that lie side by side share pages. Those that have gaps keep theirs. Writing into a weight that
+    oneDNN packed keeps its address.
 
     Returns:
         The bytes that were returned; 0 where the system is not Linux.
     """
     if sys.platform != "linux":
         return 0
-    places = {(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors if _is_dense(each)}
     ranges: list[tuple[int, int]] = []
-    for start, end in sorted(places):
+    for start, end in sorted({place for each in tensors if (place := _place(each)) is not None}):
         if ranges and start <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
         else:
@@ -75,8 +75,12 @@ def give_back_pages(tensors: Iterable[Tensor]) -> int:
     return returned
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous()
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Return a tensor's first address and the one after its last; None if it has gaps."""
+    if tensor.is_mkldnn:
+        start = int(torch.ops.mkldnn.data_ptr(tensor))
+        return start, start + int(torch.ops.mkldnn._nbytes(tensor))
+    return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) if tensor.is_contiguous() else None
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from hal.checkpoint.weight_release import dropped_weights
 from hal.config.bounds import SEQUENCES, check_count
 from hal.device.capture_checks import CAPTURING, check_not_capturing
 from hal.device.closing import Closable
@@ -104,7 +105,6 @@ class Runner(Closable):
         self._slots: SlotAllocator | None = None
         self._steps: Steps | None = None
         self._encoding: Encoding | None = None
-        self.asleep: Sleep | None = None
         if max_sequences is not None:
             check_count(max_sequences, SEQUENCES, "max_sequences must be")
         self._max_sequences = max_sequences
@@ -119,6 +119,10 @@ class Runner(Closable):
     def _make(self, model: CausalLM, max_length: int | None, num_blocks: int | None) -> None:
         backend = self.backend
         check_placed(model, backend)
+        if (restore := getattr(model.loaded, "restore", None)) is not None:  # Its last runner was closed asleep.
+            with self.running():
+                restore(backend)
+        self.asleep: Sleep | None = Sleep(frozenset(), None) if dropped_weights(model) else None
         self.spec = spec_of(model, backend, num_blocks)
         check_fits(self.spec, backend)
         self._allocate()

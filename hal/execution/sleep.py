@@ -92,7 +92,7 @@ def wake(runner: Runner, part: Part | None = None) -> None:
             return
         if part != "caches" and asleep.weights is not None and "weights" in asleep.parts:
             with runner.running():
-                asleep.weights.restore()
+                asleep.weights.restore(runner.backend)
             asleep.parts -= {"weights"}
         if part != "weights":
             runner.remake(states=True)

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import hal
 from hal.checkpoint.adapters import make_room
-from hal.errors import AsleepError, CheckpointError, ConfigError
+from hal.errors import AsleepError, BatchError, CheckpointError, ConfigError
 from hal.nn import Experts
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 
@@ -140,13 +141,27 @@ def test_adapters_are_loaded_anew_and_removed_at_run_time(adapted: Adapted) -> N
         assert _tokens(llm, None) == adapted.tokens[None]
 
 
-def test_adapters_stay_while_the_model_sleeps(adapted: Adapted) -> None:
+@pytest.mark.parametrize("weights", ["host", "files", "none"])
+def test_adapters_sleep_with_the_model(adapted: Adapted, weights: Any) -> None:
+    """Those that give back their memory are read from their folders again."""
     first, second = list(adapted.folders)[:2]
     with adapted.open(first) as llm:
-        llm.sleep(weights="files")
+        adapters = llm._runner.model.adapters
+        user = adapters.take(first)
+        with pytest.raises(BatchError, match="requests use adapters") if weights != "host" else nullcontext():
+            llm.sleep(weights=weights)
+        llm.wake()
+        user.give_back()
+        llm.sleep(weights=weights)
         with pytest.raises(AsleepError):
             llm.load_adapter("style", adapted.folders[second])
+        if weights != "host":
+            with torch.inference_mode():
+                for each in adapters.tensors:
+                    each.fill_(7)
         llm.wake()
+        if weights == "none":
+            llm.replace_weights(adapted.base)
         assert _tokens(llm, first) == adapted.tokens[first]
         llm.load_adapter("style", adapted.folders[second])
         assert _tokens(llm, "style") == adapted.tokens[second]

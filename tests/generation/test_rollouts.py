@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import adapter_of
 from helpers.checkpoints import EXPERTS, random_checkpoint
 from helpers.gguf_writing import write_gguf
 from helpers.low_bits import Format, pair
 from helpers.quantized import PARTS, all_layers, error, load, make_pair
 from helpers.ranks import in_ranks
-from helpers.replacing import PROMPTS, tensors
+from helpers.replacing import PROMPTS, generated, tensors
 from helpers.thorough import EXHAUSTIVE, MODE, PROCESSES, thorough
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +34,7 @@ from hal.quantization.stored_layer import FloatLayer, Writer
 from hal.quantize.quantize_checkpoint import quantize_checkpoint
 from hal.step import ALL
 
+log = logging.getLogger("tests")
 CONFIG: dict[str, Any] = {"cache": {"block_size": 16, "num_tokens": 2048}, "compilation": {"capture_sizes": [1, 2, 4]}}
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 Texts = list[tuple[int, ...]]
@@ -352,6 +354,44 @@ def test_what_cannot_sleep(two: tuple[Path, Path]) -> None:
         assert again[1:] == left
 
 
+def test_packed_weights_and_adapters_give_back_their_memory(tmp_path: Path) -> None:
+    """Weights that oneDNN packed, too: the model has some on a processor where that is faster."""
+    folder = random_checkpoint(tmp_path / "model", hidden_size=512, intermediate_size=2048)
+    adapter_of(tensors(folder), tmp_path / "style", rank=8)
+    room = {"adapters": {"slots": 2, "rank": 8}}
+    with opened(folder, config=room, adapters=dict.fromkeys(("style", "other"), tmp_path / "style")) as llm:
+        model = llm._runner.model
+        held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+        wanted = [texts(llm), [llm.generate([[5, 6]], adapter="style", **GREEDY)[0].token_ids]]
+        for weights in ("files", "none"):
+            before = resident()
+            slept = llm.sleep(weights=weights, caches=False)  # type: ignore[arg-type]
+            asleep = resident()
+            assert slept.weights > held - (1 << 20)
+            assert before - asleep > held - (2 << 20)
+            llm.wake()
+            if weights == "none":
+                llm.replace_weights(folder)
+            assert [texts(llm), [llm.generate([[5, 6]], adapter="style", **GREEDY)[0].token_ids]] == wanted
+            log.info("resident MiB: %d before, %d asleep, %d after", before >> 20, asleep >> 20, resident() >> 20)
+    assert texts_of(folder) == wanted[0]
+
+
+@pytest.mark.parametrize("weights", ["host", "files", "none"])
+def test_a_runner_that_is_closed_asleep_leaves_weights_to_the_next(weights: Any, two: tuple[Path, Path]) -> None:
+    with hal.open({"backend": "cpu", "dtype": "float32", **CONFIG}) as backend:
+        model = hal.load_model(two[0], backend)
+        with hal.Runner(model, backend) as runner:
+            wanted = generated(runner)
+            hal.sleep(runner, weights=weights)
+        with hal.Runner(model, backend) as runner:
+            if weights == "none":
+                with pytest.raises(AsleepError, match="were dropped"):
+                    generated(runner)
+                hal.replace_weights(runner, two[0])
+            assert generated(runner) == wanted
+
+
 OF_A_FRESH_PROCESS = """
 import sys
 from pathlib import Path
@@ -365,7 +405,7 @@ print([texts_of(Path(each)) for each in sys.argv[1:]])
 def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path, Path]) -> None:
     """Eight threads generate all the time. Each text is one of a fresh process, or a refusal; memory does not grow."""
     seed = random.randrange(1 << 30)
-    logging.getLogger("tests").info("seed %d", seed)
+    log.info("seed %d", seed)
     draw = random.Random(seed)
     command = [sys.executable, "-c", OF_A_FRESH_PROCESS, *map(str, two)]
     python = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -406,9 +446,7 @@ def test_rounds_of_generation_sleep_and_new_weights(rounds: int, two: tuple[Path
         for each in clients:
             each.result()
         assert min(found) > 0
-        logging.getLogger("tests").info(
-            "texts %s, refused %s, resident %s", found, refused, memory[:: max(1, rounds // 6)]
-        )
+        log.info("texts %s, refused %s, resident %s", found, refused, memory[:: max(1, rounds // 6)])
         assert max(memory[rounds // 2 :]) < max(memory[: rounds // 2]) + (24 << 20)
         assert llm.sleep().addresses_kept
 

@@ -72,3 +72,7 @@ def test_results_after_sleep(npu: Opened, tmp_path: Path, kind: str, compiler: s
         assert max(held) - min(held) < 1 << 20
         hal.replace_weights(runner, tensors(first))
         assert torch.equal(logits(runner), wanted)
+        hal.sleep(runner)
+        backend, model = runner.backend, runner.model
+    with hal.Runner(model, backend) as runner:  # The other was closed asleep.
+        assert torch.equal(logits(runner), wanted)
