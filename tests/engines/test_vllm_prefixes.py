@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from helpers import random_hybrids
+from helpers.checkpoints import random_checkpoint
 from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm, run
 
+import hal
 from hal.engines.vllm.prefix_folder import PrefixFolder
+from hal.engines.vllm.vllm_config import CONNECTOR, check_connector, check_replaceable
+from hal.errors import HalError
 from hal.execution.prefix_transfer import CachedPrefix, PrefixForm
 
 BLOCK = 16
@@ -152,3 +158,44 @@ def test_the_oldest_prefixes_give_way(tmp_path: Path) -> None:
     assert there == sorted(there)
     assert there[-1]
     assert 2000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 4000
+
+
+def connected(ranks: int = 1, drafts: Any = None) -> SimpleNamespace:
+    """Return what hal reads of vLLM's configuration with its connector."""
+    extra = {"folder": "prefixes"}
+    connector = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_module_path=None, kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(world_size=ranks, data_parallel_size=1)
+    return SimpleNamespace(kv_transfer_config=connector, parallel_config=parallel, speculative_config=drafts)
+
+
+def built(folder: Path) -> Path:
+    random_hybrids.build(folder, "Qwen3_5Text", 0)
+    return folder
+
+
+def folder_of_model(checkpoint: Path) -> PrefixFolder:
+    with hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 256}}) as backend:
+        return PrefixFolder.of(hal.Runner(hal.load_model(checkpoint, backend), backend), {"folder": checkpoint})
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("ask", "problem"),
+    [
+        (
+            lambda path: folder_of_model(random_checkpoint(path / "made", **WINDOWS)),
+            "layers with windows or with states per sequence",
+        ),
+        (lambda path: folder_of_model(built(path / "made")), "layers with windows or with states per sequence"),
+        (lambda _: check_connector(connected(ranks=2)), "does not support several ranks"),
+        (lambda _: check_connector(connected(drafts="ngram")), "does not support speculative decoding"),
+        (lambda _: check_replaceable(connected()), "prefixes of replaced weights do not travel"),
+    ],
+)
+def test_what_the_connector_refuses(ask: Callable[[Path], object], problem: str, tmp_path: Path) -> None:
+    check_connector(connected())
+    assert folder_of_model(random_checkpoint(tmp_path / "plain")).most == 1 << 30
+    with pytest.raises(HalError, match=problem):
+        ask(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,9 +18,7 @@ import hal
 from hal.engines.vllm.prefix_folder import PrefixFolder
 from hal.engines.vllm.request import Request
 from hal.engines.vllm.vllm_config import CONNECTOR
-from hal.errors import ModelError
-from hal.execution.prefix_transfer import CachedPrefix, PrefixForm, read_states, write_states
-from hal.step import SEQUENCE
+from hal.execution.prefix_transfer import CachedPrefix, read_states, write_states
 
 
 def register() -> None:
@@ -131,22 +128,11 @@ class PrefixMover:
         config: vLLM's ``kv_transfer_config``, which was checked.
 
     Raises:
-        ConfigError: the backend's prefixes do not travel; see :meth:`hal.execution.prefix_transfer.PrefixForm.of`.
-        ModelError: layers have windows, before which vLLM frees the blocks, or keep states per sequence.
+        ConfigError, ModelError: as :meth:`PrefixFolder.of`.
     """
 
     def __init__(self, runner: hal.Runner, config: Any) -> None:
-        states = [state for layer in runner.model.states for state in layer.values()]
-        if any(each.per is SEQUENCE or each.window is not None for each in states):
-            raise ModelError(
-                f"{type(runner.model).__name__} has layers with windows or with states per sequence, whose prefixes do "
-                "not travel in vLLM",
-                "start vLLM without kv_transfer_config",
-            )
-        extra = config.kv_connector_extra_config
-        self.folder = PrefixFolder(
-            Path(extra["folder"]), PrefixForm.of(runner), runner.spec.block_size, int(extra.get("bytes", 1 << 30))
-        )
+        self.folder = PrefixFolder.of(runner, config.kv_connector_extra_config)
         self._runner = runner
         self.read = self.written = 0
         """The tokens that were read, and the bytes that were written."""

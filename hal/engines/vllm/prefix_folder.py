@@ -6,13 +6,16 @@ import hashlib
 import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import attrs
 
-from hal.errors import ConfigError
+from hal.errors import ConfigError, ModelError
 from hal.execution.prefix_transfer import CachedPrefix, PrefixForm
+from hal.execution.runner import Runner
+from hal.step import SEQUENCE
 
 log = logging.getLogger("vllm.hal")
 
@@ -32,6 +35,27 @@ class PrefixFolder:
     form: PrefixForm
     block_size: int
     most: int
+
+    @classmethod
+    def of(cls, runner: Runner, options: Mapping[str, Any]) -> Self:
+        """Return the folder of a runner's prefixes.
+
+        Args:
+            options: vLLM's ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: as :meth:`hal.execution.prefix_transfer.PrefixForm.of`.
+            ModelError: layers have windows, before which vLLM frees the blocks, or keep states per sequence.
+        """
+        states = [state for layer in runner.model.states for state in layer.values()]
+        if any(each.per is SEQUENCE or each.window is not None for each in states):
+            raise ModelError(
+                f"{type(runner.model).__name__} has layers with windows or with states per sequence, whose prefixes do "
+                "not travel in vLLM",
+                "start vLLM without kv_transfer_config",
+            )
+        size = runner.spec.block_size
+        return cls(Path(options["folder"]), PrefixForm.of(runner), size, int(options.get("bytes", 1 << 30)))
 
     def shared(self, prompt: Sequence[int]) -> list[int]:
         """Return the tokens of a prompt that others need not compute: whole blocks, without the last token."""

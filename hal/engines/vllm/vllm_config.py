@@ -210,6 +210,12 @@ def check_connector(vllm_config: Any) -> None:
         )
 
 
+def check_replaceable(vllm_config: Any) -> None:
+    """Raise ConfigError if there is a KV connector, whose prefixes the former weights computed."""
+    if vllm_config.kv_transfer_config is not None:
+        raise ConfigError("prefixes of replaced weights do not travel", "start vLLM anew with the new checkpoint")
+
+
 def check_unread(vllm_config: Any) -> None:
     """Check the parts of vLLM's configuration that hal does not read, before vLLM puts its defaults in.
 

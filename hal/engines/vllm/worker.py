@@ -25,7 +25,7 @@ from hal.engines.vllm.cache_groups import specs_of, use_groups
 from hal.engines.vllm.kv_connector import FolderMetadata
 from hal.engines.vllm.model_runner import HalModelRunner
 from hal.engines.vllm.speculative_config import draft_config
-from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, hal_config
+from hal.engines.vllm.vllm_config import CACHE_DTYPES, CAPTURE_SIZES, LOCAL_RANKS, check_replaceable, hal_config
 from hal.errors import ConfigError, ModelError
 from hal.generation.drafting.drafter import DraftPlan, plan_drafter
 from hal.generation.drafting.speculation import capture_drafts
@@ -130,8 +130,7 @@ class HalWorker(WorkerBase):
             ConfigError: the weights are said not to be in a checkpoint's format, or there is a KV connector.
             CheckpointError: they do not fit the model.
         """
-        if self.vllm_config.kv_transfer_config is not None:
-            raise ConfigError("prefixes of replaced weights do not travel", "start vLLM anew with the new checkpoint")
+        check_replaceable(self.vllm_config)
         if not is_checkpoint_format:
             raise ConfigError("hal replaces weights in a checkpoint's format only", "leave is_checkpoint_format out")
         if weights_iterator is None:
