@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from hal.config.bounds import SEQUENCES
 from hal.device.group import Group
@@ -34,6 +35,7 @@ class Piece:
         sample_index: the index of the text among those of its prompt.
         logprob: the token's log-probability, if ``SamplingParams.logprobs`` is set.
         top_logprobs: the most likely tokens and their log-probabilities, in descending order.
+        choices: of the last piece, what the model recorded; see :class:`hal.Completion`.
     """
 
     prompt_index: int
@@ -43,6 +45,7 @@ class Piece:
     sample_index: int = 0
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    choices: Mapping[str, Tensor] = attrs.field(factory=dict, repr=False, eq=False)
 
 
 def piece_of(token: Token, text: GeneratedText, sample_index: int = 0) -> Piece:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -145,10 +145,7 @@ class Router(Gate):
         """
         scores = self(hidden)
         weights, own = self.route(scores, *further)
-        experts = chosen(self, own)
-        if experts is not own:
-            same = (experts == own).all(-1, keepdim=True)  # These tokens have the bits of a step without a replay.
-            weights = torch.where(same, weights, self.weigh(scores, experts).to(weights.dtype))
+        weights, experts = used_experts(self, weights, own, lambda given: self.weigh(scores, given))
         return weights if self.wide_weights else weights.to(hidden.dtype), experts
 
     def route(self, scores: Tensor, *further: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,11 +173,34 @@ class Router(Gate):
             scores: ``[tokens, num_experts]``.
             experts: ``[tokens, top_k]``, int32.
         """
-        wide = scores.float()
-        weights = (wide.sigmoid() if self.sigmoid else wide.softmax(-1)).gather(-1, experts.long())
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
-        return weights * self.factor
+        return weighed(scores, experts, sigmoid=self.sigmoid, renormalize=self.renormalize, scale=self.factor)
+
+
+def weighed(scores: Tensor, experts: Tensor, *, sigmoid: bool, renormalize: bool, scale: float) -> Tensor:
+    """Return the weights of given experts as :func:`hal.ops.topk_route` computes them, float32."""
+    wide = scores.float()
+    weights = (wide.sigmoid() if sigmoid else wide.softmax(-1)).gather(-1, experts.long())
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return weights * scale
+
+
+def used_experts(
+    layer: nn.Module, weights: Tensor, own: Tensor, weigh: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts that a step uses: a layer's own, or those that it replays.
+
+    Args:
+        layer: declares what it chooses.
+        weights: of its own experts, ``[tokens, top_k]``.
+        own: their numbers, int32.
+        weigh: returns the weights of others.
+    """
+    experts = chosen(layer, own)
+    if experts is own:
+        return weights, own
+    same = (experts == own).all(-1, keepdim=True)  # These tokens have the bits of a step without a replay.
+    return torch.where(same, weights, weigh(experts).to(weights.dtype)), experts
 
 
 def _check_groups(num_experts: int, groups: int, taken: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from string import ascii_letters
 from typing import Any
@@ -36,17 +37,18 @@ class Answer(ABC):
     Args:
         n: the number of texts of each prompt.
         tokens: the texts of tokens, if log-probabilities are asked for; else None.
+        record: the names of what texts have of the model's choices.
     """
 
     prefix: str
     kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, n: int, tokens: TokenText | None) -> None:
+    def __init__(self, model: str, n: int, tokens: TokenText | None, record: Collection[str] = ()) -> None:
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._chunk_head = json_text({**self._head, "object": self.chunk_kind}).removesuffix("}")
         self._n = n
-        self._tokens = tokens
+        self._tokens, self._record = tokens, record
         self._sent: dict[int, int] = {}  # the characters of each text that is streamed
 
     def whole(self, pieces: Sequence[Piece], used: JSON) -> JSON:
@@ -60,6 +62,7 @@ class Answer(ABC):
                 "finish_reason": found[-1].finished,
                 "logprobs": self._logprobs(found, 0),
                 **self._content("".join(each.text for each in found)),
+                **self._recorded(found[-1]),
             }
             for index, found in sorted(texts.items())
         ]
@@ -75,6 +78,7 @@ class Answer(ABC):
             "finish_reason": finished,
             "logprobs": self._logprobs(pieces, self._sent.get(index, 0)),
             **self._delta(text, first=index not in self._sent),
+            **self._recorded(pieces[-1]),
         }
         self._sent[index] = self._sent.get(index, 0) + len(text)
         return self._event(json_text(choice), ',"usage":null' if with_usage else "")
@@ -85,6 +89,18 @@ class Answer(ABC):
 
     def _event(self, choice: str, more: str) -> str:
         return f'{self._chunk_head},"choices":[{choice}]{more}}}'
+
+    def _recorded(self, last: Piece) -> JSON:
+        found = {name: last.choices[name] for name in self._record if name in last.choices}
+        shown = {
+            name: {
+                "shape": list(each.shape),
+                "dtype": str(each.dtype).removeprefix("torch."),
+                "data": base64.b64encode(each.numpy().tobytes()).decode(),
+            }
+            for name, each in found.items()
+        }
+        return {"recorded": shown} if shown else {}
 
     def _index(self, piece: Piece) -> int:
         return piece.prompt_index * self._n + piece.sample_index

@@ -57,7 +57,7 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     """
     prompts = encoded(lambda given: encoded_prompts(given, lambda: llm.tokenizer), asked.prompt, "prompt")
     tokens = None if asked.logprobs is None else TokenText(llm.tokenizer)
-    answer = CompletionAnswer(asked.model, asked.n, tokens)
+    answer = CompletionAnswer(asked.model, asked.n, tokens, asked.record)
     sampling = {**_sampling(asked), "max_new_tokens": asked.max_tokens, "logprobs": asked.logprobs}
     if not asked.echo:
         return _job(llm, asked, prompts, sampling, answer, most)
@@ -106,7 +106,7 @@ def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
     tokens = TokenText(llm.tokenizer) if asked.logprobs else None
-    return _job(llm, asked, [prompt], sampling, ChatAnswer(asked.model, asked.n, tokens), most)
+    return _job(llm, asked, [prompt], sampling, ChatAnswer(asked.model, asked.n, tokens, asked.record), most)
 
 
 def _chat_prompt(
@@ -163,8 +163,17 @@ def _job(
         raise ApiError(400, "stream_options is given, and stream is not true", "give both", param="stream_options")
     if (count := len(prompts) * asked.n) > most:
         raise ApiError(400, f"the request is for {count} texts, and the server takes {most}", "ask for fewer")
+    alone = echo is not None and echo.alone
+    if asked.record and (alone or not {*asked.record} <= {*llm.recorded}):
+        known = "the model computes no text" if alone else f"the server records {', '.join(llm.recorded) or 'nothing'}"
+        raise ApiError(
+            400,
+            f"record is {list(asked.record)!r:.70}, and {known}",
+            "ask for tokens" if alone else "leave it out, or start the server with --record",
+            param="record",
+        )
     try:
-        given = [] if echo is not None and echo.alone else prompts
+        given = [] if alone else prompts
         pieces = llm.apieces(given, adapter=adapter_of(llm, asked.model), **sampling)
     except HalError as error:
         grammar = "structured_outputs" if asked.response_format is None else "response_format"

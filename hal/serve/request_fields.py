@@ -181,6 +181,7 @@ class TextRequest(_sampling_fields()):  # type: ignore[misc]
     logit_bias: dict[str, float] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
+    record: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)

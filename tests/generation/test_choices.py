@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import published_configs
+from helpers import published_configs, transformers_families
 from helpers.checkpoints import EXPERTS, random_checkpoint
-from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, thorough
+from helpers.ranks import in_ranks
+from helpers.thorough import EXHAUSTIVE, FAMILY, MODE, PROCESSES, thorough
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -187,6 +188,44 @@ def test_what_a_step_returns_and_takes(tmp_path: Path) -> None:
         output = runner.step(runner.batch([tokens], [[3, 4]], given_experts=given.flatten(1)), ALL)
         assert torch.equal(output.extra["experts"], given)
         assert not torch.equal(output.logits, logits)
+
+
+@thorough(PROCESSES)
+def test_two_ranks_choose_alike(tmp_path: Path) -> None:
+    folder = checkpoint_of("Qwen3-MoE", tmp_path)
+    one, two = in_ranks("chosen", 2, folder=str(folder))
+    for name, tensor in one.items():
+        assert torch.equal(two[name], tensor), name
+    with hal.open({"backend": "cpu", "dtype": "float32", "cache": {"num_tokens": 512}}) as backend:
+        model = hal.load_model(folder, backend)
+        keep_choices(model, record=["experts"], replay=["experts"])
+        runner = hal.Runner(model, backend)
+        step = runner.step(runner.batch([list(range(5, 25))], [[1, 2]]), ALL)
+        assert torch.equal(one["own"], step.extra["experts"])
+        assert torch.equal(one["given"], one["own"].roll(1, 0))
+        assert not torch.allclose(one["logits"], one["other logits"])
+
+
+@thorough(FAMILY, "glm4_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_layers_of_transformers_record_and_replay(family: str, tmp_path: Path) -> None:
+    """Where hal's router computes what theirs does."""
+    transformers_families.model_of(family).save_pretrained(tmp_path)
+    kept: dict[str, Any] = {"record": ["experts"], "replay": ["experts"]}
+    found = []
+    for source in ("hal", "transformers"):
+        with opened(tmp_path, "graph", config={"model_source": source}, **kept) as llm:
+            texts = llm.generate([[3, 5, 8, 13, 21]], **{**SAMPLING, "temperature": 0.0})
+            pairs, choices = both(texts), [each.choices for each in texts]
+            plain = llm.log_probabilities(*pairs)
+            assert all(map(torch.equal, llm.log_probabilities(*pairs, choices=choices), plain))
+            bound = llm._runner.model.choices.kinds["experts"].bound  # type: ignore[union-attr]
+            others = [{"experts": altered("experts", each["experts"], bound or 0)} for each in choices]
+            found.append((*pairs, choices[0]["experts"], llm.log_probabilities(*pairs, choices=others)))
+            assert largest(found[-1][3], plain) > 1e-3
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
+    assert largest(found[0][3], found[1][3]) < 1e-4
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -347,6 +347,23 @@ def replaced(first: str, second: str, parallel: dict[str, Any]) -> dict[str, Ten
     return found
 
 
+def chosen(folder: str) -> dict[str, Tensor]:
+    """Return the experts of a step and its logits, and the same with other experts given."""
+    from hal.nn import keep_choices
+    from hal.step import ALL
+
+    config = {"backend": "cpu", "dtype": "float32", "parallel": {"tensor": 2}, "cache": {"num_tokens": 512}}
+    with hal.open(config) as backend:
+        model = hal.load_model(folder, backend)
+        keep_choices(model, record=["experts"], replay=["experts"])
+        with hal.Runner(model, backend) as runner:
+            step = runner.step(runner.batch([list(range(5, 25))], [[1, 2]]), ALL)
+            found = {"own": step.extra["experts"].clone(), "logits": step.logits.clone()}
+            given = {"given_experts": found["own"].roll(1, 0).flatten(1)}
+            step = runner.step(runner.batch([list(range(5, 25))], [[3, 4]], **given), ALL)
+            return {**found, "given": step.extra["experts"].clone(), "other logits": step.logits.clone()}
+
+
 def broadcast_weights(first: str, second: str) -> dict[str, Any]:
     """Send the second checkpoint's weights from rank 0 to a hal.LLM with the first's in rank 1, then wrong ones."""
     from hal.errors import CheckpointError

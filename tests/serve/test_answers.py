@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,3 +429,28 @@ def test_tokens_of_the_same_text_are_all_among_the_likely_ones() -> None:
     assert [(each["token"], each["bytes"]) for each in content[0]["top_logprobs"]] == [
         ("A", [0x41]), ("A", [0x41]), ("\ufffd", [0xE2]), ("\ufffd", [0xE3])
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_the_model_records(chat: bool, llm: hal.LLM, url: str, trained_experts: Path) -> None:
+    """The experts of each text are those of hal.LLM, whole and at the end of a stream; else the field is refused."""
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "temperature": 0, "n": 2, "record": ["experts"]}
+    asked |= {"messages": MESSAGES} if chat else {"prompt": [5, 6, 7]}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    json_type = {"Content_Type": "application/json"}
+    status, refused, _ = ask(url, "POST", path, json.dumps(asked).encode(), **json_type)
+    assert status == 400
+    assert "the server records nothing" in refused["error"]["message"]
+    if chat:
+        return
+    with hal.LLM(trained_experts, backend="cpu", config=CONFIG, max_sequences=4, record=["experts"]) as mixture:
+        texts = mixture.generate([[5, 6, 7]], n=2, max_new_tokens=5, temperature=0)
+        with served(mixture) as address:
+            _, whole, _ = ask(address, "POST", path, json.dumps(asked).encode(), **json_type)
+            _, events, _ = ask(address, "POST", path, json.dumps({**asked, "stream": True}).encode(), **json_type)
+    streamed = [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line.startswith("data: {")]
+    for choices in (whole["choices"], [each["choices"][0] for each in streamed]):
+        found = {each["index"]: each["recorded"]["experts"] for each in choices if "recorded" in each}
+        for index, text in enumerate(texts):
+            values = np.frombuffer(base64.b64decode(found[index]["data"]), found[index]["dtype"])
+            assert np.array_equal(values.reshape(found[index]["shape"]), text.choices["experts"].numpy())

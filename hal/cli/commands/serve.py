@@ -25,6 +25,7 @@ BODY = "The most MiB of a request. Larger ones are answered with status 413."
 TOGETHER = "The most texts that are generated together."
 LENGTH = "The most tokens of a prompt and its text. By default, what the model takes and the cache holds."
 ADAPTER = "An adapter (LoRA) that peft saved, and its name, which requests give as their model. Repeatable."
+RECORD = "What requests may ask of the model's choices: experts, positions. Repeatable."
 SHUTDOWN = "How long requests may go on after SIGTERM or Ctrl-C."
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -51,6 +52,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--switch", "switches", multiple=True, metavar="NAME=VALUE", help=SWITCH)
 @click.option("--revision", metavar="REVISION", help=REVISION)
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help=ADAPTER)
+@click.option("--record", multiple=True, metavar="NAME", help=RECORD)
 @draft_options
 @configured(ranks=tensor_parallel())
 def command(
@@ -67,6 +69,7 @@ def command(
     switches: tuple[str, ...],
     revision: str | None,
     adapters: tuple[str, ...],
+    record: tuple[str, ...],
     draft: DraftConfig | None,
     settings: Settings,
 ) -> None:
@@ -96,7 +99,8 @@ def command(
     if start_ranks(config.parallel, opened, source=config.model_source, leads=True):
         return
     listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
-    with settings.llm(opened, max_sequences=max_sequences, max_length=max_length, draft=draft, adapters=folders) as llm:
+    limits = {"max_sequences": max_sequences, "max_length": max_length}
+    with settings.llm(opened, **limits, draft=draft, adapters=folders, record=record) as llm:
         if listener is None:
             return
         allowed = ServerOptions(

@@ -206,6 +206,12 @@ class LLM:
         found = self._runner.model.adapters
         return [] if found is None else found.names
 
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The names of what the model records with each text."""
+        kept = self._runner.model.choices
+        return () if kept is None else kept.record
+
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load an adapter (LoRA) that PEFT saved, or load it anew in the place of the one of this name.
 

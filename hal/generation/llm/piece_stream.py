@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import closing
 from typing import ClassVar
 
+import attrs
+
 from hal.errors import HalError
 from hal.generation.generate import Piece, piece_of
 from hal.generation.generated_text import GeneratedText
@@ -105,7 +107,8 @@ class PieceStream(AsyncIterator[Piece]):
             if isinstance(token, HalError):
                 self.cancel()
                 raise token
-            found.append(piece_of(token, self._texts[request], request.sample_index))
+            piece = piece_of(token, self._texts[request], request.sample_index)
+            found.append(attrs.evolve(piece, choices=request.choices) if request.choices else piece)
             self._left -= token.finished is not None
         return found
 

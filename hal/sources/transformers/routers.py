@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hal import ops
-from hal.nn import Weight
+from hal.nn import Choice, Weight
+from hal.nn.choices import EXPERTS
+from hal.nn.router import used_experts, weighed
 
 CORRECTION = "e_score_correction_bias"
 """The correction that chooses experts: a tensor of the router, or an argument of it."""
@@ -29,6 +31,7 @@ class Router(nn.Module):
         options: of the operation.
     """
 
+    kept_choice: str | None = None
     weight: nn.Parameter
     bias: Tensor | None
     e_score_correction_bias: Tensor | None
@@ -58,13 +61,20 @@ class Router(nn.Module):
             declared[own] = Weight((name,), axes, dtype=dtype)
         return declared
 
+    @property
+    def chooses(self) -> Choice:
+        """What is recorded and replayed of it."""
+        return Choice(EXPERTS, (self._options["top_k"],), self.weight.shape[0])
+
     def forward(self, hidden: Tensor, e_score_correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, the weights and the experts of each token."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = ops.linear(rows.to(self.weight.dtype), self.weight, self.bias)
         bias = self.e_score_correction_bias if e_score_correction_bias is None else e_score_correction_bias
         scores = logits.float() if self._wide_weights else logits
-        weights, experts = ops.topk_route(scores, None if bias is None else bias.flatten().float(), **self._options)
+        weights, own = ops.topk_route(scores, None if bias is None else bias.flatten().float(), **self._options)
+        options = {name: self._options[name] for name in ("sigmoid", "renormalize", "scale")}
+        weights, experts = used_experts(self, weights, own, lambda given: weighed(scores, given, **options))
         return logits, weights if self._wide_weights else weights.to(hidden.dtype), experts
 
 
