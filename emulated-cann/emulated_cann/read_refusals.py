@@ -130,7 +130,9 @@ class Reference:
 
     @property
     def url(self) -> str:
-        """The address of the file."""
+        """The address of the file: at gitcode.com, or of a page of the documentation at hiascend.com."""
+        if self.repository == "hiascend":
+            return f"https://www.hiascend.com/document/detail/{self.path}"
         organization = ORGANIZATIONS.get(self.repository, "cann")
         kind = "blob" if "." in self.path.rpartition("/")[2] else "tree"
         return f"https://gitcode.com/{organization}/{self.repository}/{kind}/{self.revision or 'master'}/{self.path}"

@@ -172,11 +172,6 @@ def cache_call(**changes: Any) -> None:
     torch_npu._npu_reshape_and_cache(**{"key": rows, "value": rows, **caches, "slot_indices": slots, **changes})
 
 
-def rotary_call() -> None:
-    query = half(2, 128)
-    torch_npu._npu_rotary_embedding(torch.arange(2).npu(), query, query.clone(), 64, f32(9, 64), True)
-
-
 def wide(dim: int, value_dim: int, block: int) -> dict[str, Any]:
     """Return arguments of ``paged_call`` for these head dimensions and this block size."""
     caches = {"key_cache": half(4, block, 2, dim), "value_cache": half(4, block, 2, value_dim)}
@@ -212,7 +207,6 @@ def refusals() -> Iterator[Row]:
     yield cache_call, fewer, "the same number of tokens and heads"
     yield cache_call, {"value_cache": half(5, 16, 2, 64)}, "the same number of blocks and block_size"
     yield cache_call, {"key": bf16(2, 2, 64)}, "key and its cache must have the same dtype"
-    yield rotary_call, {}, "RopeOperation is not emulated"
 
 
 CHILD = """

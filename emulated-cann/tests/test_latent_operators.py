@@ -108,7 +108,7 @@ def refusals() -> Iterator[Row]:
     yield indexer, {"key": half(8, 24, 1, 128)}, "a multiple of 16, and at most 1024, but is 24"
     yield indexer, {"layout_key": "BSND"}, "must be PA_BSND or that of the query"
     yield indexer, {"query": half(3, 128, 8).mT, "weights": half(3, 8)}, "query must be contiguous"
-    yield indexer, {"return_value": True}, "return_value is not emulated"
+    yield indexer, {"return_value": True}, "return_value must be False with PA_BSND"
 
     yield sparse, {"query": half(3, 3, 512), "query_rope": half(3, 3, 64)}, "or 128 heads, but has 3"
     yield sparse, {"attention_mode": 0}, "attention_mode must be 2"

@@ -48,14 +48,10 @@ Status EmulatedOperation::InferShape(const SVector<TensorDesc>&, SVector<TensorD
     throw std::runtime_error("ATB's " + name_ + ": InferShape is not emulated");
 }
 
-emulator::Launch EmulatedOperation::bound(const VariantPack& pack) const {
+emulator::Launch bound_launch(const std::string& name, const std::function<emulator::Launch()>& bind) {
     try {
-        if (pack.inputs.size != inputs_ || pack.outputs.size != outputs_)
-            throw emulator::Refused("the numbers of inputs and outputs must be " + std::to_string(inputs_) + " and " +
-                                    std::to_string(outputs_) + ", not " + std::to_string(pack.inputs.size) + " and " +
-                                    std::to_string(pack.outputs.size));
-        auto launch = bind(pack);
-        launch.kernel = name_;
+        auto launch = bind();
+        launch.kernel = name;
         launch.run = [run = std::move(launch.run)] {
             at::AutoDispatchBelowADInplaceOrView guard;
             run();
@@ -63,10 +59,27 @@ emulator::Launch EmulatedOperation::bound(const VariantPack& pack) const {
         return launch;
     } catch (const std::exception& error) {
         auto* refused = dynamic_cast<const emulator::Refused*>(&error);
-        std::string reason = "ATB's " + name_ + ": " + (refused ? emulator::describe_refusal(*refused) : error.what());
+        std::string reason = "ATB's " + name + ": " + (refused ? emulator::describe_refusal(*refused) : error.what());
         emulator::fail(kInvalidParameter, reason);  // for aclGetRecentErrMsg
         throw std::runtime_error(reason);
     }
+}
+
+std::vector<int64_t> host_numbers(const void* data, aclDataType dtype, uint64_t count, const char* name) {
+    if (!data) throw emulator::Refused(std::string(name) + " must be a CPU tensor");
+    if (dtype != ACL_INT32) throw emulator::Refused(std::string(name) + " must be int32");
+    auto* first = static_cast<const int32_t*>(data);
+    return {first, first + count};
+}
+
+emulator::Launch EmulatedOperation::bound(const VariantPack& pack) const {
+    return bound_launch(name_, [&] {
+        if (pack.inputs.size != inputs_ || pack.outputs.size != outputs_)
+            throw emulator::Refused("the numbers of inputs and outputs must be " + std::to_string(inputs_) + " and " +
+                                    std::to_string(outputs_) + ", not " + std::to_string(pack.inputs.size) + " and " +
+                                    std::to_string(pack.outputs.size));
+        return bind(pack);
+    });
 }
 
 Status EmulatedOperation::Setup(const VariantPack& pack, uint64_t& workspace, Context*) {

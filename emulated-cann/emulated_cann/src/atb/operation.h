@@ -9,6 +9,15 @@ namespace atb {
 // Returns an aclnn handle over the device memory of a tensor in a VariantPack.
 aclTensor handle_of(const Tensor& tensor);
 
+// Returns the launch that `bind` returns, of the operation `name`. Throws std::runtime_error for what `bind` refuses.
+emulator::Launch bound_launch(const std::string& name, const std::function<emulator::Launch()>& bind);
+
+// Returns the numbers of an int32 tensor in host memory; `name` is for the refusal of any other.
+std::vector<int64_t> host_numbers(const void* data, aclDataType dtype, uint64_t count, const char* name);
+inline std::vector<int64_t> host_numbers(const Tensor& tensor, const char* name) {
+    return host_numbers(tensor.host_data, tensor.desc.dtype, Utils::GetTensorNumel(tensor), name);
+}
+
 // Errors are thrown, because torch_npu ignores some of ATB's status codes and explains none. An exception reaches
 // Python with its message.
 class EmulatedOperation : public Operation {

@@ -1,4 +1,6 @@
-// Attention of one new token per sequence over a paged cache.
+// Attention of new tokens over a paged cache: one for each sequence, or several with their lengths.
+#include <numeric>
+
 #include "operation.h"
 #include "ops/attention_core.h"
 #include "ops/attention_layout.h"
@@ -14,14 +16,16 @@ struct PagedAttentionParam {
     int32_t heads;
     float scale;
     int32_t kv_heads;
-    int mask;                  // 0: none
+    int mask;                  // 0: none; 2: ALiBi; 3: of several tokens
     bool batch_run_status;     // skips sequences by their batch status
     int quantized;             // 0: not quantized
     aclDataType output_dtype;  // with quantized input
     bool quantization_offset;
-    int compress, calculation, scaling;  // 0: default
-    int layout;                          // 0: BSND
-    uint32_t latent_value_dim;           // 0: separate key and value
+    int compress;
+    int calculation;  // 0: one token for each sequence; 1: several
+    int scaling;
+    int layout;                 // 0: BSND
+    uint32_t latent_value_dim;  // 0: separate key and value; otherwise the values are the first elements of the keys
     uint8_t reserved[68];
 };
 }  // namespace infer
@@ -47,51 +51,99 @@ struct Caches {
     }
 };
 
+constexpr int kAlibi = 2, kSeveral = 3;
+
 class PagedAttention : public EmulatedOperation {
   public:
     explicit PagedAttention(const infer::PagedAttentionParam& parameters)
-        : EmulatedOperation("PagedAttentionOperation", 5, 1, 4096),
+        : EmulatedOperation("PagedAttentionOperation",
+                            5 - (parameters.latent_value_dim > 0) + (parameters.mask != 0) + parameters.calculation, 1,
+                            4096),
           heads_(parameters.heads),
           kv_heads_(parameters.kv_heads ? parameters.kv_heads : parameters.heads),
-          scale_(parameters.scale) {}
+          scale_(parameters.scale),
+          latent_(parameters.latent_value_dim),
+          mask_(parameters.mask),
+          several_(parameters.calculation == 1) {}
 
   private:
     Launch bind(const VariantPack& pack) const override {
-        aclTensor handles[4], output_handle = handle_of(pack.outputs[0]);
-        for (int i = 0; i < 4; ++i) handles[i] = handle_of(pack.inputs[i]);
-        In query(&handles[0]), key(&handles[1]), value(&handles[2]), table(&handles[3]);
+        int next = 2 + (latent_ == 0);  // the place of the block table
+        aclTensor handles[6], output_handle = handle_of(pack.outputs[0]);
+        for (int i = 0; i <= next; ++i) handles[i] = handle_of(pack.inputs[i]);
+        if (mask_) handles[5] = handle_of(pack.inputs[next + 2]);
+        In query(&handles[0]), key(&handles[1]), value(&handles[latent_ ? 1 : 2]), table(&handles[next]);
+        In mask(mask_ ? &handles[5] : nullptr);
         Out output(&output_handle);
         Caches caches{.fractal = pack.inputs[1].desc.format == ACL_FORMAT_FRACTAL_NZ, .kv_heads = kv_heads_};
-        check(query, key, value, table, output, caches);
+        int64_t sequences = several_ && table.dim() == 2 ? table.size(0) : query.size(0);
+        check(query, key, value, table, output, caches, sequences);
         int64_t block = caches.block_size(key);
-        auto lengths = lengths_of(pack.inputs[4], query.size(0), table.size(1) * block);
+        auto lengths = lengths_of(pack.inputs[next + 1], sequences, table.size(1) * block);
+        std::vector<int64_t> queries(sequences, 1);
+        if (several_) queries = queries_of(pack.inputs[next + 2 + (mask_ != 0)], lengths, query.size(0));
+        if (mask_) check_mask(mask, query, lengths);
         Launch launch;
-        for (auto* in : {&query, &key, &value, &table}) in->describe(launch.operands);
+        for (auto* in : {&query, &key, &value, &table, &mask})
+            if (*in && !(latent_ && in == &value)) in->describe(launch.operands);
         output.describe(launch.operands);
-        for (auto length : lengths)
-            launch.flops += attention_flops(heads_, 1, length, query.size(2), caches.dim(value));
+        for (size_t b = 0; b < lengths.size(); ++b)
+            launch.flops += attention_flops(heads_, queries[b], lengths[b], query.size(2), output.size(2));
         // Captures by value, because a replay may run after the operation was destroyed.
-        launch.run = [query, key, value, table, output, caches, block, lengths, scale = scale_] {
+        launch.run = [query, key, value, table, mask, output, caches, block, lengths, queries, scale = scale_,
+                      latent = latent_, several = several_] {
             auto keys = caches.in_blocks(key.raw()), values = caches.in_blocks(value.raw());
-            for (size_t b = 0; b < lengths.size(); ++b) {
-                auto out = output.raw()[b];
-                if (lengths[b] == 0) {
+            int64_t start = 0;
+            for (size_t b = 0; b < lengths.size(); start += queries[b++]) {
+                auto out = output.raw().narrow(0, start, queries[b]);
+                if (lengths[b] == 0 || queries[b] == 0) {
                     out.zero_();
                     continue;
                 }
                 auto row = table.raw()[b];
-                AttentionInputs inputs{.query = query.raw()[b].unsqueeze(1),
+                AttentionInputs inputs{.query = query.raw().narrow(0, start, queries[b]).transpose(0, 1),
                                        .key = gather_blocks(keys, row, caches.kv_heads, block, lengths[b]),
                                        .value = gather_blocks(values, row, caches.kv_heads, block, lengths[b]),
                                        .scale = scale};
-                out.copy_(attend(inputs).output.squeeze(1));
+                if (latent) inputs.value = inputs.value.narrow(2, 0, latent);
+                if (mask) {  // of ALiBi: [batch, heads, 1, S] or [heads, 1, S]; of several tokens: [tokens, S]
+                    auto all = mask.raw();
+                    auto own = several ? all.narrow(0, start, queries[b]) : all.dim() == 4 ? all[b] : all;
+                    inputs.bias = own.narrow(-1, 0, lengths[b]);
+                }
+                out.copy_(attend(inputs).output.transpose(0, 1));
             }
         };
         return launch;
     }
 
+    void check_mask(const In& mask, const In& query, const std::vector<int64_t>& lengths) const {
+        int64_t longest = lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
+        if (mask.dtype() != query.dtype())
+            throw Refused("mask must have the query's dtype, " + c10::str(query.dtype(), ", not ", mask.dtype()));
+        std::vector<int64_t> wanted{query.size(0), heads_, 1};
+        if (several_) wanted = {query.size(0)};
+        if (!several_ && mask.dim() == 3) wanted.erase(wanted.begin());
+        bool fits = mask.dim() == int64_t(wanted.size()) + 1 && mask.sizes().slice(0, wanted.size()) == wanted;
+        if (!fits || mask.size(-1) < longest)
+            throw Refused("mask must have shape " +
+                          std::string(several_ ? "[tokens, S]" : "[batch, num_heads, 1, S] or [num_heads, 1, S]") +
+                          " with S at least the longest sequence, " + std::to_string(longest) + ", not " +
+                          c10::str(mask.sizes()));
+    }
+
+    // The numbers of queries of the sequences, in host memory like their lengths.
+    static std::vector<int64_t> queries_of(const Tensor& tensor, const std::vector<int64_t>& lengths, int64_t rows) {
+        auto queries = host_numbers(tensor, "seq_len");
+        UNDEFINED("a kernel would read outside its inputs");
+        if (queries.size() != lengths.size() || std::accumulate(queries.begin(), queries.end(), int64_t{0}) > rows)
+            throw Refused("seq_len must have a length for each of the " + std::to_string(lengths.size()) +
+                          " sequences, with a sum of at most the query's " + std::to_string(rows) + " rows");
+        return queries;
+    }
+
     void check(const In& query, const In& key, const In& value, const In& table, const In& output,
-               const Caches& caches) const {
+               const Caches& caches, int64_t sequences) const {
         auto dtype = query.dtype();
         if (dtype != at::kHalf && dtype != at::kBFloat16)
             throw Refused(std::string("query must be float16 or bfloat16, not ") + c10::toString(dtype));
@@ -124,7 +176,11 @@ class PagedAttention : public EmulatedOperation {
             check_fractals(dim, value_dim, block);
         else
             check_widths(dim, value_dim, block);
-        if (table.dtype() != at::kInt || table.dim() != 2 || table.size(0) != query.size(0))
+        if (latent_ && (latent_ > value_dim || caches.fractal))
+            throw Refused("mla_vheadsize must be at most the head dimension of a cache in ND, " +
+                          std::to_string(value_dim) + ", but is " + std::to_string(latent_));
+        if (latent_) value_dim = latent_;
+        if (table.dtype() != at::kInt || table.dim() != 2 || table.size(0) != sequences)
             throw Refused("block_table must be int32 of shape [batch, blocks], not " +
                           c10::str(table.dtype(), " of shape ", table.sizes()));
         if (output.sizes() != at::IntArrayRef({query.size(0), heads_, value_dim}))
@@ -158,21 +214,23 @@ class PagedAttention : public EmulatedOperation {
 
     // Reads the lengths on the host at the call. The launch keeps a copy.
     static std::vector<int64_t> lengths_of(const Tensor& tensor, int64_t batch, int64_t most) {
-        if (!tensor.host_data) throw Refused("context_lens must be a CPU tensor");
-        if (tensor.desc.dtype != ACL_INT32 || Utils::GetTensorNumel(tensor) != static_cast<uint64_t>(batch))
+        auto lengths = host_numbers(tensor, "context_lens");
+        if (lengths.size() != static_cast<uint64_t>(batch))
             throw Refused("context_lens must be int32, with one length for each of the " + std::to_string(batch) +
                           " sequences");
-        auto* first = static_cast<const int32_t*>(tensor.host_data);
         for (int64_t b = 0; b < batch; ++b)
-            if (first[b] < 0 || first[b] > most)
-                throw Refused("context_lens[" + std::to_string(b) + "] is " + std::to_string(first[b]) +
+            if (lengths[b] < 0 || lengths[b] > most)
+                throw Refused("context_lens[" + std::to_string(b) + "] is " + std::to_string(lengths[b]) +
                               ", but must be between 0 and " + std::to_string(most) +
                               ", the tokens that block_table has room for");
-        return {first, first + batch};
+        return lengths;
     }
 
     int64_t heads_, kv_heads_;
     double scale_;
+    int64_t latent_;
+    int mask_;
+    bool several_;
 };
 
 }  // namespace
@@ -180,11 +238,15 @@ class PagedAttention : public EmulatedOperation {
 template <>
 Status CreateOperation<infer::PagedAttentionParam>(const infer::PagedAttentionParam& parameters,
                                                    Operation** operation) {
-    if (parameters.mask || parameters.batch_run_status || parameters.quantized || parameters.compress ||
-        parameters.calculation || parameters.scaling || parameters.layout || parameters.latent_value_dim)
+    bool several = parameters.calculation == 1;
+    if (parameters.mask && parameters.mask != (several ? kSeveral : kAlibi))
+        throw NotEmulated("a mask of type " + std::to_string(parameters.mask) +
+                          " of ATB's PagedAttentionOperation is not emulated");
+    if (parameters.batch_run_status || parameters.quantized || parameters.compress || parameters.calculation > 1 ||
+        parameters.scaling || parameters.layout)
         throw NotEmulated(
-            "ATB's PagedAttentionOperation with a mask, quantization, compression, speculative decoding or latent "
-            "attention is not emulated");
+            "ATB's PagedAttentionOperation with quantization, compression, log-n scaling or the layout BNSD is not "
+            "emulated");
     *operation = new PagedAttention(parameters);
     return 0;
 }

@@ -20,16 +20,40 @@ using namespace emulator;
 
 class ReshapeAndCache : public EmulatedOperation {
   public:
-    explicit ReshapeAndCache(bool fractal)
-        : EmulatedOperation("ReshapeAndCacheOperation", 5, 2, 0), fractal_(fractal) {}
+    explicit ReshapeAndCache(bool fractal, bool only_key)
+        : EmulatedOperation("ReshapeAndCacheOperation", only_key ? 3 : 5, only_key ? 1 : 2, 0),
+          fractal_(fractal),
+          only_key_(only_key) {}
 
   private:
     Launch bind(const VariantPack& pack) const override {
+        int parts = only_key_ ? 1 : 2;  // the rows, their caches, and the slots
         aclTensor handles[5];
-        for (int i = 0; i < 5; ++i) handles[i] = handle_of(pack.inputs[i]);
-        In key(&handles[0]), value(&handles[1]), slots(&handles[4]);
-        InOut key_cache(&handles[2]), value_cache(&handles[3]);
+        for (int i = 0; i < 2 * parts + 1; ++i) handles[i] = handle_of(pack.inputs[i]);
+        In key(&handles[0]), slots(&handles[2 * parts]), value(only_key_ ? nullptr : &handles[1]);
+        InOut key_cache(&handles[parts]), value_cache(only_key_ ? nullptr : &handles[3]);
         check(key, key_cache, "key");
+        if (value) check_value(key, value, key_cache, value_cache);
+        if (slots.dtype() != at::kInt)
+            throw Refused(std::string("slots must be int32, not ") + c10::toString(slots.dtype()));
+        check_slots(slots, key.size(0));
+        Launch launch;
+        for (auto* in : {&key, &value, &slots})
+            if (*in) in->describe(launch.operands);
+        for (auto* cache : {&key_cache, &value_cache})
+            if (*cache) cache->describe(launch.operands);
+        // Captures by value, because a replay may run after the operation was destroyed.
+        launch.run = [key, value, key_cache, value_cache, slots, fractal = fractal_] {
+            auto rows = [&](const InOut& cache) {
+                return fractal ? rows_of_fractal_blocks(cache.raw()) : rows_of_blocks(cache.raw());
+            };
+            write_slots(rows(key_cache), key, slots);
+            if (value) write_slots(rows(value_cache), value, slots);
+        };
+        return launch;
+    }
+
+    void check_value(const In& key, const In& value, const In& key_cache, const In& value_cache) const {
         check(value, value_cache, "value");
         if (value.size(0) != key.size(0) || value.size(1) != key.size(1))
             throw Refused("key and value must have the same number of tokens and heads, but have shapes " +
@@ -42,21 +66,6 @@ class ReshapeAndCache : public EmulatedOperation {
             throw Refused(
                 "key_cache and value_cache must have the same number of blocks and block_size, but have shapes " +
                 c10::str(key_cache.sizes(), " and ", value_cache.sizes()));
-        if (slots.dtype() != at::kInt)
-            throw Refused(std::string("slots must be int32, not ") + c10::toString(slots.dtype()));
-        check_slots(slots, key.size(0));
-        Launch launch;
-        for (auto* in : {&key, &value, &slots}) in->describe(launch.operands);
-        for (auto* cache : {&key_cache, &value_cache}) cache->describe(launch.operands);
-        // Captures by value, because a replay may run after the operation was destroyed.
-        launch.run = [key, value, key_cache, value_cache, slots, fractal = fractal_] {
-            auto rows = [&](const InOut& cache) {
-                return fractal ? rows_of_fractal_blocks(cache.raw()) : rows_of_blocks(cache.raw());
-            };
-            write_slots(rows(key_cache), key, slots);
-            write_slots(rows(value_cache), value, slots);
-        };
-        return launch;
     }
 
     // From ascend-transformer-boost, master of July 2026: src/ops/ops_infer/reshape_and_cache/
@@ -92,7 +101,7 @@ class ReshapeAndCache : public EmulatedOperation {
                           ", not " + c10::str(cache.sizes()));
     }
 
-    bool fractal_;
+    bool fractal_, only_key_;
 };
 
 }  // namespace
@@ -100,9 +109,8 @@ class ReshapeAndCache : public EmulatedOperation {
 template <>
 Status CreateOperation<infer::ReshapeAndCacheParam>(const infer::ReshapeAndCacheParam& parameters,
                                                     Operation** operation) {
-    if (parameters.compress || parameters.caches == 1)
-        throw NotEmulated("ATB's ReshapeAndCacheOperation with compression or without a value cache is not emulated");
-    *operation = new ReshapeAndCache(parameters.caches == 2);
+    if (parameters.compress) throw NotEmulated("ATB's ReshapeAndCacheOperation with compression is not emulated");
+    *operation = new ReshapeAndCache(parameters.caches == 2, parameters.caches == 1);
     return 0;
 }
 

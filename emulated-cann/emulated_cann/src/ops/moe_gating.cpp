@@ -110,26 +110,44 @@ void check_groups(int64_t experts, int64_t k, int64_t chosen_groups, int64_t gro
                                     text(padded));
 }
 
-void check_gating(In x, In bias, int64_t k, int64_t chosen_groups, int64_t groups, int64_t group_mode, int64_t renorm,
-                  int64_t norm, bool, double, double, Out y, Out expert_idx, Out scores) {
+void check_gate(const In& x, const In& bias, int64_t k, int64_t renorm, int64_t norm, bool softplus, const Out& y,
+                const Out& expert_idx, const Out& scores) {
     require(on({Chip::a2_a3, Chip::ascend950}),
             "MoeGatingTopK is for Atlas A2, A3 and Ascend 950, not for " + soc_name());
     require(is_floating(x), "x must be float16, bfloat16 or float32, not " + text(x.dtype()));
     require(x.dim() == 2 && x.size(0) > 0, "x must be [tokens, experts] and not empty, but has " + shown(x.sizes()));
-    check_groups(x.size(1), k, chosen_groups, groups, group_mode);
     if (bias) {
         require(bias.dtype() == x.dtype(), "bias must be of x's dtype, " + text(x.dtype()));
         require(has_shape(bias, {x.size(1)}), "bias must have an element for each of the " + text(x.size(1)) +
                                                   " experts, but has shape " + shown(bias.sizes()));
     }
     require(renorm == 0 || renorm == 1, "renorm must be 0 or 1, but is " + text(renorm));
-    require(norm == 0 || norm == 1 || (norm == 2 && on({Chip::ascend950})),
+    require(norm == 0 || norm == 1 || (norm == 2 && softplus),
             "norm_type must be 0 (softmax) or 1 (sigmoid), on Ascend 950 also 2, but is " + text(norm));
     require(y.dtype() == x.dtype() && has_shape(y, {x.size(0), k}), "y must be [tokens, k] of x's dtype");
     require(expert_idx.dtype() == at::kInt && has_shape(expert_idx, {x.size(0), k}),
             "expert_idx must be int32 [tokens, k]");
     require(scores && scores.dtype() == at::kFloat && has_shape(scores, x.sizes()),
             "out must be float32 and have x's shape, " + shown(x.sizes()));
+}
+
+void check_gating(In x, In bias, int64_t k, int64_t chosen_groups, int64_t groups, int64_t group_mode, int64_t renorm,
+                  int64_t norm, bool, double, double, Out y, Out expert_idx, Out scores) {
+    check_gate(x, bias, k, renorm, norm, on({Chip::ascend950}), y, expert_idx, scores);
+    check_groups(x.size(1), k, chosen_groups, groups, group_mode);
+}
+
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_moe_gating_top_k.md");
+void check_hashed(In x, In bias, In ids, In table, int64_t k, int64_t, int64_t, int64_t, int64_t renorm, int64_t norm,
+                  bool, double, double, Out y, Out expert_idx, Out scores) {
+    check_gate(x, bias, k, renorm, norm, true, y, expert_idx, scores);
+    require_dtype(ids, {at::kInt, at::kLong}, "input_ids");
+    require_dtype(table, {at::kInt, at::kLong}, "tid2eid");
+    require(ids && table, "input_ids and tid2eid must be given together");
+    require(has_shape(ids, {x.size(0)}), "input_ids must have an element for each of the " + text(x.size(0)) +
+                                             " tokens, but has shape " + shown(ids.sizes()));
+    require(table.dim() == 2 && table.size(1) == k,
+            "tid2eid must have shape [ids, k] with k " + text(k) + ", but has " + shown(table.sizes()));
 }
 
 at::Tensor normalise(const at::Tensor& x, int64_t norm) {
@@ -145,16 +163,36 @@ at::Tensor within_groups(const at::Tensor& values, int64_t chosen, int64_t group
     return grouped.masked_fill(kept.logical_not().unsqueeze(-1), -INFINITY).view(values.sizes());
 }
 
+void weigh(const at::Tensor& normalized, const at::Tensor& experts, bool divides, double factor, double epsilon,
+           const Out& y, const Out& expert_idx) {
+    auto weights = normalized.gather(1, experts);
+    if (divides) weights = weights / (weights.sum(-1, true) + epsilon);
+    y.set(weights * factor);
+    expert_idx.set(experts);
+}
+
 void MoeGatingTopK(In x, In bias, int64_t k, int64_t chosen_groups, int64_t groups, int64_t group_mode, int64_t renorm,
                    int64_t norm, bool with_scores, double factor, double epsilon, Out y, Out expert_idx, Out scores) {
     auto normalized = normalise(x.tensor().to(at::kFloat), norm);
     auto values = bias ? normalized + bias.tensor().to(at::kFloat) : normalized;
     if (groups > 1) values = within_groups(values, chosen_groups, groups, group_mode);
-    auto experts = largest(values, k).second;
-    auto weights = normalized.gather(1, experts);
-    if (norm != 0 || renorm == 1) weights = weights / (weights.sum(-1, true) + epsilon);
-    y.set(weights * factor);
-    expert_idx.set(experts);
+    weigh(normalized, largest(values, k).second, norm != 0 || renorm == 1, factor, epsilon, y, expert_idx);
+    if (with_scores) scores.set(normalized);
+}
+
+// The experts of a token depend on its id alone; their weights are those of the gate.
+UNDEFINED("a kernel would read outside its inputs");
+void MoeGatingTopKV2(In x, In bias, In ids, In table, int64_t, int64_t, int64_t, int64_t, int64_t renorm, int64_t norm,
+                     bool with_scores, double factor, double epsilon, Out y, Out expert_idx, Out scores) {
+    auto rows = ids.tensor().to(at::kLong);
+    if ((rows < 0).logical_or_(rows >= table.size(0)).any().item<bool>())
+        throw std::runtime_error("input_ids must be between 0 and " + text(table.size(0) - 1) +
+                                 ", the rows of tid2eid");
+    auto experts = table.tensor().index_select(0, rows).to(at::kLong);
+    if ((experts < 0).logical_or_(experts >= x.size(1)).any().item<bool>())
+        throw std::runtime_error("tid2eid must hold experts between 0 and " + text(x.size(1) - 1));
+    auto normalized = normalise(x.tensor().to(at::kFloat), norm);
+    weigh(normalized, experts, norm != 0 || renorm == 1, factor, epsilon, y, expert_idx);
     if (with_scores) scores.set(normalized);
 }
 
@@ -163,3 +201,4 @@ void MoeGatingTopK(In x, In bias, int64_t k, int64_t chosen_groups, int64_t grou
 ACLNN(MoeGatingTopKSoftmax, .check = check_softmax)
 ACLNN(MoeGatingTopKSoftmaxV2, .check = check_softmax_v2)
 ACLNN(MoeGatingTopK, .check = check_gating)
+ACLNN(MoeGatingTopKV2, .check = check_hashed)

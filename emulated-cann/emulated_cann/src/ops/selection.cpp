@@ -117,12 +117,14 @@ void check_indexer(In query, In key, In weights, In query_lengths, In key_length
     require(weights.raw().is_contiguous(), "weights must be contiguous");
     require(count >= 1 && (count <= 2048 || (count <= 8192 && count % 1024 == 0)),
             "sparse_count must be 1 to 2048, or 3072, 4096, 5120, 6144, 7168 or 8192, but is " + std::to_string(count));
-    if (want_values) throw NotEmulated("return_value is not emulated");
+    require(!want_values || !call.paged(), "return_value must be False with PA_BSND");
+    if (want_values) require_shape(values, indices.sizes(), "sparse_values");
 }
 
 // Of equal scores, the lower position comes first; the document does not say which. The order is that of scores.
 void LightningIndexer(In query, In key, In weights, In query_lengths, In key_lengths, In table, Text query_layout,
-                      Text key_layout, int64_t count, int64_t mode, int64_t, int64_t, bool, Out indices, Out) {
+                      Text key_layout, int64_t count, int64_t mode, int64_t, int64_t, bool want_values, Out indices,
+                      Out best) {
     auto call = indexer(query, key, query_lengths, key_lengths, table, query_layout, key_layout);
     for (int64_t row = 0; row < call.batch(); ++row) {
         Sequence sequence(call, row);
@@ -138,6 +140,11 @@ void LightningIndexer(In query, In key, In weights, In query_lengths, In key_len
         if (hidden.defined()) scores.masked_fill_(hidden, -std::numeric_limits<float>::infinity());
         auto [ranked, order] = scores.sort(true, -1, true);
         order = order.narrow(1, 0, taken);
+        if (want_values) {  // those of invalid indices keep what they held
+            auto own = sequence.of_queries(best.raw()).squeeze(1).narrow(1, 0, taken);
+            auto found = ranked.narrow(1, 0, taken);
+            own.copy_(at::where(found.isinf(), own.to(at::kFloat), found));
+        }
         if (hidden.defined()) order = order.masked_fill(hidden.gather(1, order), -1);
         result.narrow(1, 0, taken).copy_(order);
     }
@@ -176,12 +183,12 @@ void check_attention(In query, In key, In value, In indices, In table, In query_
     require_shape(indices, wanted, "sparse_indices");
     require(indices.raw().is_contiguous(), "sparse_indices must be contiguous");
     if (block != 1) throw NotEmulated("sparse_block_size other than 1 is not emulated");
-    if (want_lse) throw NotEmulated("return_softmax_lse is not emulated");
+    require(!want_lse || !call.paged(), "return_softmax_lse must be False with PA_BSND");
 }
 
 void SparseFlashAttention(In query, In key, In value, In indices, In table, In query_lengths, In key_lengths,
                           In query_rope, In key_rope, double scale, int64_t, Text query_layout, Text key_layout,
-                          int64_t mode, int64_t, int64_t, int64_t, bool, Out out, Out, Out) {
+                          int64_t mode, int64_t, int64_t, int64_t, bool want_lse, Out out, Out most, Out total) {
     auto call = indexer(query, key, query_lengths, key_lengths, table, query_layout, key_layout);
     for (int64_t row = 0; row < call.batch(); ++row) {
         Sequence sequence(call, row);
@@ -209,7 +216,14 @@ void SparseFlashAttention(In query, In key, In value, In indices, In table, In q
                                    .key = join(values, ropes.index_select(0, own)).unsqueeze(0),
                                    .value = values.unsqueeze(0),
                                    .scale = scale};
-            result[token].copy_(attend(inputs).output.squeeze(1));
+            auto found = attend(inputs);
+            result[token].copy_(found.output.squeeze(1));
+            if (!want_lse) continue;
+            int64_t place = sequence.queries.start + token;
+            for (auto [into, from] : {std::pair{&most, &found.max}, {&total, &found.sum}}) {
+                auto first = (call.packed() ? into->raw() : into->raw()[row])[0];  // [queries, heads]
+                first[place].copy_(from->squeeze(1));
+            }
         }
     }
 }
