@@ -57,7 +57,7 @@ class AwqTensors(Reader, Writer):
         }
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        numbers, scale, zero = quantize_groups(layer.weight, form, layer.dtype)
         zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
         found = {"qweight": _packed(numbers), "qzeros": _packed(zero), "scales": transposed(scale)}
         return found | layer.biases

@@ -13,16 +13,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from hal.errors import CheckpointError, ConfigError
-from hal.nn import Weight
+from hal.errors import ConfigError
+from hal.nn import Assembly, Concatenated, Merged, Stacked, Weight, Whole
 from hal.nn.linear import IN, OUT
 from hal.ops.forms import Form
 from hal.quantization.checkpoint_format import CheckpointFormat, ConfigSection, Quantization
 from hal.quantization.forms import in_blocks
 from hal.quantization.layer_patterns import ExcludedLayers
-from hal.quantization.row_blocks import of_all_blocks, of_rows
 from hal.quantization.stored_layer import FloatLayer, Reader, StoredAs, StoredLayer, Tensors, Writer
 from hal.quantization.value_checks import FLOATS, NUMBERS, POSITIVE
+
+BLOCKS = "row_blocks"
 
 
 @attrs.frozen(slots=False)
@@ -38,6 +39,7 @@ class Fp8Scales(Reader, Writer):
     strategy: str
     name: str
     ones: bool = False
+    of_inputs = ("input_scale",)
 
     def declare(self, stored: StoredLayer) -> Mapping[str, Weight]:
         layer, form = stored.layer, stored.form
@@ -86,19 +88,59 @@ class Fp8Scales(Reader, Writer):
         return found | {"input_scale": stored["input_scale"].max().reshape(1)}  # of parts and experts, the largest
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        """Quantize a layer with a scale for each row: ``max|row| / 448``."""
-        wide = layer.weight.float()
-        largest = wide.abs().amax(-1, keepdim=True)
-        if not bool(largest.isfinite().all()):
-            raise CheckpointError(
-                f"{layer.name} has values that are not finite", "use a checkpoint with finite weights"
-            )
+        """Quantize a layer with scales ``max|x| / 448``, which are float32 for output channels."""
+        wide, (count, width) = layer.weight.float(), layer.weight.shape
+        sides = {"block": (form.rows, form.columns), "channel": (1, width), "tensor": (count, width)}
+        rows, columns = sides[self.strategy]
+        padded = torch.nn.functional.pad(wide.abs(), (0, -width % columns, 0, -count % rows))
+        largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
         scale = torch.where(largest == 0, 1.0, largest / torch.finfo(torch.float8_e4m3fn).max)
-        found = {"weight": (wide / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+        scale = scale if self.strategy == "channel" else scale.to(layer.dtype)
+        each = scale.float().repeat_interleave(rows, 0)[:count].repeat_interleave(columns, 1)[:, :width]
+        shaped = scale.flatten() if self.strategy == "tensor" else scale[:, None, :, None] if self.ones else scale
+        found = {"weight": (wide / each).to(torch.float8_e4m3fn), self.name: shaped}
         return found | layer.biases
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         return tensors["weight"][rows].view(torch.uint8)
+
+
+def of_all_blocks(scale: Weight, stored: StoredLayer, fused: str | None) -> Weight:
+    """Return the declaration of the scales of all blocks of rows, of which some parts do not fill the last."""
+    layer, rows = stored.layer, stored.form.rows
+    parts = tuple(layer.layers.values()) or (layer.out_features,)
+    if fused is not None and any(each % rows for each in parts[:-1]):
+        raise ConfigError(
+            f"the checkpoint has {fused} of all experts as one tensor in float8 with scales of {rows} rows, of which "
+            f"one covers rows of both parts of {parts[0]}",
+            "use a checkpoint with blocks that divide the parts, or with a tensor for each expert",
+        )
+    assert scale.sizes is not None
+    counts = tuple(-(-size // rows) for size in parts)
+    each: Assembly = Concatenated(BLOCKS, counts) if layer.parts and not layer.merged else Whole()
+    assemble = Merged(BLOCKS, counts) if fused is not None else Stacked(each) if layer.num_experts is not None else each
+    return attrs.evolve(
+        scale,
+        axes=scale.axes.replace(OUT, BLOCKS),
+        shard=None if scale.shard == OUT else scale.shard,
+        assemble=assemble,
+        sizes=tuple(sum(counts) if name == OUT else size for name, size in zip(scale.names, scale.sizes, strict=True)),
+        group_sizes={IN: stored.form.columns},
+    )
+
+
+def of_rows(scale: Tensor, stored: StoredLayer) -> Tensor:
+    """Return the scales of this rank's rows ``[..., rows, blocks of columns]`` from those of all blocks."""
+    layer, rows, found, start = stored.layer, stored.form.rows, list[Tensor](), 0
+    for size in layer.layers.values() or (layer.out_features,):
+        count = -(-size // rows)
+        whole = scale[..., start : start + count, :].repeat_interleave(rows, -2)[..., :size, :]
+        first, last = (0, size)
+        if layer.shard == OUT:
+            first, last = layer.share.interval(size, stored.ranks.rank, stored.ranks.size)
+        found.append(whole[..., first:last, :])
+        start += count
+    return torch.cat(found, -2)
 
 
 class Fp8Blocks(CheckpointFormat):

@@ -78,7 +78,7 @@ class GptqTensors(Reader, Writer):
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
         bits, width = form.kind.bits, layer.weight.shape[1]
-        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        numbers, scale, zero = quantize_groups(layer.weight, form, layer.dtype)
         zero = torch.zeros_like(scale, dtype=torch.int8) if zero is None else zero
         return {
             "qweight": transposed(packed_signed(numbers, bits)),

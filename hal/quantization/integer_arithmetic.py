@@ -146,34 +146,28 @@ def row_ranges(weight: Tensor) -> Iterator[slice]:
     return (slice(first, first + count) for first in range(0, len(weight), count))
 
 
-def quantize_groups(name: str, weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize_groups(weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize ``[rows, columns]`` in groups. Of some scales, each group gets that of the least error.
 
     Args:
-        name: the weight's name, for errors.
-        weight: the weight.
+        weight: the weight, finite.
         form: of 4 or 8 bits; its zero points are those of the numbers from the least to the largest, and 0.
         dtype: that of the scales.
 
     Returns:
         Numbers from ``-2 ** (bits - 1)``, int8 ``[rows, columns]``; the scales ``[rows, groups]``; and zero points,
         int8 of that shape, or None in a symmetric form. A group of zeros has the scale 1.
-
-    Raises:
-        CheckpointError: a value is not finite.
     """
-    found = [_quantized_rows(name, weight[rows], form, dtype) for rows in row_ranges(weight)]
+    found = [_quantized_rows(weight[rows], form, dtype) for rows in row_ranges(weight)]
     numbers, scale, zero = (torch.cat(each) for each in zip(*found, strict=True))
     return numbers, scale, zero if form.zero_points else None
 
 
-def _quantized_rows(name: str, weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized_rows(weight: Tensor, form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     bits, groups = form.kind.bits, weight.float().unflatten(-1, (-1, form.group(weight.shape[1])))
     most, span = (1 << bits - 1) - 1, (1 << bits) - 1
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     largest, width = torch.maximum(-low, high), high - low
-    if not bool(largest.isfinite().all()):
-        raise CheckpointError(f"{name} has values that are not finite", "use a checkpoint with finite weights")
     best, error = torch.empty_like(groups), torch.full_like(largest, torch.inf)
     scale, zero = torch.ones_like(largest), torch.zeros_like(largest)
     for ratio in SHARES[bits]:

@@ -59,7 +59,7 @@ class WholeTensors(Reader, Writer):
         }
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        numbers, scale, zero = quantize_groups(layer.weight, form, layer.dtype)
         zeros = {} if zero is None else {"weight_zero_point": zero}
         return {"weight": numbers, "weight_scale": scale} | zeros | layer.biases
 
@@ -103,7 +103,7 @@ class PackedTensors(Reader, Writer):
         }
 
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        numbers, scale, zero = quantize_groups(layer.name, layer.weight, form, layer.dtype)
+        numbers, scale, zero = quantize_groups(layer.weight, form, layer.dtype)
         found = {
             "weight_packed": packed_signed(numbers, form.kind.bits),
             "weight_scale": scale,

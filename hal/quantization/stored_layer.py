@@ -244,6 +244,9 @@ class FloatLayer:
         bias: ``[rows]``, floating, or None.
         dtype: the checkpoint's dtype.
         activation: the quantization of the input; None without calibration.
+
+    Raises:
+        CheckpointError: a value of the weight is not finite.
     """
 
     name: str
@@ -251,6 +254,10 @@ class FloatLayer:
     bias: Tensor | None
     dtype: torch.dtype
     activation: Activation | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.weight.numel() and not bool(torch.stack(self.weight.aminmax()).isfinite().all()):
+            raise CheckpointError(f"{self.name} has values that are not finite", "use a checkpoint with finite weights")
 
     @property
     def biases(self) -> dict[str, Tensor]:
@@ -269,11 +276,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, layer: FloatLayer, form: Form) -> dict[str, Tensor]:
-        """Quantize a layer, and return its tensors by the last part of their name.
-
-        Raises:
-            CheckpointError: a value is not finite.
-        """
+        """Quantize a layer, and return its tensors by the last part of their name."""
 
     def numbers(self, tensors: Mapping[str, Tensor], form: Form, rows: slice) -> Tensor:
         """Return rows of the numbers that :meth:`write` wrote, as :func:`hal.ops.forms.dequantize` takes them."""

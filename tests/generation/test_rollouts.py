@@ -142,6 +142,9 @@ def quantized_as(first: Path, plain: Path, folder: Path) -> Path:
     return folder
 
 
+BLOCKS = {"block": 32, "tensor": -1}
+
+
 def two_of(kind: str, folder: Path) -> tuple[list[Path], list[Path]]:
     """Return two checkpoints in floating point, and the same quantized: by hal, by the rules of formats, or by ggml."""
     scheme, _, detail = kind.partition("/")
@@ -155,9 +158,9 @@ def two_of(kind: str, folder: Path) -> tuple[list[Path], list[Path]]:
         ]
     if scheme == "gguf":
         return plain, [write_gguf(each, each.with_suffix(".gguf"), kind=detail) for each in plain]
-    if scheme in ("awq", "gptq", "gptq_v2", "compressed-tensors", "int-quantized"):
+    if detail in BLOCKS or scheme in ("awq", "gptq", "gptq_v2", "compressed-tensors", "int-quantized"):
         bits = int(detail) if detail.isdigit() else 4
-        pair(folder / "pair", Format(scheme, bits), **sizes)
+        pair(folder / "pair", Format(scheme, bits, BLOCKS.get(detail, 32)), **sizes)
         made = [quantized_as(folder / "pair/quantized", each, each.with_suffix(".rule")) for each in plain]
         wide, true = (
             all_layers(load(each, dtype="float32", quantized_weights=weights))
@@ -175,7 +178,15 @@ def two_of(kind: str, folder: Path) -> tuple[list[Path], list[Path]]:
     [
         *("w8a8_dynamic", "w8a16", "w4a16", "fp8", "w8a8_dynamic/experts"),
         *("awq", "awq/experts", "gptq", "gptq_v2/8", "compressed-tensors", "int-quantized/8"),
-        *("compressed-tensors/w8a8", "modelslim/w8a8", "gguf/Q8_0", "gguf/Q4_0", "gguf/Q5_1"),
+        *(
+            "fp8/block",
+            "fp8/tensor",
+            "compressed-tensors/w8a8",
+            "modelslim/w8a8",
+            "gguf/Q8_0",
+            "gguf/Q4_0",
+            "gguf/Q5_1",
+        ),
     ],
 )
 def test_weights_are_quantized_at_arrival(kind: str, tmp_path: Path) -> None:

@@ -292,19 +292,21 @@ def test_an_output_projection_that_is_refused(plain: Path, tmp_path: Path) -> No
         formats()["modelslim"].describe({}, Written("w8a8", form, {"lm_head": ("w8a16", form)}), [], {})
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize(("bits", "width", "group"), [(4, 24, 8), (4, 24, 24), (8, 22, 11)])
-def test_ranges_of_rows(bits: int, width: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row is quantized and packed as it is alone, in any range."""
-    weight = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
+def test_ranges_of_rows(bits: int, width: int, group: int, zero_points: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is quantized and packed as it is alone, in any range. Zero points fit numbers of one sign better."""
+    weight = torch.randn(7, width, generator=torch.Generator().manual_seed(1)).abs()
     weight[2] = 0
-    whole = quantize_groups("weight", weight, bits, group, torch.float32)
+    form = Form(f"int{bits}", columns=group, zero_points=zero_points)
+    whole = quantize_groups(weight, form, torch.float32)
     monkeypatch.setattr(integer_arithmetic, "ELEMENTS", 2 * width)
-    found = quantize_groups("weight", weight, bits, group, torch.float32)
-    assert all(map(torch.equal, found, whole))
-    numbers, scale = found
+    numbers, scale, zero = found = quantize_groups(weight, form, torch.float32)
+    assert (zero is None) == (whole[2] is None) == (not zero_points)
+    assert all(torch.equal(one, two) for one, two in zip(found, whole, strict=True) if one is not None)  # type: ignore[arg-type]
     packed = signed_weight(packed_signed(numbers, bits), bits, width)
-    form = Form(f"int{bits}", columns=group)
-    assert error(dequantize(form, packed, scale), weight) < (0.15 if bits == 4 else 0.01)
+    wanted = (0.06 if zero_points else 0.15) if bits == 4 else 0.01
+    assert error(dequantize(form, packed, scale, zero), weight) < wanted
 
 
 def test_folders_that_are_refused(plain: Path, tmp_path: Path) -> None:

@@ -76,10 +76,8 @@ def quantized_parts(kind: str, name: str, weight: Tensor) -> dict[str, Tensor]:
         name: the weight's name, for errors.
 
     Raises:
-        CheckpointError: a value is not finite, or the package does not quantize to the type.
+        CheckpointError: the package does not quantize to the type.
     """
-    if not bool(weight.isfinite().all()):
-        raise CheckpointError(f"{name} has values that are not finite", "use finite weights")
     gguf = _library()
     try:
         raw = gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType[kind])

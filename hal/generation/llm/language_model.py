@@ -31,7 +31,6 @@ from hal.generation.drafting.draft_length import Acceptance
 from hal.generation.drafting.drafter import DraftConfig
 from hal.generation.generate import Piece
 from hal.generation.generated_text import GeneratedText
-from hal.generation.llm.adapter_change import change_adapter
 from hal.generation.llm.checkpoint_defaults import merged, recommended, with_stops
 from hal.generation.llm.completion import Completion, Score, completion_of, token_logprobs
 from hal.generation.llm.embedder import Embedder
@@ -39,7 +38,7 @@ from hal.generation.llm.engine import Engine, open_engine
 from hal.generation.llm.given_choices import fields_of_choices
 from hal.generation.llm.loop_pass import Change
 from hal.generation.llm.messages import Message
-from hal.generation.llm.model_weights import pairs_of, replace, sleep_all, wake_all
+from hal.generation.llm.model_weights import change_adapter, pairs_of, replace, sleep_all, wake_all
 from hal.generation.llm.piece_stream import PieceStream, iterate_pieces, iterate_texts, iterate_texts_asynchronously
 from hal.generation.llm.processor import Conversations
 from hal.generation.llm.prompt_pass import PoolingPass, ScorePass

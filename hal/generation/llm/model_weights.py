@@ -1,4 +1,4 @@
-"""The weights and caches of the model of hal.LLM and of its drafter: how others replace them, and how they sleep."""
+"""The weights, caches and adapters of the model of hal.LLM and its drafter: how they change, and how they sleep."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hal.execution.runner import Runner
 from hal.execution.sleep import sleep, wake
 from hal.execution.sleep_state import Part, Slept
 from hal.generation.llm.engine import Engine
+from hal.generation.request import adapters_of
 
 
 def runners_of(engine: Engine) -> list[Runner]:
@@ -64,3 +65,18 @@ def wake_all(engine: Engine, part: Part | None) -> None:
 def asleep(engine: Engine) -> HalError | None:
     """Return the error of a text while the model or its drafter sleeps; else None."""
     return next((error for each in runners_of(engine) if (error := each.sleep_error) is not None), None)
+
+
+def change_adapter(engine: Engine, name: str, folder: str | None) -> None:
+    """Load an adapter under its name in requests, or remove it if no folder is given.
+
+    Raises:
+        HalError: there is no room for adapters, or none of that name; the files are damaged or do not fit; or the model
+            sleeps.
+    """
+    engine.runner.check_awake()  # It is compared with merged weights.
+    adapters = adapters_of(engine.runner)
+    if folder is None:
+        adapters.remove(name)
+    else:
+        adapters.load(name, folder)
