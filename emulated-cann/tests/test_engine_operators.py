@@ -13,7 +13,7 @@ import torch
 import torch_npu
 from helpers.thorough import EXHAUSTIVE, thorough
 from support import ROOT, TESTS
-from support.children import ends_well
+from support.children import ends_well, on_soc
 from support.fused_draw import HALVES, Draw, Near, Pairs, Rounded, Same, case, check, parameters
 from support.fused_references import attention, in_fractals, rms_norm, rope
 from support.ones import f32, half, i8, i32
@@ -381,6 +381,163 @@ def mla_prolog(draw: Draw, version: int, mode: str, quantization: int) -> Pairs:
         yield plain if mode == "TND" else plain.flatten(0, 1)[slots], Near(expected[:, None], 2)
 
 
+def last_rows(tokens: int, keys: int) -> Tensor:
+    """Return [tokens, keys], true where the tokens are the last of the keys and a key is not after a token."""
+    return torch.arange(keys) <= torch.arange(keys - tokens, keys)[:, None]
+
+
+@case(*HALVES)
+def quantized_sparse_attention(draw: Draw) -> Pairs:
+    counts, lengths, scale, heads = [1, 3], [draw.between(5, 30), draw.between(5, 30)], 576**-0.5, 4
+    query = draw.normal(sum(counts), heads, 576)
+    parts = draw.integers(-127, 127, 4, 16, 512, dtype=torch.int8), draw.normal(4, 16, 64)
+    scales = draw.positive(4, 16, 4, dtype=torch.float32) / 64
+    packed = torch.cat([parts[0], parts[1].view(torch.int8), scales.view(torch.int8)], -1)[:, :, None]
+    table, indices = draw.permutation(4).view(2, 2).to(torch.int32), torch.full((sum(counts), 1, 8), -1)
+    latents = (parts[0].double().unflatten(-1, (4, 128)) * scales.double()[..., None]).flatten(-2)
+    keys, start, expected = torch.cat([latents, parts[1].double()], -1), 0, []
+    for count, length, row in zip(counts, lengths, table.long(), strict=True):
+        seen_by = last_rows(count, length)
+        for token in range(count):
+            chosen = draw.permutation(length)[: draw.between(1, 5)]
+            indices[start + token, 0, : len(chosen)] = chosen
+            allowed = chosen[seen_by[token, chosen]]
+            own = keys[row].flatten(0, 1)[allowed][None]
+            hidden = seen(1, len(allowed))
+            expected.append(attention(query[start + token][:, None], own, own[..., :512], scale, hidden)[0][:, 0])
+        start += count
+    given = {"actual_seq_lengths_query": lens(1, 4).npu(), "actual_seq_lengths_kv": lens(*lengths).npu()}
+    given |= {"block_table": table.npu(), "layout_query": "TND", "layout_kv": "PA_BSND", "attention_mode": 2}
+    tensors = query.npu(), packed.npu(), packed.npu(), indices.to(torch.int32).npu()
+    found = torch_npu.npu_kv_quant_sparse_flash_attention(*tensors, scale, 2, 2, **given)
+    yield found, Near(torch.stack(expected), 2)
+
+
+@case(torch.float16, torch.bfloat16, activation=("relu", "gelu", "silu", "fastgelu"), experts=(False, True))
+def ffn(draw: Draw, activation: str, experts: bool) -> Pairs:
+    counts, width, middle = [draw.between(0, 4) for _ in range(3)], 32, 48
+    shape = (3,) if experts else ()
+    x = draw.normal(sum(counts) + (0 if experts else 2), width)
+    weights = draw.normal(*shape, width, middle) / 6, draw.normal(*shape, middle, width) / 7
+    biases = [draw.normal(*shape, size, dtype=torch.float32) for size in (middle, width)]
+    if draw.dtype == torch.float16:
+        biases = [each.half() for each in biases]
+    options = {"bias1": biases[0].npu(), "bias2": biases[1].npu(), **({"expert_tokens": counts} if experts else {})}
+    found = torch_npu.npu_ffn(x.npu(), *(each.npu() for each in weights), activation, **options)
+    yield found, Near(ffn_of(x, weights, biases, activation, counts if experts else None), 4)
+
+
+def ffn_of(x: Tensor, weights: Any, biases: Any, activation: str, counts: list[int] | None) -> Tensor:
+    functions = {"relu": torch.relu, "silu": torch.nn.functional.silu, "fastgelu": lambda v: v * (1.702 * v).sigmoid()}
+    functions["gelu"] = lambda v: torch.nn.functional.gelu(v, approximate="tanh")
+    parts = []
+    for i, rows in enumerate(x.split(counts) if counts else [x]):
+        first, second = ((each[i] if counts else each).double() for each in weights)
+        low, high = ((each[i] if counts else each).double() for each in biases)
+        parts.append(functions[activation](rows.double() @ first + low) @ second + high)
+    return torch.cat(parts)
+
+
+@case(*HALVES)
+def ffn_with_int8_weights(draw: Draw) -> Pairs:
+    x, sizes = draw.normal(5, 32), ((32, 48), (48, 32))
+    weights = [draw.integers(-90, 90, *size, dtype=torch.int8) for size in sizes]
+    factors, offsets = [draw.positive(size[1]) / 300 for size in sizes], [draw.normal(size[1]) for size in sizes]
+    options = {f"antiquant_scale{i}": each.npu() for i, each in enumerate(factors, 1)}
+    options |= {f"antiquant_offset{i}": each.npu() for i, each in enumerate(offsets, 1)}
+    found = torch_npu.npu_ffn(x.npu(), *(each.npu() for each in weights), "relu", **options)
+    wide = [
+        (weight.double() + offset.double()) * factor.double()
+        for weight, offset, factor in zip(weights, offsets, factors, strict=True)
+    ]
+    yield found, Near((x.double() @ wide[0]).relu() @ wide[1], 4)
+
+
+@case(torch.float16)
+def ffn_of_int8(draw: Draw) -> Pairs:
+    x, sizes = draw.integers(-90, 90, 5, 32, dtype=torch.int8), ((32, 48), (48, 32))
+    weights = [draw.integers(-90, 90, *size, dtype=torch.int8) for size in sizes]
+    factors = [draw.positive(size[1], dtype=torch.float32) / 30000 for size in sizes]
+    biases = [draw.integers(-900, 900, size[1], dtype=torch.int32) for size in sizes]
+    scale, offset = torch.tensor([40.0]), torch.tensor([3.0])
+    options = {f"deq_scale{i}": each.npu() for i, each in enumerate(factors, 1)}
+    options |= {f"bias{i}": each.npu() for i, each in enumerate(biases, 1)}
+    options |= {"scale": scale.npu(), "offset": offset.npu(), "output_dtype": torch.float16}
+    found = torch_npu.npu_ffn(x.npu(), *(each.npu() for each in weights), "relu", **options)
+    middle = ((x.double() @ weights[0].double() + biases[0]) * factors[0].double()).relu() * 40 + 3
+    middle = middle.round().clamp(-128, 127)
+    yield found, Near((middle @ weights[1].double() + biases[1]) * factors[1].double(), 2)
+
+
+@case(torch.float32, torch.bfloat16, int4=(False, True), offset=(False, True))
+def anti_quantization(draw: Draw, int4: bool, offset: bool) -> Pairs:
+    values = (
+        draw.integers(-8, 7, 5, 16, dtype=torch.int32) if int4 else draw.integers(-128, 127, 5, 16, dtype=torch.int8)
+    )
+    scale, shift = draw.positive(16), draw.normal(16)
+    x = torch_npu.npu_convert_weight_to_int4pack(values.npu()) if int4 else values.npu()
+    options = {"offset": shift.npu()} if offset else {}
+    found = torch_npu.npu_anti_quant(x, scale.npu(), **options, dst_dtype=torch.bfloat16)
+    yield found, Near((values.double() + (shift.double() if offset else 0)) * scale.double())
+
+
+@case(*HALVES, torch.float32, torch.int8, pairs=(False, True))
+def scatter_update(draw: Draw, pairs: bool) -> Pairs:
+    data = (draw.normal(4, 3, 20, 8, dtype=torch.float32) * 9).to(draw.dtype)
+    updates = (draw.normal(2, 3, 2, 8, dtype=torch.float32) * 9).to(draw.dtype)
+    starts, entries = draw.integers(0, 18, 2, dtype=torch.int64), draw.permutation(4)[:2]
+    indices, expected = torch.stack([entries, starts], 1) if pairs else starts, data.clone()
+    for i in range(2):
+        expected[entries[i] if pairs else i, :, starts[i] : starts[i] + 2] = updates[i]
+    yield torch_npu.scatter_update(data.npu(), indices.npu(), updates.npu(), -2), Same(expected)
+    on_npu = draw.strided(data)
+    torch_npu.scatter_update_(on_npu, indices.npu(), updates.npu(), -2)
+    yield on_npu, Same(expected)
+
+
+@case(torch.int64)
+def advance_step(draw: Draw) -> Pairs:
+    sequences, queries, block = 4, 3, 8
+    tokens, positions, slots = (draw.integers(1, 99, sequences, dtype=torch.int64) for _ in range(3))
+    lengths, table = draw.integers(1, 30, sequences, dtype=torch.int64), draw.permutation(16).view(sequences, 4)
+    sampled = draw.integers(100, 199, queries, 1, dtype=torch.int64)
+    on_npu = [each.npu() for each in (tokens, sampled, positions, lengths, slots, table)]
+    torch_npu.npu_advance_step_flashattn(*on_npu, sequences, queries, block)
+    own = torch.arange(sequences) < queries
+    sampled = torch.nn.functional.pad(sampled[:, 0], (0, 1))
+    yield on_npu[0], Same(torch.where(own, sampled, tokens))
+    yield on_npu[2], Same(torch.where(own, lengths, positions))
+    yield on_npu[3], Same(lengths + own)
+    places = table.gather(1, (lengths // block)[:, None])[:, 0] * block + lengths % block
+    yield on_npu[4], Same(torch.where(own, places, slots))
+
+
+@case(torch.float32, shared=(False, True), counts=(False, True))
+def grouped_finalize_routing(draw: Draw, shared: bool, counts: bool) -> Pairs:
+    groups, inner, width, batch = [draw.between(0, 5) for _ in range(3)], 32, 256, 6
+    rows = sum(groups) + 1  # the last row belongs to no expert
+    x = draw.integers(-127, 127, rows, inner, dtype=torch.int8)
+    weight = draw.integers(-127, 127, 3, inner, width, dtype=torch.int8)
+    scale, factors = draw.positive(3, width) / 900, [draw.positive(rows) for _ in range(2)]
+    places = draw.integers(0, batch - 1, rows, dtype=torch.int64)
+    ends = torch.tensor(groups) if counts else torch.tensor(groups).cumsum(0)
+    more = draw.normal(2, width, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"scale": scale.npu(), "pertoken_scale": factors[0].npu(), "logit": factors[1].npu()}
+    options |= {"row_index": places.npu(), "output_bs": batch, "group_list_type": int(counts)}
+    if shared:
+        options |= {"shared_input": more.npu(), "shared_input_weight": 0.5, "shared_input_offset": 3}
+    tiles = torch_npu.npu_format_cast(weight.npu(), 29)
+    found = torch_npu.npu_grouped_matmul_finalize_routing(x.npu(), tiles, ends.npu(), **options)
+    expected = torch.zeros(batch, width, dtype=torch.float64)
+    if shared:
+        expected[3:5] += 0.5 * more.double()
+    experts = torch.arange(3).repeat_interleave(torch.tensor(groups))
+    for i, expert in enumerate(experts):
+        row = x[i].double() @ weight[expert].double() * scale[expert].double()
+        expected[places[i]] += row * factors[0][i].double() * factors[1][i].double()
+    yield found, Near(expected, 5)
+
+
 @thorough(EXHAUSTIVE, r"seed[1-9]")
 @pytest.mark.parametrize(("run", "arguments", "dtype", "seed"), parameters(__name__))
 def test_result(run: Any, arguments: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
@@ -409,6 +566,32 @@ for actual, given in zip(on_npu, (query, key)):
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=2e-3, atol=2e-3)
 print("well")
 """
+
+
+INDEXER = """
+import torch, torch_npu
+generator = torch.Generator().manual_seed(0)
+integers = lambda *shape: torch.randint(-90, 90, shape, generator=generator).to(torch.int8)
+query, key, table = integers(4, 8, 128), integers(4, 16, 1, 128), torch.tensor([[3, 0], [1, 2]])
+positive = lambda *shape: (torch.rand(shape, generator=generator) / 64 + 0.01).half()
+weights, scales = positive(4, 8), (positive(4, 8), positive(4, 16, 1))
+lens = lambda *values: torch.tensor(values, dtype=torch.int32).npu()
+found = torch_npu.npu_quant_lightning_indexer(query.npu(), key.npu(), weights.npu(), *(s.npu() for s in scales), 0, 0,
+    actual_seq_lengths_query=lens(1, 4), actual_seq_lengths_key=lens(20, 9), block_table=table.int().npu(),
+    layout_query="TND", layout_key="PA_BSND", sparse_count=5).cpu()
+for start, end, length, row in ((0, 1, 20, table[0]), (1, 4, 9, table[1])):
+    keys = (key.double() * scales[1].double()[..., None])[row].flatten(0, 1)[:length, 0]
+    products = (query.double() * scales[0].double()[..., None])[start:end] @ keys.T
+    scores = (weights.double()[start:end, :, None] * products.relu()).sum(1)
+    hidden = torch.ones(end - start, length).triu(length - end + start + 1).bool()
+    assert torch.equal(found[start:end, 0], scores.masked_fill(hidden, -torch.inf).topk(5).indices.int())
+print("well")
+"""
+
+
+def test_quantized_indexer(clean: dict[str, str]) -> None:
+    """On an A3, because A2 does not have it."""
+    assert on_soc("Ascend910_9391", INDEXER, clean) == "well\n"
 
 
 def prompt(**changes: Any) -> None:

@@ -65,6 +65,19 @@ def store(**changes: Any) -> Any:
     return torch_npu.npu_kv_rmsnorm_rope_cache(**{**given, "cache_mode": "PA_BNSD", **changes})
 
 
+def test_plain_attention_in_other_layouts() -> None:
+    """Heads of 128 and 64 elements give the same in TND and by heads."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {"query": 128, "query_rope": 64, "key": 128, "key_rope": 64, "value": 128}
+    packed = {name: torch.randn(5, 4, dim, generator=draw).bfloat16() for name, dim in tensors.items()}
+    expected = plain(**{name: each.npu() for name, each in packed.items()})[0].cpu()
+    turned = {name: each.transpose(0, 1).contiguous().npu() for name, each in packed.items()}
+    assert torch.equal(plain(**turned, input_layout="NTD")[0].cpu(), expected.transpose(0, 1))
+    alone = {name: each[None, 2:].npu() for name, each in packed.items()}  # the second sequence
+    lengths = {"actual_seq_lengths": None, "actual_seq_lengths_kv": None}
+    assert torch.equal(plain(**alone, **lengths, input_layout="BSND")[0].cpu()[0], expected[2:])
+
+
 def lens(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32).npu()
 
@@ -80,18 +93,10 @@ def refusals() -> Iterator[Row]:
     yield decode, {**many, "actual_seq_lengths_kv": [20]}, "at most 16 queries of 512 elements"
     yield decode, {"softmax_lse_flag": True}, "takes no softmax_lse_flag"
     yield decode, {"sparse_mode": 2, "atten_mask": torch.ones(2048, 2048).bool().npu()}, "must be 0, 3 or 4"
-    unpaged = {"key": half(2, 20, 1, 512), "key_rope": half(2, 20, 1, 64), "block_table": None}
-    yield decode, {**unpaged, "value": unpaged["key"]}, "requires a block_table"
     wide = {"query": half(2, 1, 4, 256), "query_rope": half(2, 1, 4, 64), "key": half(8, 16, 256)}
     yield decode, {**wide, "value": wide["key"]}, "must be 512 or 128, but is 256"
     yield decode, {"input_layout": "BSND_BNSD"}, "input_layout with query_rope must be"
-    turned = {
-        "query": bf16(4, 5, 128),
-        "query_rope": bf16(4, 5, 64),
-        "key": bf16(4, 5, 128),
-        "key_rope": bf16(4, 5, 64),
-    }
-    yield plain, {**turned, "value": turned["key"], "input_layout": "NTD"}, "requires input_layout TND or NTD_TND"
+    yield plain, {"input_layout": "TND_NTD"}, "takes no input_layout TND_NTD"
 
     yield indexer, {"query": half(3, 8, 64), "key": half(8, 16, 1, 64)}, "query must have shape"
     yield indexer, {"key": half(8, 16, 2, 128)}, "key must have one head"
@@ -130,6 +135,8 @@ def refusals() -> Iterator[Row]:
 
 def test_refusals() -> None:
     check_works((decode, plain, indexer, sparse, store))
+    unpaged = {"key": half(2, 20, 1, 512), "key_rope": half(2, 20, 1, 64), "block_table": None}
+    decode(**unpaged, value=unpaged["key"])
     indexer(weights=f32(3, 8))
     packed(17)
     check_refused(refusals())

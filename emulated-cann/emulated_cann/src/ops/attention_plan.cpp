@@ -157,15 +157,14 @@ void check_rope(const InferAttention& request, const AttentionLayout& layout, in
     check_rotary_part(request.query_rope, request.query, layout, heads, "query_rope", false);
     check_rotary_part(request.key_rope, request.key[0], layout, kv_heads, "key_rope", paged);
     if (dim == kPlainDim) {
-        require(request.layout == "TND" || request.layout == "NTD_TND",
-                "query_rope with the head dimension 128 requires input_layout TND or NTD_TND, not " + request.layout);
         require(!paged, "query_rope with the head dimension 128 takes no block_table");
-        return;
+        for (auto* each : {"BSH", "BSND", "TND", "BNSD", "NTD", "BSH_BNSD", "BSND_BNSD", "BNSD_BSND", "NTD_TND"})
+            if (request.layout == each) return;
+        throw Refused("query_rope with the head dimension 128 takes no input_layout " + request.layout);
     }
     require(heads <= 128 && (heads & (heads - 1)) == 0,
             "num_heads with query_rope must be 1, 2, 4, 8, 16, 32, 64 or 128, but is " + number(heads));
     require(kv_heads == 1, "num_key_value_heads with query_rope must be 1, but is " + number(kv_heads));
-    require(paged, "query_rope with the head dimension 512 requires a block_table");
     require(!request.want_lse, "query_rope with the head dimension 512 takes no softmax_lse_flag");
     require(request.sparse_mode == 0 || request.sparse_mode == 3 || request.sparse_mode == 4,
             "sparse_mode with query_rope must be 0, 3 or 4, but is " + number(request.sparse_mode));

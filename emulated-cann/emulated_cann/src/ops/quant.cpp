@@ -124,8 +124,32 @@ void DynamicQuantV2(In x, In smooth, In group_ends, int32_t dtype, Out y, Out sc
     offset.set(offsets.squeeze(-1));
 }
 
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_anti_quant.md");
+void check_anti(In x, In scale, In offset, int64_t, bool root, Out y) {
+    if (x.dtype() != at::kChar && x.dtype() != at::kInt)
+        throw NotEmulated("the dtype " + text(x.dtype()) + " is not emulated; int8, and int4 in int32, are");
+    int64_t width = x.size(-1) * (x.dtype() == at::kInt ? 8 : 1);
+    if (scale.dtype() != at::kFloat && scale.dtype() != at::kBFloat16)
+        throw Refused("scale must be float32 or bfloat16, not " + text(scale.dtype()));
+    if (scale.dim() != 1 || (scale.size(0) != 1 && scale.size(0) != width))
+        throw Refused("scale must have 1 or " + std::to_string(width) + " elements, but has shape " +
+                      c10::str(scale.sizes()));
+    if (offset && (offset.dtype() != scale.dtype() || offset.sizes() != scale.sizes()))
+        throw Refused("offset must have the dtype and shape of scale");
+    if (y.dtype() != at::kHalf && y.dtype() != at::kBFloat16)
+        throw Refused("dst_dtype must be float16 or bfloat16, not " + text(y.dtype()));
+    if (root) throw NotEmulated("sqrt_mode is not emulated");
+}
+
+void AscendAntiQuant(In x, In scale, In offset, int64_t, bool, Out y) {
+    auto values = x.dtype() == at::kInt ? unpack_int4(x.tensor()) : x.tensor().to(at::kFloat);
+    if (offset) values = values + offset.tensor().to(at::kFloat);
+    y.set(values * scale.tensor().to(at::kFloat));
+}
+
 }  // namespace
 
 ACLNN(Quantize, .check = check_quantize)
 ACLNN(AscendQuantV3, .check = check_ascend_quant)
 ACLNN(DynamicQuantV2, .check = check_dynamic)
+ACLNN(AscendAntiQuant, .check = check_anti)

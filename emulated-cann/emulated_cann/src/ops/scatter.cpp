@@ -88,3 +88,31 @@ static void InplaceScatterReduce(InOut self, int64_t dim, In index, In src, int6
     self.set(scattered(self, dim, index, src.tensor(), reduction, include_self));
 }
 ACLNN(InplaceScatterReduce)
+
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-scatter_update_.md");
+static void check_update(InOut data, In indices, In updates, int64_t axis) {
+    require_dtype(data, {at::kChar, at::kHalf, at::kFloat, at::kBFloat16, at::kInt}, "data");
+    require(updates.dtype() == data.dtype(), "updates must have the dtype of data");
+    require_dtype(indices, {at::kInt, at::kLong}, "indices");
+    require(data.dim() >= 2 && data.dim() <= 8 && updates.dim() == data.dim(),
+            "data and updates must have the same 2 to 8 dimensions, but have shapes " + shown(data.sizes()) + " and " +
+                shown(updates.sizes()));
+    require(indices.dim() == 1 || (indices.dim() == 2 && indices.size(1) == 2),
+            "indices must have shape [n] or [n, 2], not " + shown(indices.sizes()));
+    require(wrap(axis, data.dim()) > 0, "axis must not be the first dimension");
+    require(updates.size(0) == indices.size(0), "updates must have an entry for each index");
+}
+// Entry i of updates goes to entry i of data, or to the one that its first index names, from its last index on.
+UNDEFINED("a kernel would write outside its output");
+static void InplaceScatterUpdate(InOut data, In indices, In updates, int64_t axis) {
+    auto rows = wide(indices), target = data.raw(), values = updates.tensor();
+    axis = wrap(axis, data.dim());
+    for (int64_t i = 0; i < rows.size(0); ++i) {
+        int64_t entry = rows.dim() == 2 ? rows[i][0].item<int64_t>() : i;
+        int64_t start = (rows.dim() == 2 ? rows[i][1] : rows[i]).item<int64_t>(), length = values.size(axis);
+        if (entry < 0 || entry >= target.size(0) || start < 0 || start + length > target.size(axis))
+            throw std::runtime_error("indices must be inside of data");
+        target[entry].narrow(axis - 1, start, length).copy_(values[i]);
+    }
+}
+ACLNN(InplaceScatterUpdate, .check = check_update)
