@@ -495,6 +495,24 @@ def scatter_update(draw: Draw, pairs: bool) -> Pairs:
     yield on_npu, Same(expected)
 
 
+@case(*HALVES, torch.float32, form=("none", "tanh"))
+def gelu_mul(draw: Draw, form: str) -> Pairs:
+    x = draw.normal(3, 5, 64)
+    first, second = x.double().chunk(2, -1)
+    expected = torch.nn.functional.gelu(first, approximate=form) * second
+    yield torch_npu.npu_gelu_mul(draw.strided(x), approximate=form), Near(expected)
+
+
+@case(*HALVES, torch.float32, offset=(False, True))
+def group_quantization(draw: Draw, offset: bool) -> Pairs:
+    counts = [draw.between(0, 4) for _ in range(3)]
+    x, scale = draw.normal(sum(counts), 16), draw.positive(3, 16) * 20
+    shift, ends = draw.normal(1) * 5, torch.tensor(counts).cumsum(0)
+    found = torch_npu.npu_group_quant(x.npu(), scale.npu(), ends.npu(), offset=shift.npu() if offset else None)
+    rows = scale.double().repeat_interleave(torch.tensor(counts), 0)
+    yield found, Rounded(x.double() * rows + (shift.double() if offset else 0))
+
+
 @case(torch.int64)
 def advance_step(draw: Draw) -> Pairs:
     sequences, queries, block = 4, 3, 8

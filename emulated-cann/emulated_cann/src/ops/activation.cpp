@@ -192,9 +192,29 @@ void DequantSwigluQuantV2(In x, In weight_scale, In activation_scale, In bias, I
     store_quantized(y, activated);
 }
 
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_gelu_mul.md");
+void check_gelu_mul(In x, Text form, Out y) {
+    if (x.dtype() != at::kHalf && x.dtype() != at::kBFloat16 && x.dtype() != at::kFloat)
+        throw Refused(std::string("input must be float16, bfloat16 or float32, not ") + c10::toString(x.dtype()));
+    if (x.dim() < 2 || x.dim() > 8 || x.size(-1) % 2 || x.size(-1) > 1024 ||
+        x.raw().numel() > 200000 * std::max<int64_t>(1, x.size(-1)))
+        throw Refused(
+            "input must have 2 to 8 dimensions, an even last one of at most 1024 and at most 200000 rows, but has "
+            "shape " +
+            c10::str(x.sizes()));
+    if (form.value != "none" && form.value != "tanh")
+        throw Refused("approximate must be none or tanh, not '" + form.value + "'");
+}
+
+void GeluMul(In x, Text form, Out y) {
+    auto halves = x.tensor().to(at::kFloat).chunk(2, -1);
+    y.set(at::gelu(halves[0], form.value) * halves[1]);
+}
+
 }  // namespace
 
 ACLNN(SwiGlu, .check = check_swiglu)
 ACLNN(GeGluV3, .check = check_geglu)
 ACLNN(SwiGluQuantV2, .check = check_swiglu_quant)
 ACLNN(DequantSwigluQuantV2, .check = check_dequant)
+ACLNN(GeluMul, .check = check_gelu_mul)

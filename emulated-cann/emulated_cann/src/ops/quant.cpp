@@ -147,9 +147,33 @@ void AscendAntiQuant(In x, In scale, In offset, int64_t, bool, Out y) {
     y.set(values * scale.tensor().to(at::kFloat));
 }
 
+DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_group_quant.md");
+void check_group(In x, In scale, In ends, In offset, int32_t, Out) {
+    if (!is_float(x) || !is_float(scale)) throw Refused("x and scale must be float16, bfloat16 or float32");
+    if (x.dim() != 2 || scale.dim() != 2 || scale.size(1) != x.size(1) || scale.size(0) < 1)
+        throw Refused("x must have shape [rows, H] and scale [groups, H], but they have shapes " +
+                      c10::str(x.sizes(), " and ", scale.sizes()));
+    if ((ends.dtype() != at::kInt && ends.dtype() != at::kLong) || ends.dim() != 1 || ends.size(0) != scale.size(0))
+        throw Refused("group_index must be int32 or int64, with an end for each of the " +
+                      std::to_string(scale.size(0)) + " groups");
+    if (offset && (offset.dtype() != scale.dtype() || offset.raw().numel() != 1))
+        throw Refused("offset must have one element of the dtype of scale");
+}
+
+void GroupQuant(In x, In scale, In ends, In offset, int32_t, Out y) {
+    auto groups = ends.tensor().to(at::kLong);
+    UNDEFINED("the documents require that the groups are the rows of x");
+    if ((groups.diff() < 0).any().item<bool>() || groups[-1].item<int64_t>() != x.size(0) ||
+        groups[0].item<int64_t>() < 0)
+        throw std::runtime_error("group_index must not decrease, and end at the number of rows of x");
+    auto values = x.tensor().to(at::kFloat) * rows_by_group(scale.tensor(), groups, x.size(0));
+    store_quantized(y, offset ? values + offset.tensor().to(at::kFloat) : values);
+}
+
 }  // namespace
 
 ACLNN(Quantize, .check = check_quantize)
 ACLNN(AscendQuantV3, .check = check_ascend_quant)
 ACLNN(DynamicQuantV2, .check = check_dynamic)
 ACLNN(AscendAntiQuant, .check = check_anti)
+ACLNN(GroupQuant, .check = check_group)
