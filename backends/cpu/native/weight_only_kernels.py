@@ -29,7 +29,7 @@ ZEROS = {**DTYPES, torch.int8: 3}
 """Codes of the dtypes of zero points in C++."""
 EXPONENTS, FLOAT8 = 4, 5
 """Codes of scales in C++ that are bits: exponents, or float8 with second scales. Others are as in :data:`DTYPES`."""
-MOST_ROWS, MOST_WITHOUT_16_BITS = 64, 192
+MOST_ROWS, MOST_WITHOUT_16_BITS = 64, 512
 """Rows above which a weight is widened for oneDNN's product: of 16 bits, and where it is one of float32."""
 
 
