@@ -94,6 +94,13 @@ def load_model(
         backend.limits,
         dtype,
     )
+    if config.numerics.invariant and model.recognize:
+        raise ConfigError(
+            f"numerics.invariant is true, and {checkpoint.architecture} is computed by torch's functions, whose bits "
+            "depend on what a step and a compiler compute together",
+            "set numerics.invariant to false, or use a model of hal's, with model_source hal",
+            key="model_source",
+        )
     check_cache_dtype(model, backend)
     own_layers = put_layers(model, backend)
     used = {each.head_dim for each in model.modules() if isinstance(each, Attention)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.gguf_writing import write_gguf
 from helpers.invariant import Model, texts
 from helpers.thorough import EXHAUSTIVE, LONG, thorough
 
@@ -34,13 +35,16 @@ KINDS: dict[str, tuple[Path, str | None, dict[str, Any]]] = {
     },
     "w4a16-experts": (EXPERTS, "w4a16", {"dtype": "bfloat16"}),
     "w8a8_dynamic-hybrid": (HYBRID, "w8a8_dynamic", {"dtype": "float32"}),
+    **{kind: (DENSE, kind, {"dtype": "float32", "quantized_weights": "kept"}) for kind in ("Q8_0", "Q4_1")},
 }
 """Checkpoints, the scheme of their weights, and the configuration, by name."""
 
 
 def opened(kind: str, folder: Path, count: int) -> Model:
     path, scheme, config = KINDS[kind]
-    if scheme is not None:
+    if "quantized_weights" in config:
+        path = write_gguf(path, folder / "model.gguf", kind=kind)
+    elif scheme is not None:
         calibration = "def read(path):\n    return path\n" * 20 if scheme == "w8a8" else None
         group = 32 if "group" in scheme or "4" in scheme else None
         quantize_checkpoint(path, folder / "quantized", scheme, calibration=calibration, group_size=group)
@@ -48,8 +52,8 @@ def opened(kind: str, folder: Path, count: int) -> Model:
     return Model(path, texts(len(kind), count), **config)
 
 
-@thorough(LONG, r"\[(experts|latent|w8a8_dynamic)\]")
-@thorough(EXHAUSTIVE, r"\[(?!(dense|hybrid|w4a16|experts|latent|w8a8_dynamic)\])")
+@thorough(LONG, r"\[(experts|latent|w8a8_dynamic|Q4_1)\]")
+@thorough(EXHAUSTIVE, r"\[(?!(dense|hybrid|w4a16|experts|latent|w8a8_dynamic|Q4_1)\])")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_sequences_and_steps_change_no_bit(kind: str, tmp_path: Path) -> None:
     model = opened(kind, tmp_path, 9)
@@ -89,3 +93,18 @@ def test_an_operation_that_cannot_hold_it_is_refused_by_its_kernel() -> None:
     with pytest.raises(MissingKernel, match=r"cpu computes grouped_linear with by_expert"):
         backend.ops.grouped_linear(x, weight, torch.tensor([1, 2]))
     assert same_bits(backend.ops.linear(x, weight[0])[1:2], backend.ops.linear(x[1:2], weight[0]))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kernel"),
+    [(EXPERTS, "expert_permute with the reference"), (HYBRID, "causal_conv1d with causal_conv1d")],
+)
+def test_experts_and_recurrent_layers_need_declared_kernels(checkpoint: Path, kernel: str) -> None:
+    with pytest.raises(MissingKernel, match=f"numerics.invariant is true, but cpu computes {kernel}"):
+        Model(checkpoint, texts(1, 1), ["eager"], dtype="float32", options={"native": False})
+
+
+def test_models_of_another_source_are_refused() -> None:
+    config: dict[str, Any] = {"backend": "cpu", "numerics": {"invariant": True}, "model_source": "transformers"}
+    with hal.open(config) as backend, pytest.raises(ConfigError, match="is computed by torch's functions"):
+        hal.load_model(DENSE, backend)
