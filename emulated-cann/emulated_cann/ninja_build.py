@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 PRECOMPILED = "ops/op.h"
 """The header through which every operation includes ATen's headers, which take nearly all the compile time."""
+UNIT_BYTES = 40_000
+"""The size of the sources that are compiled together. Most of a small source's compile time goes into headers."""
 FEW = 5
 """Builds of at most this many commands take seconds, and print no message."""
 SHOWN_LINES = 30
 OWN_HEADERS = (
+    "-iquote.",
     "-Isrc",
     "-Isrc/ops",
     *(f"-isystem torch_npu/include{each}" for each in ("/third_party/acl/inc", "/third_party/hccl/inc", "")),
@@ -77,10 +80,17 @@ class Recipe:
     torch: Path
     torch_npu: Path
 
-    def objects(self, library: Library) -> dict[str, str]:
-        """Return the objects of a library, by the source's path in the build's folder."""
+    def units(self, library: Library) -> dict[str, str]:
+        """Return the text of a library's translation units, which include some sources each, by the first's path."""
         names = sorted(each for each in self.sources if each.startswith(f"{library.folder}/") and each.endswith(".cpp"))
-        return {f"src/{each}": f"obj/{each.removesuffix('.cpp')}.o" for each in names}
+        found: dict[str, str] = {}
+        unit, size = "", UNIT_BYTES
+        for each in names:
+            if size >= UNIT_BYTES:
+                unit, size = each.removesuffix(".cpp"), 0
+            found[unit] = found.get(unit, "") + f'#include "src/{each}"\n'
+            size += len(self.sources[each])
+        return found
 
 
 def ninja_program() -> str:
@@ -120,12 +130,15 @@ def build_libraries(recipe: Recipe, folder: Path) -> Path:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(package)
     _write_changed(folder / "pch" / "op.h", f'#include "{PRECOMPILED}"\n'.encode())
+    for library in recipe.libraries:
+        for name, text in recipe.units(library).items():
+            _write_changed(folder / f"unit/{name}.cpp", text.encode())
     _write_build_file(recipe, folder / "build.ninja")
     todo = _run(ninja, recipe, folder, "-n", "objects").count("\n[")
     if todo > FEW:
         sys.stderr.write("emulated-cann: building the emulated CANN, once; this takes minutes\n")
     _run(ninja, recipe, folder, "--quiet", "objects")
-    objects = [folder / each for library in recipe.libraries for each in recipe.objects(library).values()]
+    objects = [folder / f"obj/{each}.o" for library in recipe.libraries for each in recipe.units(library)]
     stubs = symbols.refusing_stubs(recipe.torch_npu, symbols.defined(*objects))
     for library in recipe.libraries:
         if library.folder is not None:
@@ -150,10 +163,10 @@ def _write_build_file(recipe: Recipe, path: Path) -> None:
         objects = []
         for library in recipe.libraries:
             more = f"{TORCH_HEADERS} -include pch/op.h" if library.torch else ""
-            for source, made in recipe.objects(library).items():
+            for unit in recipe.units(library):
                 first = ["pch/op.h.gch"] if library.torch else []
-                writer.build([made], "compile", [source], implicit=first, variables={"more": more})
-                objects.append(made)
+                objects.append(f"obj/{unit}.o")
+                writer.build(objects[-1:], "compile", [f"unit/{unit}.cpp"], implicit=first, variables={"more": more})
         writer.build(["objects"], "phony", objects)
         libraries = [_write_library(writer, recipe, library) for library in recipe.libraries]
         writer.build(["libraries"], "phony", libraries)
@@ -163,7 +176,7 @@ def _write_library(writer: Writer, recipe: Recipe, library: Library) -> str:
     from ninja.ninja_syntax import escape
 
     made = f"lib64/lib{library.name}.so"
-    parts = list(recipe.objects(library).values())
+    parts = [f"obj/{each}.o" for each in recipe.units(library)]
     if library.folder is not None:
         parts.append(f"stubs/{library.name}.o")
         writer.build(parts[-1:], "compile", [f"stubs/{library.name}.cpp"])
@@ -182,7 +195,7 @@ def _run(ninja: str, recipe: Recipe, folder: Path, *arguments: str) -> str:
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         failed = next((line.split()[-1] for line in result.stdout.splitlines() if line.startswith("FAILED: ")), "ninja")
-        lines = [re.sub(r"\bsrc/", f"{recipe.folder}/", line) for line in _compiler_output(result.stdout)]
+        lines = [re.sub(r"(\./)?\bsrc/", f"{recipe.folder}/", line) for line in _compiler_output(result.stdout)]
         more = [f"... and {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
         raise EmulationError(
             "\n".join([f"the emulated CANN does not build: {failed} failed", *lines[:SHOWN_LINES], *more]),

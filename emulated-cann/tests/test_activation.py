@@ -18,7 +18,7 @@ import emulated_cann
 import pytest
 import torch
 import torch_npu
-from emulated_cann import activation, build, options, symbols
+from emulated_cann import activation, build, ninja_build, options, symbols
 from emulated_cann.errors import EmulationError, InvalidOption, Unavailable
 from helpers.thorough import EXHAUSTIVE, PROCESSES, thorough
 from support.children import emulate, python
@@ -45,6 +45,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a small tree of sources for two libraries without stubs, which builds in a second or two."""
     monkeypatch.setattr(build, "LIBRARIES", (build.LIBRARIES[0], build.Library("opapi", "ops", torch=True)))
     monkeypatch.setattr(symbols, "refusing_stubs", lambda *_: {})
+    monkeypatch.setattr(ninja_build, "UNIT_BYTES", 1)  # every source is a unit
     for name, text in TINY.items():
         path = tmp_path / "src" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ namespace emulator {
 namespace {
 
 // A wait looks for lost ranks no more often, so that short ones cost no system call.
-constexpr auto interval = std::chrono::milliseconds(2);
+constexpr auto look_interval = std::chrono::milliseconds(2);
 
 // What a rank was last seen to call, for errors.
 std::string last_call(const Communicator& communicator, uint32_t rank) {
@@ -43,7 +43,7 @@ bool Wait::over(const Communicator& communicator, uint64_t number, int lacking) 
         start = looked = now;
         return false;
     }
-    if (now - looked < interval) return false;
+    if (now - looked < look_interval) return false;
     if (!communicator.lost(lacking).empty() || is_expired(communicator)) return true;
     looked = now;
     return false;

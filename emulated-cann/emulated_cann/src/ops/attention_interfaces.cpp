@@ -100,7 +100,7 @@ Call prompt(In query, In key, In value, In pse_shift, In mask, Ints query_length
             int64_t pre_tokens, int64_t next_tokens, Text layout, int64_t kv_heads, int64_t sparse_mode,
             int64_t inner_precise, Out output) {
     Ins keys(nullptr), values(nullptr);
-    keys.items = {key}, values.items = {value};
+    keys.items.push_back(key), values.items.push_back(value);
     return fused_v3(query, keys, values, pse_shift, mask, query_lengths, key_lengths, dequant_scale1, quant_scale1,
                     dequant_scale2, quant_scale2, quant_offset2, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                     nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, heads, scale,
@@ -140,7 +140,6 @@ constexpr auto& IncreFlashAttentionV4 = Kernel<incremental>::run;
 constexpr auto& PromptFlashAttentionV3 = Kernel<prompt>::run;
 
 // Not zero, to exercise the caller's workspace handling.
-constexpr uint64_t kWorkspace = 1024;
 
 }  // namespace
 

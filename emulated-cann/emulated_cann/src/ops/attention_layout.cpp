@@ -9,7 +9,7 @@ namespace {
 constexpr std::array kLayouts = {"BSH",       "BSND",    "BNSD",     "TND",       "NTD",       "BNSD_BSND", "BSH_BNSD",
                                  "BSND_BNSD", "NTD_TND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD"};
 
-std::string text(at::IntArrayRef shape) {
+std::string listed(at::IntArrayRef shape) {
     std::string out = "[";
     for (size_t d = 0; d < shape.size(); ++d) out += (d ? ", " : "") + std::to_string(shape[d]);
     return out + "]";
@@ -93,7 +93,7 @@ PagedCache paged_cache(const In& cache, int64_t kv_heads) {
         throw Refused(
             "a paged cache must have shape [blocks, block_size, H], [blocks, N, block_size, D] or [blocks, N, D/C0, "
             "block_size, C0] with N = " +
-            std::to_string(kv_heads) + ", not " + text(shape));
+            std::to_string(kv_heads) + ", not " + listed(shape));
     }
     return paged;
 }

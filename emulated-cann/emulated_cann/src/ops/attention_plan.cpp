@@ -7,11 +7,6 @@ namespace emulator {
 
 namespace {
 
-std::string number(int64_t value) { return std::to_string(value); }
-
-void require(bool holds, const std::string& reason) {
-    if (!holds) throw Refused(reason);
-}
 
 DOCUMENTED(
     "ops-transformer: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md"

@@ -45,7 +45,6 @@ namespace {
 
 using namespace emulator;
 
-std::string number(int64_t value) { return std::to_string(value); }
 
 DOCUMENTED("ops-nn: index/scatter_nd_update/docs/aclnnScatterNdUpdate.md");
 void check_nd_update(InOut self, In indices, In updates) {

@@ -7,7 +7,6 @@ namespace {
 
 using namespace emulator;
 
-std::string number(int64_t value) { return std::to_string(value); }
 
 DOCUMENTED(
     "ops-transformer: posembedding/qkv_rms_norm_rope_cache/docs/aclnnQkvRmsNormRopeCache.md"

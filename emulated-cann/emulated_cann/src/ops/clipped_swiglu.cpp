@@ -6,7 +6,7 @@ namespace {
 
 using namespace emulator;
 
-constexpr int64_t kMostGroups = 8192;
+constexpr int64_t kMostRowGroups = 8192;
 
 DOCUMENTED("ops-nn: activation/clipped_swiglu/docs/aclnnClippedSwiglu.md");
 
@@ -23,7 +23,7 @@ void check(In x, In groups, int64_t dim, double, double limit, double, bool, Out
     require(limit > 0, "limit must be above 0");
     if (!groups) return;
     require_dtype(groups, {at::kLong}, "group_index");
-    require(groups.dim() == 1 && groups.size(0) > 0 && groups.size(0) <= kMostGroups,
+    require(groups.dim() == 1 && groups.size(0) > 0 && groups.size(0) <= kMostRowGroups,
             "group_index must have 1 dimension, of 1 to 8192 elements");
 }
 

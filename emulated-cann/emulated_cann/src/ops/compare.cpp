@@ -7,7 +7,6 @@ DOCUMENTED("ops-math: math (the page of each operation); ops-math: conversion (t
 
 static void check(In self, In other, Out out) { require_shape(out, broadcast(self.sizes(), other.sizes()), "out"); }
 static void check_inplace(InOut self, In other) { require_shape(self, broadcast(self.sizes(), other.sizes()), "self"); }
-static void check_number(In self, Number, Out out) { require_shape(out, self.sizes(), "out"); }
 
 #define TENSOR(name, function)                                                                             \
     static void name(In self, In other, Out out) { out.set(function(self.tensor(), other.tensor())); }     \

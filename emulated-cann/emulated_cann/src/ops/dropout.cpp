@@ -6,9 +6,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-math: random (the page of each operation)");
 
-static void check_probability(double p) {
-    require(p >= 0 && p <= 1, "p must be between 0 and 1, but is " + std::to_string(p));
-}
 
 // Draws a mask with one bit for each element: 1 keeps the element.
 static void draw_mask(const Out& mask, int64_t count, double p, const Philox& numbers) {

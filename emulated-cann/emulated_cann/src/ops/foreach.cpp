@@ -52,11 +52,11 @@ ACLNN(ForeachNorm, .check = [](Ins self, Number, Outs out) { check_lists(self, o
 #define PAIR(name, function) EACH((Ins self, Ins other, Outs out), name, function(widen(self[i]), widen(other[i])))
 #define NUMBER(name, function) \
     EACH((Ins self, Number other, Outs out), name, function(widen(self[i]), at::Scalar(other)))
-#define NUMBERS(name, function) \
+#define WITH_NUMBERS(name, function) \
     EACH((Ins self, Numbers others, Outs out), name, function(widen(self[i]), others.values[i]))
 #define ARITHMETIC(name, function)     \
     NUMBER(name##ScalarV2, function)   \
-    NUMBERS(name##ScalarList, function)
+    WITH_NUMBERS(name##ScalarList, function)
 
 UNARY(Abs, at::abs)
 UNARY(Acos, at::acos)

@@ -5,9 +5,6 @@
 
 using namespace emulator;
 
-static std::optional<at::Tensor> given(const In& argument) {
-    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
-}
 static std::array<bool, 3> mask_of(const Bools& mask) { return {mask[0], mask[1], mask[2]}; }
 // Sets the outputs whose gradients the mask requests; ATen leaves the others undefined.
 static void set_all(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& gradients, const Out& first,
@@ -78,22 +75,22 @@ ACLNN(SwiGluGrad, .check = floating_first)
 
 static void LayerNormBackward(In grad, In input, Ints normalized, In mean, In rstd, In weight, In bias, Bools mask,
                               Out grad_input, Out grad_weight, Out grad_bias) {
-    set_all(at::native_layer_norm_backward(widen(grad), widen(input), normalized.values, mean, rstd, given(weight),
-                                           given(bias), mask_of(mask)),
+    set_all(at::native_layer_norm_backward(widen(grad), widen(input), normalized.values, mean, rstd, widen_given(weight),
+                                           widen_given(bias), mask_of(mask)),
             grad_input, grad_weight, grad_bias);
 }
 ACLNN(LayerNormBackward, .check = floating_first)
 static void GroupNormBackward(In grad, In input, In mean, In rstd, In weight, int64_t n, int64_t c, int64_t hw,
                               int64_t groups, Bools mask, Out grad_input, Out grad_weight, Out grad_bias) {
     set_all(at::native_group_norm_backward(widen(grad).contiguous(), widen(input).contiguous(), widen(mean),
-                                           widen(rstd), given(weight), n, c, hw, groups, mask_of(mask)),
+                                           widen(rstd), widen_given(weight), n, c, hw, groups, mask_of(mask)),
             grad_input, grad_weight, grad_bias);
 }
 ACLNN(GroupNormBackward, .check = floating_first)
 static void BatchNormBackward(In grad, In input, In weight, In running_mean, In running_var, In mean, In rstd,
                               bool training, double eps, Bools mask, Out grad_input, Out grad_weight, Out grad_bias) {
-    set_all(at::native_batch_norm_backward(widen(grad), widen(input), given(weight), given(running_mean),
-                                           given(running_var), given(mean), given(rstd), training, eps, mask_of(mask)),
+    set_all(at::native_batch_norm_backward(widen(grad), widen(input), widen_given(weight), widen_given(running_mean),
+                                           widen_given(running_var), widen_given(mean), widen_given(rstd), training, eps, mask_of(mask)),
             grad_input, grad_weight, grad_bias);
 }
 ACLNN(BatchNormBackward, .check = floating_first)
@@ -122,13 +119,13 @@ ACLNN(EmbeddingDenseBackward, .check = floating_first)
 
 static void NLLLossBackward(In grad, In self, In target, In weight, int64_t reduction, int64_t ignored, In total,
                             Out out) {
-    out.set(at::nll_loss_backward(widen(grad), widen(self), target.tensor().to(at::kLong), given(weight), reduction,
+    out.set(at::nll_loss_backward(widen(grad), widen(self), target.tensor().to(at::kLong), widen_given(weight), reduction,
                                   ignored, widen(total)));
 }
 ACLNN(NLLLossBackward, .check = floating_first)
 static void NLLLoss2dBackward(In grad, In self, In target, In weight, int64_t reduction, int64_t ignored, In total,
                               Out out) {
-    out.set(at::nll_loss2d_backward(widen(grad), widen(self), target.tensor().to(at::kLong), given(weight), reduction,
+    out.set(at::nll_loss2d_backward(widen(grad), widen(self), target.tensor().to(at::kLong), widen_given(weight), reduction,
                                     ignored, widen(total)));
 }
 ACLNN(NLLLoss2dBackward, .check = floating_first)
@@ -146,6 +143,6 @@ static void L1LossBackward(In grad, In self, In target, int64_t reduction, Out o
 }
 ACLNN(L1LossBackward, .check = floating_first)
 static void BinaryCrossEntropyBackward(In grad, In self, In target, In weight, int64_t reduction, Out out) {
-    out.set(at::binary_cross_entropy_backward(widen(grad), widen(self), widen(target), given(weight), reduction));
+    out.set(at::binary_cross_entropy_backward(widen(grad), widen(self), widen(target), widen_given(weight), reduction));
 }
 ACLNN(BinaryCrossEntropyBackward, .check = floating_first)

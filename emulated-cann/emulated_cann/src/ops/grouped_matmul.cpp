@@ -2,6 +2,7 @@
 #include "grouped_matmul.h"
 
 #include "numeric.h"
+#include "product.h"
 #include "quantize.h"
 
 namespace {
@@ -82,7 +83,7 @@ at::Tensor spread(const at::Tensor& factors, int64_t rows) {
 at::Tensor product(const GroupedCall& call, const at::Tensor& x, int64_t expert) {
     auto weight = expert_matrix(call, expert);
     if (call.precision() == Precision::int8) return integer_product(x, weight);
-    if (call.precision() == Precision::plain) return at::matmul(widen(x), widen(weight));
+    if (call.precision() == Precision::plain) return wide_product(x, weight);
     auto values = weight.to(at::kFloat);
     if (call.antiquant_offset.size())
         values = values + spread(of_expert(call, call.antiquant_offset, expert), values.size(0));

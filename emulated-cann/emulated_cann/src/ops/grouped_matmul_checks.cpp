@@ -7,10 +7,8 @@ namespace emulator {
 
 namespace {
 
-std::string number(int64_t value) { return std::to_string(value); }
-std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 
-constexpr int64_t kMostGroups = 1024, kMostTensors = 128;
+constexpr int64_t kMostInGroup = 1024, kMostTensors = 128;
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
@@ -28,8 +26,8 @@ void check_lists(const GroupedCall& call, Line line) {
     require(call.x.size() && call.weight.size() && call.out.size(), "x, weight and y must have tensors");
     bool many = line == Line::a5 && call.precision() == Precision::plain;
     for (size_t size : {call.x.size(), call.weight.size(), call.out.size()})
-        require(int64_t(size) <= (many ? kMostGroups : kMostTensors),
-                "a list has " + number(size) + " tensors, at most " + number(many ? kMostGroups : kMostTensors) +
+        require(int64_t(size) <= (many ? kMostInGroup : kMostTensors),
+                "a list has " + number(size) + " tensors, at most " + number(many ? kMostInGroup : kMostTensors) +
                     " are possible");
     auto check = [](const auto& list, const std::string& name) {
         for (const auto& each : list.items) {

@@ -8,12 +8,11 @@ namespace emulator {
 
 namespace {
 
-std::string number(int64_t value) { return std::to_string(value); }
 
 constexpr int64_t kMostGroups = 1024, kMostListed = 128, kInnerLimit = 65536;
 
 // [M, K] that lies in memory as [K, M].
-bool is_transposed(const In& x) {
+bool has_transposed_view(const In& x) {
     const auto& view = x.raw();
     return view.dim() == 2 && view.size(0) > 1 && view.size(1) > 1 && view.stride(0) == 1 && view.stride(1) != 1;
 }
@@ -112,7 +111,7 @@ void check_inner(const GroupedCall& call, Line line) {
     require(are_all_of(call.x, 2) && are_all_of(call.weight, 2),
             "x and weight must have 2 dimensions where group_type is 2");
     const auto& x = call.x[0];
-    require(is_transposed(x) || x.size(0) == 1 || x.size(1) == 1, "x must be transposed where group_type is 2");
+    require(has_transposed_view(x) || x.size(0) == 1 || x.size(1) == 1, "x must be transposed where group_type is 2");
     require(!call.weight[0].is_transposed(), "weight must not be transposed where group_type is 2");
     require(!call.bias.size(), "bias does not go with group_type 2");
     int64_t most = x.size(1), rows = 0;
@@ -137,8 +136,8 @@ void check_inner(const GroupedCall& call, Line line) {
 DOCUMENTED("ops-transformer: gmm/grouped_matmul/docs/aclnnGroupedMatmulV5.md");
 void check_layout(const GroupedCall& call, Line line) {
     for (const auto& x : call.x.items) {
-        require(call.group_type == 2 || !is_transposed(x), "x must not be transposed unless group_type is 2");
-        int64_t last = is_transposed(x) ? x.size(0) : x.size(-1);
+        require(call.group_type == 2 || !has_transposed_view(x), "x must not be transposed unless group_type is 2");
+        int64_t last = has_transposed_view(x) ? x.size(0) : x.size(-1);
         require(line != Line::a2_a3 || last < kInnerLimit,
                 "the last dimension of x must be below 65536, but is " + number(last));
     }

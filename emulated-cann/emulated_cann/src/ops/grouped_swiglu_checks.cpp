@@ -7,7 +7,6 @@ namespace emulator {
 
 namespace {
 
-std::string number(int64_t value) { return std::to_string(value); }
 
 DOCUMENTED(
     "ops-transformer: gmm/grouped_matmul_swiglu_quant/docs/aclnnGroupedMatmulSwigluQuantWeightNZ.md"

@@ -25,7 +25,7 @@ at::Tensor expert_matrix(const SwigluCall& call, int64_t expert) {
 }
 
 // The product of rows with an expert's matrix, times the weight's scales.
-at::Tensor product(const SwigluCall& call, at::Tensor x, int64_t expert) {
+at::Tensor expert_product(const SwigluCall& call, at::Tensor x, int64_t expert) {
     auto weight = expert_matrix(call, expert), scale = scale_of(of_expert(call, call.weight_scale, expert));
     if (call.int4_x()) x = unpack_int4(x);
     // int8 x is the sum of 16 * (x >> 4), (x & 15) - 8 and 8. The assist matrix is the product of the 8.
@@ -48,7 +48,7 @@ void run(const SwigluCall& call) {
     auto x_scale = call.x_scale.tensor();
     for (const auto& group : groups_of(call.group_list.tensor(), call.list_type, x.size(0), call.experts())) {
         if (group.rows == 0) continue;
-        auto values = product(call, x.narrow(0, group.begin, group.rows), group.expert);
+        auto values = expert_product(call, x.narrow(0, group.begin, group.rows), group.expert);
         values = values * x_scale.narrow(0, group.begin, group.rows).unsqueeze(1);
         auto halves = rounded_to(values, call.product_type).chunk(2, 1);
         auto gated = at::silu(halves[0]) * halves[1];

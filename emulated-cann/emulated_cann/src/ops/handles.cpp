@@ -17,7 +17,6 @@ namespace emulator {
 namespace {
 
 constexpr int kNullPointer = 161001;  // ACLNN_ERR_PARAM_NULLPTR
-constexpr int kInvalid = 161002;      // ACLNN_ERR_PARAM_INVALID
 
 constexpr std::array<std::pair<aclDataType, at::ScalarType>, 20> kTypes{{
     {ACL_FLOAT, at::kFloat},

@@ -8,7 +8,6 @@ DOCUMENTED("ops-nn: index (the page of each operation); ops-math: math (the page
 static void check_index_type(const In& index) { require_dtype(index, {at::kLong, at::kInt}, "index"); }
 
 // CANN's kernels take int32 indices; most of ATen's CPU kernels take only int64.
-static at::Tensor wide(const In& index) { return index.tensor().to(at::kLong); }
 
 static void check_embedding(In weight, In indices, Out out) {
     require(weight.dim() == 2, "weight must have two dimensions, but has shape " + shown(weight.sizes()));

@@ -5,9 +5,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-nn: norm (the page of each operation)");
 
-static std::optional<at::Tensor> given(const In& argument) {
-    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
-}
 
 static void check_layer_norm(In input, Ints normalized, In weight, In bias, double, Out out, Out, Out) {
     require_dtype(input, {at::kFloat, at::kHalf, at::kBFloat16}, "input");
@@ -23,7 +20,7 @@ static void check_layer_norm(In input, Ints normalized, In weight, In bias, doub
     require_shape(out, input.sizes(), "out");
 }
 static void LayerNorm(In input, Ints normalized, In weight, In bias, double eps, Out out, Out mean, Out rstd) {
-    auto [y, m, r] = at::native_layer_norm(widen(input), normalized.values, given(weight), given(bias), eps);
+    auto [y, m, r] = at::native_layer_norm(widen(input), normalized.values, widen_given(weight), widen_given(bias), eps);
     out.set(y);
     mean.set(m);
     rstd.set(r);
@@ -37,7 +34,7 @@ ACLNN(FastLayerNorm, .check = check_layer_norm)
 static void GroupNorm(In input, In weight, In bias, int64_t n, int64_t c, int64_t hw, int64_t groups, double eps,
                       Out out, Out mean, Out rstd) {
     auto [y, m, r] =
-        at::native_group_norm(widen(input).contiguous(), given(weight), given(bias), n, c, hw, groups, eps);
+        at::native_group_norm(widen(input).contiguous(), widen_given(weight), widen_given(bias), n, c, hw, groups, eps);
     out.set(y);
     mean.set(m);
     rstd.set(r);
@@ -46,9 +43,9 @@ ACLNN(GroupNorm)
 
 static void BatchNorm(In input, In weight, In bias, InOut running_mean, InOut running_var, bool training,
                       double momentum, double eps, Out out, Out save_mean, Out save_invstd) {
-    auto mean = given(running_mean), var = given(running_var);  // updated in place if they are float32
+    auto mean = widen_given(running_mean), var = widen_given(running_var);  // updated in place if they are float32
     auto [y, m, r] =
-        at::native_batch_norm(widen(input), given(weight), given(bias), mean, var, training, momentum, eps);
+        at::native_batch_norm(widen(input), widen_given(weight), widen_given(bias), mean, var, training, momentum, eps);
     out.set(y);
     if (!training) return;
     save_mean.set(m);

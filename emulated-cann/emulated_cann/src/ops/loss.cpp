@@ -7,9 +7,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-nn: loss (the page of each operation)");
 
-static std::optional<at::Tensor> given(const In& argument) {
-    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
-}
 static void check_reduction(int64_t reduction) {
     require(reduction >= at::Reduction::None && reduction < at::Reduction::END,
             "reduction must be 0 (none), 1 (mean) or 2 (sum), but is " + std::to_string(reduction));
@@ -38,12 +35,12 @@ static void KlDiv(In self, In target, int64_t reduction, bool log_target, Out ou
 }
 ACLNN(KlDiv)
 static void BinaryCrossEntropy(In self, In target, In weight, int64_t reduction, Out out) {
-    out.set(at::binary_cross_entropy(widen(self), widen(target), given(weight), reduction));
+    out.set(at::binary_cross_entropy(widen(self), widen(target), widen_given(weight), reduction));
 }
 ACLNN(BinaryCrossEntropy)
 static void BinaryCrossEntropyWithLogits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
     out.set(
-        at::binary_cross_entropy_with_logits(widen(self), widen(target), given(weight), given(pos_weight), reduction));
+        at::binary_cross_entropy_with_logits(widen(self), widen(target), widen_given(weight), widen_given(pos_weight), reduction));
 }
 ACLNN(BinaryCrossEntropyWithLogits)
 
@@ -55,7 +52,7 @@ static void check_nll(In self, In target, In, int64_t reduction, int64_t, Out, O
 }
 static void NLLLoss(In self, In target, In weight, int64_t reduction, int64_t ignore_index, Out out, Out total_weight) {
     auto [loss, total] =
-        at::nll_loss_forward(widen(self), target.tensor().to(at::kLong), given(weight), reduction, ignore_index);
+        at::nll_loss_forward(widen(self), target.tensor().to(at::kLong), widen_given(weight), reduction, ignore_index);
     out.set(loss);
     if (reduction != at::Reduction::None) total_weight.set(total);
 }
@@ -63,7 +60,7 @@ ACLNN(NLLLoss, .check = check_nll)
 static void NLLLoss2d(In self, In target, In weight, int64_t reduction, int64_t ignore_index, Out out,
                       Out total_weight) {
     auto [loss, total] =
-        at::nll_loss2d_forward(widen(self), target.tensor().to(at::kLong), given(weight), reduction, ignore_index);
+        at::nll_loss2d_forward(widen(self), target.tensor().to(at::kLong), widen_given(weight), reduction, ignore_index);
     out.set(loss);
     if (reduction != at::Reduction::None) total_weight.set(total);
 }

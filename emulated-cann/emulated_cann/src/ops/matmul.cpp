@@ -1,12 +1,10 @@
 // Matrix products. The cube unit accumulates in float32 and rounds once for all input dtypes.
 #include "numeric.h"
+#include "product.h"
 
 using namespace emulator;
 
 DOCUMENTED("ops-nn: matmul (the page of each operation)");
-
-// The emulator does not use a workspace. Hardware does, so callers must allocate one.
-constexpr uint64_t kWorkspace = 1024;
 
 static double product_flops(const In& self, const In& other, const Out& out) {
     if (self.dim() == 0 || other.dim() == 0) return 0;
@@ -44,7 +42,7 @@ static void check_product(const In& self, const In& other, const Out& out) {
 }
 
 // Returns self @ other in the dtype of accumulation.
-static at::Tensor product(const In& self, const In& other) { return at::matmul(widen(self), widen(other)); }
+static at::Tensor product(const In& self, const In& other) { return wide_product(self, other); }
 
 #define PRODUCT(name, left_dims, right_dims)                                                                   \
     static void check_##name(In self, In other, Out out, int8_t) {                                             \

@@ -6,8 +6,6 @@ namespace {
 
 using namespace emulator;
 
-std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
-std::string text(int64_t value) { return std::to_string(value); }
 
 DOCUMENTED(
     "ops-transformer: mc2/matmul_all_reduce/docs/aclnnMatmulAllReduce.md"

@@ -6,8 +6,6 @@ namespace {
 
 using namespace emulator;
 
-std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
-std::string text(int64_t value) { return std::to_string(value); }
 
 constexpr int64_t kLeastInner = 256, kInnerEnd = 65535;
 

@@ -24,8 +24,6 @@ inline bool is_any(const In& tensor, std::initializer_list<at::ScalarType> dtype
 }
 inline bool is_floating(const In& tensor) { return is_any(tensor, {at::kHalf, at::kBFloat16, at::kFloat}); }
 inline bool has_shape(const In& tensor, at::IntArrayRef shape) { return tensor.sizes() == shape; }
-inline std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
-inline std::string text(int64_t value) { return std::to_string(value); }
 
 // The choices of all tokens, flat, in the order of their experts; within an expert in the order of the tokens.
 // Choices of experts outside [first, end) come last: first those from `end` on, by expert, then those before `first`.

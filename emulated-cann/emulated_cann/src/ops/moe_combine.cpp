@@ -14,9 +14,9 @@ struct Combine {
 };
 
 // What a rank sends back: its rows in the order in which the dispatch received them, and where each came from.
-class Sent {
+class Returned {
   public:
-    Sent(char* data, const Combine& c) : base(data), c(c) {}
+    Returned(char* data, const Combine& c) : base(data), c(c) {}
     int64_t& expected() const { return reinterpret_cast<int64_t*>(base)[0]; }  // choices of this rank's own tokens
     int64_t& tokens() const { return reinterpret_cast<int64_t*>(base)[1]; }
     int64_t& has_inactive() const { return reinterpret_cast<int64_t*>(base)[2]; }
@@ -66,7 +66,7 @@ void check(const Combine& c) {
 
 void send(const Combine& c, char* slot) {
     auto active = active_choices(c.d, c.mask);
-    Sent sent(slot, c);
+    Returned sent(slot, c);
     sent.expected() = active.sum().item<int64_t>();
     sent.tokens() = c.d.tokens;
     sent.has_inactive() = sent.expected() < active.numel();
@@ -88,11 +88,11 @@ std::string mismatch(const Combine& c, const Turn& turn) {
     if (auto reason = find_disagreement(turn, agreed_numbers(c.d)); !reason.empty()) return reason;
     bool differs = false, has_inactive = false;
     for (uint32_t to = 0; to < turn.ranks(); ++to) {
-        Sent own(turn.data(to), c);
-        differs = differs || own.tokens() != Sent(turn.data(0), c).tokens();
+        Returned own(turn.data(to), c);
+        differs = differs || own.tokens() != Returned(turn.data(0), c).tokens();
         has_inactive = has_inactive || own.has_inactive();
         int64_t sent = 0;
-        for (uint32_t from = 0; from < turn.ranks(); ++from) sent += Sent(turn.data(from), c).count_for(to);
+        for (uint32_t from = 0; from < turn.ranks(); ++from) sent += Returned(turn.data(from), c).count_for(to);
         if (sent != own.expected())
             return "the tokens of rank " + text(int64_t{to}) + " have " + text(own.expected()) + " choices, but " +
                    text(sent) + " rows come back: ep_send_counts and x_active_mask must be those of the dispatch";
@@ -103,7 +103,7 @@ std::string mismatch(const Combine& c, const Turn& turn) {
 
 // The rows of a rank that are this rank's, and the choices of its tokens that they are the results of.
 std::pair<at::Tensor, at::Tensor> own_rows(const Combine& c, const Turn& turn, uint32_t from) {
-    Sent sent(turn.data(from), c);
+    Returned sent(turn.data(from), c);
     std::vector<at::Tensor> rows, choices;
     int64_t local = c.d.local_experts();
     auto experts = c.d.is_first ? active_experts(c.d, c.ids, c.mask).view(-1) : at::Tensor();
@@ -131,7 +131,7 @@ void receive(const Combine& c, const Turn& turn) {
     auto results = at::zeros({tokens * choices, c.d.hidden}, at::kFloat);
     auto arrived = at::zeros({tokens * choices}, at::kLong);
     for (uint32_t from = 0; from < turn.ranks(); ++from) {
-        Sent sent(turn.data(from), c);
+        Returned sent(turn.data(from), c);
         auto [rows, places] = own_rows(c, turn, from);
         bool is_inside = rows.ge(0).logical_and(rows.lt(sent.total())).all().item<bool>() &&
                          places.ge(0).logical_and(places.lt(tokens * choices)).all().item<bool>();
@@ -163,7 +163,7 @@ void receive(const Combine& c, const Turn& turn) {
 Fused combine(const Combine& c) {
     Fused made{check_distribution(c.d), collective_of(c.rows.dtype(), c.d.hidden, false)};
     check(c);
-    set_bytes(made.collective, Sent::most_bytes(c));
+    set_bytes(made.collective, Returned::most_bytes(c));
     require_agreement(made.collective, agreed_numbers(c.d));
     made.collective.mismatch = [c](const Turn& turn) { return mismatch(c, turn); };
     made.collective.put = [c](char* slot) { send(c, slot); };

@@ -16,15 +16,17 @@ inline at::Tensor widen(const at::Tensor& tensor) {
     return at::isReducedFloatingType(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
 }
 inline at::Tensor widen(const In& argument) { return widen(argument.tensor()); }
+inline std::optional<at::Tensor> widen_given(const In& argument) {
+    return argument ? std::optional<at::Tensor>(widen(argument)) : std::nullopt;
+}
 
+inline bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
+
+inline at::Tensor wide(const In& index) { return index.tensor().to(at::kLong); }
 inline std::string shown(at::IntArrayRef shape) {
     std::ostringstream text;
     text << shape;
     return text.str();
-}
-
-inline void require(bool condition, const std::string& reason) {
-    if (!condition) throw Refused(reason);
 }
 
 inline void require_shape(const In& tensor, at::IntArrayRef shape, const char* name) {
@@ -47,6 +49,10 @@ inline void require_dtype(const In& tensor, std::initializer_list<at::ScalarType
     throw Refused(std::string(name) + " must be one of " + list + ", but is " + c10::toString(tensor.dtype()));
 }
 
+inline void check_probability(double p) {
+    require(p >= 0 && p <= 1, "p must be between 0 and 1, but is " + std::to_string(p));
+}
+
 // Checks for operations whose first argument must be floating point, or not complex.
 template <class... Rest>
 void floating_first(In first, Rest...) {
@@ -65,6 +71,9 @@ inline int64_t wrap(int64_t dim, int64_t dims) {
                       std::to_string(dim));
     return dim < 0 ? dim + range : dim;
 }
+
+inline void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
+inline void check_number(In self, Number, Out out) { require_shape(out, self.sizes(), "out"); }
 
 // Returns the broadcast shape. Throws Refused, unlike at::infer_size, whose c10::Error has a longer text.
 std::vector<int64_t> broadcast(at::IntArrayRef a, at::IntArrayRef b);

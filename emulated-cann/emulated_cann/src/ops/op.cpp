@@ -10,7 +10,6 @@ namespace emulator {
 
 namespace {
 
-constexpr int kInvalid = 161002;   // ACLNN_ERR_PARAM_INVALID
 constexpr int kInternal = 561000;  // ACLNN_ERR_INNER
 constexpr int kTiling = 561002;    // ACLNN_ERR_INNER_TILING_ERROR
 
@@ -89,6 +88,10 @@ In::In(const aclTensor* handle) {
     view_ = at::from_blob(backing(address_), shape_, handle->strides, options);
 }
 
+In::In(const In&) = default;
+In::In(In&&) noexcept = default;
+In::~In() = default;
+
 void In::bind_nz(const aclTensor& handle) {
     const auto& fractal = handle.storage_shape;
     size_t dims = shape_.size(), fractal_dims = fractal.size();
@@ -159,7 +162,7 @@ void Resizable::set(const at::Tensor& value) const {
 }
 
 // Dispatches to ATen's backend kernels only, because the caller handles autograd and views.
-void run_body(const std::function<void()>& body) {
+void run_body(c10::function_ref<void()> body) {
     at::AutoDispatchBelowADInplaceOrView guard;
     try {
         body();
@@ -170,7 +173,7 @@ void run_body(const std::function<void()>& body) {
 
 DOCUMENTED("ops-math: docs/zh/context/aclnn_return_code.md; ops-math: docs/zh/context/two_phase_api.md");
 int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor,
-            const std::function<void(aclOpExecutor&)>& bind) {
+            c10::function_ref<void(aclOpExecutor&)> bind) {
     std::string name = std::string("aclnn") + kernel;
     if (!workspace || !executor) return fail(kInvalid, name + ": workspaceSize or executor is null");
     *workspace = 0;

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/FunctionRef.h>
 
 #include <memory>
 #include <optional>
@@ -33,6 +34,11 @@ struct aclOpExecutor {
 
 namespace emulator {
 
+// Documented results of the first phase.
+constexpr int kInvalid = 161002;     // ACLNN_ERR_PARAM_INVALID
+// The emulator does not use a workspace. Hardware does, so callers must allocate one.
+constexpr uint64_t kWorkspace = 1024;
+
 // Thrown for a call that the hardware would refuse. The caller gets ACLNN_ERR_PARAM_INVALID and the reason.
 struct Refused : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -48,6 +54,13 @@ struct TilingRefused : Refused {
     using Refused::Refused;
 };
 
+inline void require(bool condition, const std::string& reason) {
+    if (!condition) throw Refused(reason);
+}
+inline std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
+inline std::string text(int64_t value) { return std::to_string(value); }
+inline std::string number(int64_t value) { return std::to_string(value); }
+
 // Returns the message of a refusal and, unless it is NotEmulated, where the rule is documented.
 std::string describe_refusal(const Refused& error);
 
@@ -57,6 +70,10 @@ class In {
   public:
     using Handle = const aclTensor*;
     In(const aclTensor* handle);
+    // Defined in op.cpp, because every operation would compile them again.
+    In(const In&);
+    In(In&&) noexcept;
+    ~In();
     explicit operator bool() const { return present_; }
     operator at::Tensor() const { return tensor(); }
     at::Tensor tensor() const;
@@ -190,9 +207,9 @@ struct Options {
 
 // Runs `bind`, and converts its exceptions to an error code and a recorded reason.
 int prepare(const char* kernel, uint64_t* workspace, aclOpExecutor** executor,
-            const std::function<void(aclOpExecutor&)>& bind);
+            c10::function_ref<void(aclOpExecutor&)> bind);
 // Runs the body of a kernel. Throws std::runtime_error, which becomes a device error.
-void run_body(const std::function<void()>& body);
+void run_body(c10::function_ref<void()> body);
 // The second phase of every operation.
 int execute(aclOpExecutor* executor, aclrtStream stream);
 
@@ -212,9 +229,9 @@ template <class... Arguments>
 int get_workspace_size(const char* kernel, void (*function)(Arguments...), const Options<Arguments...>& options,
                        typename Crossing<Arguments>::Type... handles, uint64_t* workspace, aclOpExecutor** executor) {
     int code = prepare(kernel, workspace, executor, [&](aclOpExecutor& made) {
-        std::tuple<Arguments...> bound{Arguments(handles)...};
-        made.launch = describe_launch(kernel, options, bound);
-        made.launch.run = [function, bound = std::move(bound)] { run_body([&] { std::apply(function, bound); }); };
+        std::shared_ptr<const std::tuple<Arguments...>> bound(new std::tuple<Arguments...>{Arguments(handles)...});
+        made.launch = describe_launch(kernel, options, *bound);
+        made.launch.run = [function, bound] { run_body([&] { std::apply(function, *bound); }); };
     });
     if (code == 0) *workspace = options.workspace;
     return code;

@@ -5,7 +5,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-nn: activation (the page of each operation); ops-math: math (the page of each operation)");
 
-static void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
 // Requires the dtypes that the documents of these functions list.
 static void floating(In self, Out out) {
     require_dtype(self, {at::kFloat, at::kHalf, at::kBFloat16}, "self");
@@ -102,12 +101,12 @@ static void InplaceClamp(InOut self, Number min, Number max) { self.set(at::clam
 ACLNN(InplaceClamp)
 ONE_INPLACE(ClampMin, at::clamp_min)
 ONE_INPLACE(ClampMax, at::clamp_max)
-static std::optional<at::Tensor> given(const In& bound) {
+static std::optional<at::Tensor> bound_tensor(const In& bound) {
     return bound ? std::optional<at::Tensor>(bound.tensor()) : std::nullopt;
 }
-static void ClampTensor(In self, In min, In max, Out out) { out.set(at::clamp(self, given(min), given(max))); }
+static void ClampTensor(In self, In min, In max, Out out) { out.set(at::clamp(self, bound_tensor(min), bound_tensor(max))); }
 ACLNN(ClampTensor)
-static void InplaceClampTensor(InOut self, In min, In max) { self.set(at::clamp(self, given(min), given(max))); }
+static void InplaceClampTensor(InOut self, In min, In max) { self.set(at::clamp(self, bound_tensor(min), bound_tensor(max))); }
 ACLNN(InplaceClampTensor)
 static void ClampMinTensor(In self, In min, Out out) { out.set(at::clamp_min(self, min.tensor())); }
 ACLNN(ClampMinTensor)

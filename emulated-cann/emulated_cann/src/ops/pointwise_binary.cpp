@@ -16,7 +16,6 @@ static void check_scaled(In self, In other, Number, Out out) { check_operands(se
 static void check_binary_inplace(InOut self, In other) { check_operands(self, other, self); }
 static void check_scaled_inplace(InOut self, In other, Number) { check_operands(self, other, self); }
 static void check_scaled_number(In self, Number, Number, Out out) { require_shape(out, self.sizes(), "out"); }
-static void check_number(In self, Number, Out out) { require_shape(out, self.sizes(), "out"); }
 
 // self + alpha * other
 #define SCALED(name, number_name, function)                                                                   \

@@ -5,7 +5,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-math: math (the page of each operation)");
 
-static void same_shape(In self, Out out) { require_shape(out, self.sizes(), "out"); }
 
 #define UNARY(name, function)                                       \
     static void name(In self, Out out) { out.set(function(self)); } \

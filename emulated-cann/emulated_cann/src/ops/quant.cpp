@@ -5,7 +5,6 @@ namespace {
 
 using namespace emulator;
 
-std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 
 bool is_float(const In& x) { return x.dtype() == at::kHalf || x.dtype() == at::kBFloat16 || x.dtype() == at::kFloat; }
 

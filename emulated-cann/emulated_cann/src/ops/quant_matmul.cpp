@@ -5,14 +5,11 @@ namespace {
 
 using namespace emulator;
 
-std::string number(int64_t value) { return std::to_string(value); }
-std::string text(at::ScalarType dtype) { return c10::toString(dtype); }
 
 bool given(const In& tensor) {
     return tensor && tensor.sizes() != at::IntArrayRef{0};
 }  // a tensor of shape [0] means none
 
-bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
 
 // int4 is packed into int32 along the contiguous dimension.
 at::Tensor wide_matrix(const In& matrix) {

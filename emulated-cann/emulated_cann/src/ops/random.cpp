@@ -126,9 +126,6 @@ ACLNN(InplaceRandomWithoutFromToTensor)
 static at::Tensor uniforms(at::IntArrayRef shape, const Philox& numbers) {
     return drawn<double>(shape, [&](int64_t i) { return numbers.uniform(i); });
 }
-static void check_probability(double p) {
-    require(p >= 0 && p <= 1, "p must be between 0 and 1, but is " + std::to_string(p));
-}
 static void InplaceBernoulli(Out self, Number p, SEEDED) {
     self.set(uniforms(self.sizes(), NUMBERS).lt(at::Scalar(p)));
 }

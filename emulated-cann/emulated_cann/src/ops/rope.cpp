@@ -24,7 +24,6 @@ namespace {
 
 using namespace emulator;
 
-std::string number(int64_t value) { return std::to_string(value); }
 
 DOCUMENTED(
     "ops-transformer: posembedding/rotary_position_embedding/docs/aclnnRotaryPositionEmbeddingV2.md"

@@ -5,7 +5,6 @@ using namespace emulator;
 
 DOCUMENTED("ops-nn: index (the page of each operation)");
 
-static at::Tensor wide(const In& index) { return index.tensor().to(at::kLong); }
 
 static void check_scatter(const In& self, int64_t dim, const In& index, const In* src) {
     wrap(dim, self.dim());

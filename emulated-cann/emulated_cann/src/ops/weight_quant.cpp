@@ -5,9 +5,7 @@ namespace {
 
 using namespace emulator;
 
-std::string number(int64_t value) { return std::to_string(value); }
 
-bool is_transposed(const In& matrix) { return matrix.raw().stride(-2) == 1 && matrix.raw().stride(-1) != 1; }
 
 // Returns the weights as float32 [K, N].
 at::Tensor weights(const In& weight) {

@@ -32,7 +32,7 @@ Faults& faults() {
     return *only;
 }
 
-const std::map<std::string, Fault> kinds = {
+const std::map<std::string, Fault> fault_kinds = {
     {"malloc", Fault::malloc}, {"launch", Fault::launch}, {"execution", Fault::execution},
     {"hang", Fault::hang},     {"delay", Fault::delay},   {"stream", Fault::stream},
     {"copy", Fault::copy}};
@@ -68,8 +68,8 @@ using namespace emulator;
 extern "C" {
 
 int emulated_cann_arm(const char* kind, const char* name, int64_t first, int64_t count, int code, int milliseconds) {
-    auto known = kinds.find(kind);
-    if (known == kinds.end()) return -1;
+    auto known = fault_kinds.find(kind);
+    if (known == fault_kinds.end()) return -1;
     std::lock_guard lock(faults().mutex);
     int number = ++faults().numbers;
     faults().all.emplace(number, Armed{known->second, name, first, count, {code, milliseconds, number}});

@@ -21,7 +21,7 @@ Pinned& all() {
     return *only;
 }
 
-uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+uintptr_t host_number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
 int malloc_host(void** result, size_t size) {
     size = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
@@ -31,7 +31,7 @@ int malloc_host(void** result, size_t size) {
         return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, format("the host cannot allocate %zu bytes", size));
     }
     std::lock_guard lock(all().mutex);
-    all().pieces.emplace(number(address), size);
+    all().pieces.emplace(host_number(address), size);
     *result = address;
     return ACL_SUCCESS;
 }
@@ -40,10 +40,10 @@ int malloc_host(void** result, size_t size) {
 
 bool pinned(const void* address, size_t bytes) {
     std::lock_guard lock(all().mutex);
-    auto after = all().pieces.upper_bound(number(address));
+    auto after = all().pieces.upper_bound(host_number(address));
     if (after == all().pieces.begin()) return false;
     auto holder = std::prev(after);
-    return number(address) + bytes <= holder->first + holder->second;
+    return host_number(address) + bytes <= holder->first + holder->second;
 }
 
 size_t pinned_allocations() {
@@ -64,7 +64,7 @@ aclError aclrtMallocHostWithCfg(void** address, uint64_t size, aclrtMallocConfig
 
 aclError aclrtFreeHost(void* address) {
     std::lock_guard lock(all().mutex);
-    auto found = all().pieces.find(number(address));
+    auto found = all().pieces.find(host_number(address));
     if (found == all().pieces.end()) {
         return fail(ACL_ERROR_RT_PARAM_INVALID, format("%p is not a live allocation of aclrtMallocHost", address));
     }
@@ -81,13 +81,13 @@ aclError aclrtHostRegisterV2(void* address, uint64_t size, uint32_t flags) {
         return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtHostRegisterV2: ACL_HOST_REG_MAPPED is not emulated");
     }
     std::lock_guard lock(all().mutex);
-    if (all().pieces.emplace(number(address), size).second) return ACL_SUCCESS;
+    if (all().pieces.emplace(host_number(address), size).second) return ACL_SUCCESS;
     return fail(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, format("%p must not be registered already", address));
 }
 
 aclError aclrtHostUnregister(void* address) {
     std::lock_guard lock(all().mutex);
-    if (all().pieces.erase(number(address))) return ACL_SUCCESS;
+    if (all().pieces.erase(host_number(address))) return ACL_SUCCESS;
     return fail(ACL_ERROR_HOST_MEMORY_NOT_REGISTERED, format("%p is not registered", address));
 }
 

@@ -27,7 +27,7 @@ struct Handle {
 };
 static_assert(sizeof(Handle) <= sizeof(aclrtIpcEventHandle));
 
-constexpr auto interval = std::chrono::microseconds(100);
+constexpr auto look_interval = std::chrono::microseconds(100);
 
 struct Watched {
     std::shared_ptr<SharedEvent> shared;
@@ -55,7 +55,7 @@ void poll_events() {
             machine().progress.notify_all();
         }
         lock.unlock();
-        std::this_thread::sleep_for(interval);
+        std::this_thread::sleep_for(look_interval);
     }
 }
 
@@ -65,7 +65,7 @@ void watch_for(const std::shared_ptr<SharedEvent>& shared, uint64_t recording) {
     watch().added.notify_one();
 }
 
-struct RecordTask : Task {
+struct IpcRecordTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
     void finish(const Context& context) override {
@@ -79,7 +79,7 @@ struct RecordTask : Task {
     std::string name() const override { return "EventRecord"; }
 };
 
-struct WaitTask : Task {
+struct IpcWaitTask : Task {
     std::shared_ptr<SharedEvent> shared;
     uint64_t recording = 0;
     bool ready(const Context&) override { return shared->mark->is_reached(recording); }
@@ -131,7 +131,7 @@ std::shared_ptr<SharedEvent> new_shared_event() {
 }
 
 int record_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
-    auto task = std::make_shared<RecordTask>();
+    auto task = std::make_shared<IpcRecordTask>();
     task->shared = shared;
     task->recording = ++shared->mark->recorded;
     return submit(stream, task);
@@ -139,7 +139,7 @@ int record_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
 
 int wait_for_shared(const std::shared_ptr<SharedEvent>& shared, Stream& stream) {
     if (is_reached(*shared) && !finding_races()) return ACL_SUCCESS;
-    auto task = std::make_shared<WaitTask>();
+    auto task = std::make_shared<IpcWaitTask>();
     task->shared = shared;
     task->recording = shared->mark->recorded;
     watch_for(shared, task->recording);

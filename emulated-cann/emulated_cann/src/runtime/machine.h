@@ -17,6 +17,9 @@
 
 namespace emulator {
 
+// Those of Ascend910B3.
+constexpr uint32_t cube_cores = 24, vector_cores = 48;
+
 struct Stream;
 struct Event;
 struct Graph;

@@ -13,7 +13,7 @@ using namespace emulator;
 
 namespace {
 
-constexpr int64_t cube_cores = 24, vector_cores = 48, l2_bytes = int64_t{192} << 20;  // those of Ascend910B3
+constexpr int64_t l2_bytes = int64_t{192} << 20;
 
 int unknown(const char* function, int what) {
     OURS("not emulated");

@@ -104,8 +104,6 @@ void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...
 namespace {
 
 // Core limits have no effect and can only be read back.
-constexpr uint32_t cube_cores = 24, vector_cores = 48;  // those of Ascend910B3
-
 struct CoreLimits {
     uint32_t of[2] = {cube_cores, vector_cores};
 };

@@ -38,8 +38,8 @@ struct WriteTask : Task {
     std::vector<Dumped> dumped() const override { return {{numbered("MEM_WRITE_VALUE", address), "MEM_WRITE_VALUE"}}; }
 };
 
-struct WaitTask : Task {
-    WaitTask(void* address, uint64_t value, uint32_t condition)
+struct ValueWaitTask : Task {
+    ValueWaitTask(void* address, uint64_t value, uint32_t condition)
         : address(address), value(value), condition(condition) {}
     void* address;
     uint64_t value;
@@ -94,7 +94,7 @@ aclError aclrtValueWait(void* address, uint64_t value, uint32_t condition, aclrt
         return fail(ACL_ERROR_RT_PARAM_INVALID, format("aclrtValueWait: the flag must be between 0 and %d, but is %u",
                                                        static_cast<int>(ACL_STREAM_WAIT_VALUE_NOR), condition));
     }
-    return submit_to(stream, address, std::make_shared<WaitTask>(address, value, condition));
+    return submit_to(stream, address, std::make_shared<ValueWaitTask>(address, value, condition));
 }
 
 }  // extern "C"
