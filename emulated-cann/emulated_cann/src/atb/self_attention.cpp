@@ -38,8 +38,6 @@ using namespace emulator;
 constexpr int kPrompt = 3, kPrefix = 4;
 constexpr int64_t kBlock = 128, kMostPagedDim = 128, kMostDim = 576, kTemplate = 128;
 
-std::string text(int64_t number) { return std::to_string(number); }
-
 UNDEFINED("the documents require these masks, but a kernel does not check them");
 void check_template(const at::Tensor& mask) {
     auto at = [&](int64_t row, int64_t column) { return mask[row][column].item<float>() != 0; };

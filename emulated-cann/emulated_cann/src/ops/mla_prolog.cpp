@@ -25,8 +25,6 @@ struct Prolog {
     int64_t heads() const { return up_key.size(0); }
 };
 
-std::string text(int64_t number) { return std::to_string(number); }
-
 bool is_one_of(int64_t value, std::initializer_list<int64_t> allowed) {
     for (auto each : allowed)
         if (each == value) return true;

@@ -7,10 +7,10 @@ namespace {
 
 using namespace emulator;
 
-constexpr int64_t kIndexDim = 128, kLatent = 512, kRope = 64, kTile = 128;
+constexpr int64_t kQuantIndexDim = 128, kQuantLatent = 512, kQuantRope = 64, kTile = 128;
 // The bytes of a latent: int8, then its rotary part in 16 bits, then a float32 scale for each tile.
-constexpr int64_t kRopeBytes = 2 * kRope, kScaleBytes = 4 * kLatent / kTile;
-constexpr int64_t kKeyBytes = kLatent + kRopeBytes + kScaleBytes;
+constexpr int64_t kRopeBytes = 2 * kQuantRope, kScaleBytes = 4 * kQuantLatent / kTile;
+constexpr int64_t kKeyBytes = kQuantLatent + kRopeBytes + kScaleBytes;
 
 DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_quant_lightning_indexer.md");
 void check_indexer(In query, In key, In weights, In query_scale, In key_scale, In query_lengths, In key_lengths,
@@ -21,7 +21,7 @@ void check_indexer(In query, In key, In weights, In query_scale, In key_scale, I
     if (query.dtype() != at::kChar) throw NotEmulated("a query that is not int8 is not emulated");
     require_dtype(key, {at::kChar}, "key");
     Sparse call{query, key, table, query_lengths, key_lengths, query_layout.value, key_layout.value};
-    check_sparse(call, kIndexDim, kIndexDim, mode, before, after);
+    check_sparse(call, kQuantIndexDim, kQuantIndexDim, mode, before, after);
     require(call.heads() <= 64, "query must have at most 64 heads, but has " + std::to_string(call.heads()));
     require(query_mode == 0 && key_mode == 0, "query_quant_mode and key_quant_mode must be 0");
     auto rows = query.sizes().slice(0, query.dim() - 1), keys = key.sizes().slice(0, key.dim() - 1);
@@ -51,7 +51,7 @@ void QuantLightningIndexer(In query, In key, In weights, In query_scale, In key_
 }
 
 DOCUMENTED("op-plugin: docs/zh/custom_APIs/torch_npu/torch_npu-npu_kv_quant_sparse_flash_attention.md");
-void check_attention(In query, In key, In value, In indices, In key_scale, In value_scale, In table, In query_lengths,
+void check_quantized_attention(In query, In key, In value, In indices, In key_scale, In value_scale, In table, In query_lengths,
                      In key_lengths, double, int64_t key_mode, int64_t value_mode, int64_t block, Text query_layout,
                      Text key_layout, int64_t mode, int64_t before, int64_t after, int64_t attention_mode,
                      int64_t repository, int64_t tile, int64_t rope, Out out) {
@@ -60,7 +60,7 @@ void check_attention(In query, In key, In value, In indices, In key_scale, In va
     require_dtype(query, {at::kHalf, at::kBFloat16}, "query");
     if (key.dtype() != at::kChar) throw NotEmulated("a key that is not int8 is not emulated");
     Sparse call{query, key, table, query_lengths, key_lengths, query_layout.value, key_layout.value};
-    check_sparse(call, kLatent + kRope, kKeyBytes, mode, before, after);
+    check_sparse(call, kQuantLatent + kQuantRope, kKeyBytes, mode, before, after);
     int64_t heads = call.heads();
     require(heads <= 128 && ((heads & (heads - 1)) == 0 || (heads == 48 && line == Line::a5)),
             "query must have 1, 2, 4, 8, 16, 32, 64 or 128 heads, but has " + std::to_string(heads));
@@ -68,7 +68,7 @@ void check_attention(In query, In key, In value, In indices, In key_scale, In va
     require(!key_scale && !value_scale, "key_dequant_scale and value_dequant_scale must not be given");
     require(key_mode == 2 && value_mode == 2, "key_quant_mode and value_quant_mode must be 2");
     require(attention_mode == 2, "attention_mode must be 2, but is " + std::to_string(attention_mode));
-    require(repository == 1 && tile == kTile && rope == kRope,
+    require(repository == 1 && tile == kTile && rope == kQuantRope,
             "quant_scale_repo_mode must be 1, tile_size 128 and rope_head_dim 64");
     check_indices(call, indices);
     if (block != 1) throw NotEmulated("sparse_block_size other than 1 is not emulated");
@@ -90,10 +90,10 @@ void KvQuantSparseFlashAttention(In query, In key, In, In indices, In, In, In ta
         auto part = [&](int64_t start, int64_t length, at::ScalarType dtype) {
             return bytes.narrow(1, start, length).contiguous().view(dtype);
         };
-        auto scales = part(kLatent + kRopeBytes, kScaleBytes, at::kFloat);  // [keys, tiles]
-        auto latents = bytes.narrow(1, 0, kLatent).to(at::kFloat).unflatten(1, {-1, kTile}) * scales.unsqueeze(-1);
+        auto scales = part(kQuantLatent + kRopeBytes, kScaleBytes, at::kFloat);  // [keys, tiles]
+        auto latents = bytes.narrow(1, 0, kQuantLatent).to(at::kFloat).unflatten(1, {-1, kTile}) * scales.unsqueeze(-1);
         latents = latents.flatten(1);
-        auto keys = at::cat({latents, part(kLatent, kRopeBytes, query.dtype()).to(at::kFloat)}, 1);
+        auto keys = at::cat({latents, part(kQuantLatent, kRopeBytes, query.dtype()).to(at::kFloat)}, 1);
         attend_to_chosen(sequence, sequence.of_queries(query.raw()), keys, latents, indices, mode, scale,
                          [&](int64_t token, const AttentionResult& found) {
                              result[token].copy_(found.output.squeeze(1));
@@ -104,4 +104,4 @@ void KvQuantSparseFlashAttention(In query, In key, In, In indices, In, In, In ta
 }  // namespace
 
 ACLNN(QuantLightningIndexer, .check = check_indexer)
-ACLNN(KvQuantSparseFlashAttention, .check = check_attention)
+ACLNN(KvQuantSparseFlashAttention, .check = check_quantized_attention)
