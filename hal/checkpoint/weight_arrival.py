@@ -68,15 +68,14 @@ class WeightArrival:
         if name in self._fused and name not in self._known:
             for each, projection in zip(self._fused[name], self._parts(name, tensor), strict=True):
                 yield from self.stored(each, projection)
-        elif (name := self._tables.get(name, name)) in self._quantized and rounds(tensor.dtype):
-            written, (_, stored) = self._written(name, tensor), self._quantized[name]
-            if name in self._tables.values():
+        elif (weight := self._tables.get(name, name)) in self._quantized and rounds(tensor.dtype):
+            written, (_, stored) = self._written(weight, tensor), self._quantized[weight]
+            if weight in self._tables.values():
                 numbers = next(iter(written.values()))
-                if (first := self._first.setdefault(name, numbers)) is not numbers:
+                if (first := self._first.setdefault(weight, numbers)) is not numbers:
                     if not torch.equal(first, numbers):
-                        raise CheckpointError(
-                            f"{name} is tied to another tensor, but their values differ", "pass one of them"
-                        )
+                        problem = f"{weight} is tied to another tensor, but their values differ"
+                        raise CheckpointError(problem, "pass one of them")
                     return
             for part, value in written.items():
                 if (full := f"{stored}.{part}") in self._known:  # else it says what others say

@@ -232,6 +232,9 @@ def test_what_cannot_be_quantized_at_arrival(kind: str, weights: str, problem: s
         with pytest.raises(CheckpointError, match=problem):
             llm.replace_weights(given)
         assert texts(llm) == before
+        llm.sleep(weights="files")
+        llm.wake()
+        assert texts(llm) == before
 
 
 def test_experts_by_the_names_of_transformers(tmp_path: Path) -> None:
