@@ -51,7 +51,7 @@ struct Caches {
     }
 };
 
-constexpr int kAlibi = 2, kSeveral = 3;
+constexpr int kPagedAlibi = 2, kSeveralMasks = 3;
 
 class PagedAttention : public EmulatedOperation {
   public:
@@ -239,7 +239,7 @@ template <>
 Status CreateOperation<infer::PagedAttentionParam>(const infer::PagedAttentionParam& parameters,
                                                    Operation** operation) {
     bool several = parameters.calculation == 1;
-    if (parameters.mask && parameters.mask != (several ? kSeveral : kAlibi))
+    if (parameters.mask && parameters.mask != (several ? kSeveralMasks : kPagedAlibi))
         throw NotEmulated("a mask of type " + std::to_string(parameters.mask) +
                           " of ATB's PagedAttentionOperation is not emulated");
     if (parameters.batch_run_status || parameters.quantized || parameters.compress || parameters.calculation > 1 ||
