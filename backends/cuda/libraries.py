@@ -144,7 +144,7 @@ def triton_library(
             remedy="install gcc, or set the variable CC to another compiler",
         )
     try:
-        from .triton import KERNELS as TRITON
+        from ..triton import KERNELS as TRITON
     except (ImportError, OSError) as error:
         return Library("triton", problem=f"triton cannot be imported: {error}", remedy="reinstall torch and triton")
     return Library("triton", TRITON)

@@ -34,6 +34,7 @@ from .kernels import (
     quantized_experts,
     recurrence,
     selection,
+    triton_kernels,
 )
 from .kernels.attention import FusedAttention
 from .kernels.collectives import FusedCollectives
@@ -121,6 +122,8 @@ class NpuBackend(Backend):
             table |= self._exchange.kernels()
         limits = generation.limits(options.max_streams)
         table |= quantized_cache.kernels(device.torch, FusedAttention(device.torch))
+        if options.triton:
+            table |= triton_kernels.kernels()
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
             limits = attrs.evolve(limits, head_dims=(fractal.HEAD_DIM,))

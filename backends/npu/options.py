@@ -45,6 +45,9 @@ class NpuOptions:
         nz_cache: store the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache`` that requires
             this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
             hardware, and CANN 8.5 lacks it.
+        triton: run norms of recurrent layers, and the norms, rotation and cache write of heads, in one launch each of
+            the Triton kernels that CUDA has. Needs triton-ascend, and on an emulated NPU ``TRITON_INTERPRET=1``. Off by
+            default: no NPU has run them yet.
         mc2_rows: the fewest rows, such as tokens of a step, for which a projection and the collective beside it are one
             launch. CANN's documents say to use such kernels in prefill and not in decode, without a number; 1000 is
             vllm-ascend's for sequence parallelism.
@@ -61,6 +64,7 @@ class NpuOptions:
     attention: Literal["fused", "atb"] = "fused"
     nz_weights: bool = False
     nz_cache: bool = False
+    triton: bool = False
     mc2_rows: int = attrs.field(default=1000, validator=_at_least_0)
     max_streams: int | None = attrs.field(default=None, validator=_at_least_0)
     static_kernels: bool = False

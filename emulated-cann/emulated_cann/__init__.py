@@ -2,8 +2,8 @@
 
 ninja_build.py compiles src/, and build.py caches the libraries in library_cache.py's folders. symbols.py generates
 stubs for functions that are not emulated. activation.py makes torch_npu load the libraries, options.py reads the
-machine's options, tracing.py traces launches, race_reports.py finds races, control.py injects faults, and command.py is
-``emulated-cann``.
+machine's options, tracing.py traces launches, race_reports.py finds races, control.py injects faults, python_launch.py
+launches kernels that are written in Python, and command.py is ``emulated-cann``.
 
 This file imports nothing: `import torch` imports the package, to see whether it is to be activated.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .control import Fault, faults, limits, live_handles, memory_in_use, schedule, seed
     from .errors import EmulationError, InvalidOption, Unavailable
     from .options import Options
+    from .python_launch import launch
     from .race_reports import Race, races
     from .tracing import Operand, Record, Trace, trace
 
@@ -32,6 +33,7 @@ _HOME = {
     **dict.fromkeys(("Operand", "Record", "Trace", "trace"), ".tracing"),
     "Options": ".options",
     "compiler": ".build",
+    "launch": ".python_launch",
 }
 """The modules that define the public names."""
 
@@ -52,6 +54,7 @@ __all__ = [
     "installed_canns",
     "is_active",
     "is_emulated",
+    "launch",
     "limits",
     "live_handles",
     "memory_in_use",

@@ -45,6 +45,9 @@ def native_library() -> ctypes.CDLL:
         "emulated_cann_seed": (None, [number, ctypes.c_uint64]),
         "emulated_cann_live": (long, [text]),
         "emulated_cann_memory": (long, [number, number]),
+        "emulated_cann_launch": (number, [ctypes.c_void_p, text, ctypes.c_void_p, number, ctypes.c_void_p, long]),
+        "emulated_cann_dropped": (long, []),
+        "emulated_cann_backing": (ctypes.c_void_p, [ctypes.c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

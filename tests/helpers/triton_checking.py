@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.interpreter import INTERPRETED
+from hal.backends.triton import KERNELS
+from hal.backends.triton.interpreter import INTERPRETED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -16,7 +16,7 @@ import attrs
 import pytest
 import torch
 import triton
-from hal.backends.cuda.triton import KERNELS
+from hal.backends.triton import KERNELS
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.attention import MAX_SPLITS, Tiles, attend, blocks, splits, tiles
+from hal.backends.triton import KERNELS
+from hal.backends.triton.attention import MAX_SPLITS, Tiles, attend, blocks, splits, tiles
 from helpers.attending import paged_sample as drawn
 from helpers.triton_checking import DEVICE, DTYPES, by_turns, check, every_dtype
 from torch import Tensor

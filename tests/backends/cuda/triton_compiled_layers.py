@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
+from hal.backends.triton import KERNELS
 from helpers.triton_checking import RECURRENT
 from helpers.triton_compiling import Compiling, Launcher, check_fits, check_product, compiled, empty
 from torch import Tensor

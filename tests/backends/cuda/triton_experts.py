@@ -11,8 +11,8 @@ from itertools import islice
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.experts.grouped import most_tiles, tiles
+from hal.backends.triton import KERNELS
+from hal.backends.triton.experts.grouped import most_tiles, tiles
 from helpers.triton_checking import DTYPES, EXPERTS, check, every_dtype, further, moved
 from torch import Tensor
 

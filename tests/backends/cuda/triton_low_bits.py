@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
+from hal.backends.triton import KERNELS
 from helpers.triton_checking import DTYPES, check, further, moved
 
 from hal import ops

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
-from hal.backends.cuda.triton.recurrent.delta_rule import advance
+from hal.backends.triton import KERNELS
+from hal.backends.triton.recurrent.delta_rule import advance
 from helpers.triton_checking import DEVICE, DTYPES, RECURRENT, check, every_dtype, further, moved
 from torch import Tensor
 from torch.nn import functional

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hal.backends.cuda.triton import KERNELS
+from hal.backends.triton import KERNELS
 from helpers.triton_checking import (
     DEVICE,
     DTYPES,

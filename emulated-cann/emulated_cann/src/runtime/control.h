@@ -46,4 +46,21 @@ int64_t emulated_cann_live(const char* kind);
 // Returns the bytes in use on a device, or their peak.
 int64_t emulated_cann_memory(int device, int peak);
 
+// A tensor of a launch: bytes from a device address, and whether it is also written.
+struct emulated_cann_operand {
+    const void* address;
+    uint64_t bytes;
+    int written;
+    int dtype;  // aclDataType
+    int dims;
+    const int64_t* shape;
+};
+// Launches a kernel that calls function(number), which returns 0 unless it failed. Returns an ACL error code.
+int emulated_cann_launch(void* stream, const char* kernel, const emulated_cann_operand* operands, int count,
+                         int (*function)(int64_t number), int64_t number);
+// Returns the number of a launch that will not run again, once, or -1 if there is none.
+int64_t emulated_cann_dropped();
+// Returns the host address of the memory at a device address, which must be valid.
+void* emulated_cann_backing(const void* address);
+
 }  // extern "C"

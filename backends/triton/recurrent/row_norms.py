@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..arguments import require, rows, unit_stride, warps
 from ..interpreter import rounded
+from ..launching import launch
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -49,17 +50,19 @@ def _normalize(
 def l2_norm(x: Tensor, eps: float) -> Tensor:
     """See :func:`hal.ops.l2_norm`. It reads heads in a packed projection in place."""
     require(x.dim() > 0, "l2_norm", x)
-    return _launch(x, None, None, 1.0, eps)
+    return _launch("l2_norm", x, None, None, 1.0, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :func:`hal.ops.gated_rms_norm`. It reads gates in a packed projection in place."""
     fits = gate.shape == x.shape and gate.dtype is x.dtype and weight.shape == x.shape[-1:]
     require(fits and weight.dtype in (x.dtype, torch.float32), "gated_rms_norm", x, gate, weight)
-    return _launch(x, gate, unit_stride(weight), float(x.shape[-1]), eps)
+    return _launch("gated_rms_norm", x, gate, unit_stride(weight), float(x.shape[-1]), eps)
 
 
-def _launch(x: Tensor, gate: Tensor | None, weight: Tensor | None, divisor: float, eps: float) -> Tensor:
+def _launch(
+    operation: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, divisor: float, eps: float
+) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, per_group, group_stride, row_stride = rows(x)
     gate_group_stride, gate_row_stride = 0, 0
@@ -70,7 +73,8 @@ def _launch(x: Tensor, gate: Tensor | None, weight: Tensor | None, divisor: floa
     tile_rows = max(1024 // block, 1)
     tensors = x, gate, weight, result
     sizes = count, per_group, group_stride, row_stride, gate_group_stride, gate_row_stride, divisor, eps, width
-    _normalize[(triton.cdiv(count, tile_rows),)](*tensors, *sizes, tile_rows, block, num_warps=warps(tile_rows * block))
+    given, grid = (*tensors, *sizes, tile_rows, block), (triton.cdiv(count, tile_rows),)
+    launch(operation, _normalize, grid, *given, written=[result], num_warps=warps(tile_rows * block))
     return result
 
 

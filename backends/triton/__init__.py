@@ -1,6 +1,6 @@
-"""Triton kernels for operations that torch and FlashInfer lack, one module per family of operations.
+"""Triton kernels that drivers share, one module per family of operations.
 
-Importing this package requires triton, so the driver imports it when it is opened. If TRITON_INTERPRET=1 is set before,
+Importing this package requires triton, so a driver imports it when it is opened. If TRITON_INTERPRET=1 is set before,
 the kernels run on CPU tensors in Triton's interpreter, slowly.
 """
 

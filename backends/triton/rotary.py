@@ -10,6 +10,7 @@ from torch import Tensor
 from .arguments import require, unit_stride
 from .cache import require_cache
 from .interpreter import rounded
+from .launching import launch
 
 
 @triton.jit
@@ -204,7 +205,9 @@ def _launch(
     sizes = *query.stride()[:2], *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2]), cos.stride(0)
     further = max(triton.next_power_of_2(head_dim - rotary_dim), 1)
     constants = num_heads, num_kv_heads, head_dim, rotary_dim, interleaved, heads, block, further
-    _heads[tokens, tiles](*tensors, *sizes, sin.stride(0), eps, *constants, num_warps=2)
+    given = *tensors, *sizes, sin.stride(0), eps, *constants
+    results = [each for each in (new_query, new_key, new_value) if each is not None]
+    launch(operation, _heads, (tokens, tiles), *given, written=results, num_warps=2)
 
 
 def _empty(like: Tensor) -> Tensor:
