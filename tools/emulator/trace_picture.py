@@ -1,7 +1,7 @@
 """Draw the last replay of a graph in a trace of the emulated CANN, and what surrounds it, as SVG.
 
 emulated-cann run --trace trace.json -- PROGRAM
-python tools/emulated_cann/trace_picture.py trace.json --microseconds 2000 > trace.svg
+python tools/emulator/trace_picture.py trace.json --microseconds 2000 > trace.svg
 """
 
 from __future__ import annotations
