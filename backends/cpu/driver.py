@@ -58,6 +58,13 @@ class CpuDevice(HostDevice):
         super().__init__()
         self._library = library
 
+    def place(self, tensor: Tensor) -> tuple[int, int] | None:
+        """See :meth:`HostDevice.place`. A weight that oneDNN packed keeps its address when it is written again."""
+        if not tensor.is_mkldnn:
+            return super().place(tensor)
+        start = int(torch.ops.mkldnn.data_ptr(tensor))
+        return start, start + int(torch.ops.mkldnn._nbytes(tensor))
+
     def reading(self, buffer: Tensor) -> Callable[[], object] | None:
         """Return a function that reads a tensor, in huge pages if the system provides them; None without kernels."""
         if self._library is None:

@@ -107,7 +107,13 @@ class HostDevice(Device):
 
     def give_back(self, tensors: Iterable[Tensor]) -> int | None:
         """Return the pages of tensors to the system, which gives others where the tensors are next used."""
-        return give_back_pages(tensors)
+        return give_back_pages(place for each in tensors if (place := self.place(each)) is not None)
+
+    def place(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return a tensor's first address and the one after its last; None if it keeps its pages, as one with gaps."""
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return None
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
     def reset_peak(self) -> bool:
         """Restart the process's peak. Return False if the operating system does not support it: only Linux does.

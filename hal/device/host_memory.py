@@ -49,11 +49,11 @@ class HostMemory:
         return taken.view(dtype).view(shape)
 
 
-def give_back_pages(tensors: Iterable[Tensor]) -> int:
-    """Return whole pages of tensors to the system, which gives pages of zeros where they are next used.
+def give_back_pages(places: Iterable[tuple[int, int]]) -> int:
+    """Return whole pages of memory to the system, which gives pages of zeros where they are next used.
 
-    Tensors that lie side by side share pages. Those that have gaps keep theirs. Writing into a weight that
-    oneDNN packed keeps its address.
+    Args:
+        places: the first address of each tensor, and the one after its last. Those that lie side by side share pages.
 
     Returns:
         The bytes that were returned; 0 where the system is not Linux.
@@ -61,7 +61,7 @@ def give_back_pages(tensors: Iterable[Tensor]) -> int:
     if sys.platform != "linux":
         return 0
     ranges: list[tuple[int, int]] = []
-    for start, end in sorted({place for each in tensors if (place := _place(each)) is not None}):
+    for start, end in sorted(set(places)):
         if ranges and start <= ranges[-1][1]:
             ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
         else:
@@ -73,14 +73,6 @@ def give_back_pages(tensors: Iterable[Tensor]) -> int:
         if nbytes > 0 and not advise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
             returned += nbytes
     return returned
-
-
-def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Return a tensor's first address and the one after its last; None if it has gaps."""
-    if tensor.is_mkldnn:
-        start = int(torch.ops.mkldnn.data_ptr(tensor))
-        return start, start + int(torch.ops.mkldnn._nbytes(tensor))
-    return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) if tensor.is_contiguous() else None
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -54,7 +54,7 @@ from hal.nn.model import Angles, CausalLM, LayerState, Mixer
 from hal.nn.norm import LayerNorm, RMSNorm
 from hal.nn.rope_parameters import RopeParameters
 from hal.nn.rotary import AxisRotaryEmbedding, AxisSections, RotaryEmbedding
-from hal.nn.router import Gate, Router, SparseMLP
+from hal.nn.router import Gate, Router, SparseMLP, expert_weights, used_experts
 from hal.nn.streams import GatedMean, StreamHead, StreamMean, StreamNorm
 from hal.nn.weights.assembly import Assembly, Concatenated, Cut, Merged, Slice, Stacked, Transposed, Whole
 from hal.nn.weights.weight import Consumer, Share, TiedUse, ValueCheck, Weight, WeightUse
@@ -149,10 +149,12 @@ __all__ = [
     "check_layer_types",
     "check_window",
     "chosen",
+    "expert_weights",
     "frames",
     "keep_choices",
     "limited_silu_and_mul",
     "place_blocks",
     "text_config",
+    "used_experts",
     "vision_config",
 ]

@@ -173,10 +173,10 @@ class Router(Gate):
             scores: ``[tokens, num_experts]``.
             experts: ``[tokens, top_k]``, int32.
         """
-        return weighed(scores, experts, sigmoid=self.sigmoid, renormalize=self.renormalize, scale=self.factor)
+        return expert_weights(scores, experts, sigmoid=self.sigmoid, renormalize=self.renormalize, scale=self.factor)
 
 
-def weighed(scores: Tensor, experts: Tensor, *, sigmoid: bool, renormalize: bool, scale: float) -> Tensor:
+def expert_weights(scores: Tensor, experts: Tensor, *, sigmoid: bool, renormalize: bool, scale: float) -> Tensor:
     """Return the weights of given experts as :func:`hal.ops.topk_route` computes them, float32."""
     wide = scores.float()
     weights = (wide.sigmoid() if sigmoid else wide.softmax(-1)).gather(-1, experts.long())

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import attrs
 
+import hal
 from hal.errors import ConfigError, ModelError
 from hal.execution.prefix_transfer import CachedPrefix, PrefixForm
-from hal.execution.runner import Runner
 from hal.step import SEQUENCE
 
 log = logging.getLogger("vllm.hal")
@@ -37,7 +37,7 @@ class PrefixFolder:
     most: int
 
     @classmethod
-    def of(cls, runner: Runner, options: Mapping[str, Any]) -> Self:
+    def of(cls, runner: hal.Runner, options: Mapping[str, Any]) -> Self:
         """Return the folder of a runner's prefixes.
 
         Args:

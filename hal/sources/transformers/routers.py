@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hal import ops
-from hal.nn import Choice, Weight
-from hal.nn.choices import EXPERTS
-from hal.nn.router import used_experts, weighed
+from hal.nn import Choice, Weight, expert_weights, used_experts
 
 CORRECTION = "e_score_correction_bias"
 """The correction that chooses experts: a tensor of the router, or an argument of it."""
@@ -64,7 +62,7 @@ class Router(nn.Module):
     @property
     def chooses(self) -> Choice:
         """What is recorded and replayed of it."""
-        return Choice(EXPERTS, (self._options["top_k"],), self.weight.shape[0])
+        return Choice("experts", (self._options["top_k"],), self.weight.shape[0])
 
     def forward(self, hidden: Tensor, e_score_correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, the weights and the experts of each token."""
@@ -74,7 +72,7 @@ class Router(nn.Module):
         scores = logits.float() if self._wide_weights else logits
         weights, own = ops.topk_route(scores, None if bias is None else bias.flatten().float(), **self._options)
         options = {name: self._options[name] for name in ("sigmoid", "renormalize", "scale")}
-        weights, experts = used_experts(self, weights, own, lambda given: weighed(scores, given, **options))
+        weights, experts = used_experts(self, weights, own, lambda given: expert_weights(scores, given, **options))
         return logits, weights if self._wide_weights else weights.to(hidden.dtype), experts
 
 
