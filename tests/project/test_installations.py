@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +67,6 @@ def test_a_program_on_the_emulated_cann(clone: Clone, tmp_path: Path) -> None:
     for folder in (clone.root, tmp_path):
         text = clone.check(folder, "hal", "emulate", "--", "python", "-c", opened, npu=True)
         assert text.split()[-1] == "npu"
+    built = "from emulated_cann.build import build; print(build())"
+    own = subprocess.run([sys.executable, "-c", built], capture_output=True, text=True, check=True).stdout
+    assert clone.check(tmp_path, "python", "-c", built, npu=True) == own, "it was compiled again"

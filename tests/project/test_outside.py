@@ -46,7 +46,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, toys.checkpoint(folder, request.param)
 
 
-@thorough(EXHAUSTIVE, r"\[(Latent|Experts|Pictures)ForCausalLM-inductor")
+@thorough(EXHAUSTIVE, r"\[\w+ForCausalLM-inductor")
 @thorough(EXHAUSTIVE, r"\[((Latent|Experts)ForCausalLM-piecewise_eager|(Experts|Pictures)ForCausalLM-graph)")
 @thorough(MODE, r"\[(?!Recurrent).*-(piecewise\w*|inductor)\]|\[(?!Recurrent).*-graph\]|\[Recurrent\w+-inductor")
 @pytest.mark.parametrize("mode", MODES)

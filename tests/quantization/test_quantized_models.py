@@ -633,7 +633,7 @@ def perplexity_in_bfloat16(trained: Path) -> float:
     return held_out.perplexity(runner_of(trained), held_out.tokens(Checkpoint.open(trained), 6000))
 
 
-@thorough(EXHAUSTIVE, r"\[compressed-tensors w8a8_dynamic")
+@thorough(EXHAUSTIVE, r"\[compressed-tensors w8a8")
 @thorough(MODE, r"\[compressed")
 @thorough(AGAIN, r"\[modelslim")
 @pytest.mark.parametrize("key", MADE, ids=" ".join)

@@ -402,7 +402,7 @@ def test_new_weights_replace_the_old(saved: Any) -> None:
         assert max(differences(runner, rows, own_logits(other, rows)).values()) < 1e-4
 
 
-@thorough(EXHAUSTIVE, r"\[(qwen3|glm4|deepseek_v2|deepseek_v3|aria_text|olmo2)")
+@thorough(EXHAUSTIVE, r"\[(mixtral|qwen3|glm4|deepseek_v2|deepseek_v3|aria_text|olmo2)")
 @pytest.mark.parametrize(
     "family",
     [

@@ -103,6 +103,7 @@ def test_groups_of_16_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureF
 FLOAT8 = {
     "fp8": (Format("fp8"), Form("float8", rows=32, columns=32)),
     "fp8_dynamic": (Format("compressed-fp8", group=0, activations=True), Form("float8", inputs="float8")),
+    "fp8_static": (Format("FP8", group=-1), Form("float8", inputs="static_float8")),
 }
 
 
