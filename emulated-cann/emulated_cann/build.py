@@ -128,8 +128,8 @@ def build(sources: Path = SOURCES, cache: Path | None = None) -> Path:
     kept = LibraryCache(cache or cache_folder(), KEPT_SECONDS)
     flags = compiler_flags()
     # Those of an installed package, with which a checkout then shares its libraries.
-    found = (each for each in sorted(sources.rglob("*")) if each.is_file())
-    files = (each for each in found if each.suffix != ".pyc" and not each.name.startswith("."))
+    everything = (each for each in sorted(sources.rglob("*")) if each.is_file())
+    files = (each for each in everything if each.suffix != ".pyc" and not each.name.startswith("."))
     texts = {str(each.relative_to(sources)): each.read_bytes() for each in files}
     recipe = (Path(each).read_bytes() for each in (__file__, ninja_build.__file__, symbols.__file__))
     named = (part for item in texts.items() for part in item)
