@@ -50,6 +50,7 @@ def activate(*, force: bool = False, **options: Any) -> None:
     chosen = read_options(options, "activate")
     if _active is None and is_inherited():
         _active = from_environment()
+        _offer_modules(Path(os.environ[HOMES[0]]))  # Programs such as pytest-xdist's workers replace sys.path.
     if _active is not None:
         if _active != chosen:
             raise EmulationError(
@@ -63,8 +64,13 @@ def activate(*, force: bool = False, **options: Any) -> None:
     home = build()
     prepare(os.environ, home, chosen)
     preload(home)
-    sys.path.extend(str(home / each) for each in PATHS["PYTHONPATH"])
+    _offer_modules(home)
     _active = chosen
+
+
+def _offer_modules(home: Path) -> None:
+    """Let this process import CANN's Python modules, behind all others."""
+    sys.path.extend(path for each in PATHS["PYTHONPATH"] if (path := str(home / each)) not in sys.path)
 
 
 def activate_from_environment() -> bool:

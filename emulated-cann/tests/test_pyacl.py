@@ -9,6 +9,7 @@ import threading
 import acl
 import pytest
 import torch
+import torch_npu  # noqa: F401  # torch.npu
 from support.children import ends_well
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
