@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +77,6 @@ class Lora(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward
-
-
-@contextmanager
-def tokens_in(slots: Tensor) -> Iterator[None]:
-    """Let the projections that this thread calls add the adapters in ``slots``, ``[tokens]``, int32."""
-    before = _slots.set(slots)
-    try:
-        yield
-    finally:
-        _slots.reset(before)
 
 
 def slots_of_experts(experts: Tensor, positions: Tensor, num_experts: int) -> Tensor | None:

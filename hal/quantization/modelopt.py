@@ -131,20 +131,21 @@ class ModelOpt(CheckpointFormat):
             return None
         if section is None or not {"quant_algo", "quantized_layers"} & section.content.keys():
             if not is_there(folder / FILE):
-                return None
+                if section is None:
+                    return None
+                raise CheckpointError(f"{section.name} has no quant_algo, and {folder} has no {FILE}", AGAIN)
             content = read_json(folder / FILE).get("quantization")
             if not isinstance(content, dict):
                 raise CheckpointError(f"{FILE} has quantization {content!r:.60}, not an object", AGAIN)
             section = ConfigSection(FILE, content)
         unapplied = [f"4-bit activations (quant_algo {each}) of {section.name}" for each in _unrounded(section)]
-
         cache = section.value("kv_cache_quant_algo")
         scheme: Any = section.value("kv_cache_scheme")
         if cache is None and isinstance(scheme, dict) and scheme:
             kind = scheme.get("type"), scheme.get("num_bits"), scheme.get("dynamic", False)
             cache = "fp8" if kind == ("float", 8, False) else str(scheme)
         if cache not in (None, "fp8"):
-            unapplied.append(f"the cache in {cache:.60} of {section.name}")
+            unapplied.append(f"the cache in {cache!s:.60} of {section.name}")
         kept = CacheQuantization("fp8", "{0}_proj.{0}_scale") if cache == "fp8" else None
         return ModelOptQuantization(section, kept, tuple(unapplied))
 

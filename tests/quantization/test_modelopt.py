@@ -125,6 +125,7 @@ def with_section(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("changes", "kind", "message"),
     [
         ({"quant_algo": "W4A16_AWQ"}, ConfigError, "the quant_algo 'w4a16_awq', which hal does not support"),
+        ({"quant_algo": None, "kv_cache_quant_algo": {}}, CheckpointError, "the lack of an entry in .* excludes"),
         ({"group_size": 32}, ConfigError, "group_size 32 of NVFP4"),
         ({"ignore": "lm_head"}, CheckpointError, "ignore of .* is 'lm_head', not a list of names"),
         (
@@ -144,4 +145,12 @@ def test_refused_descriptions(changes: dict[str, Any], kind: type[HalError], mes
     quantized, _ = pair(tmp_path, algorithm("NVFP4"), **DENSE)
     change_json(quantized / "config.json", with_section(**changes))
     with pytest.raises(kind, match=message):
+        load(quantized)
+
+
+def test_a_description_that_is_nowhere(tmp_path: Path) -> None:
+    quantized, _ = pair(tmp_path, algorithm("NVFP4"), **DENSE)
+    section = {"quant_method": "modelopt"}
+    change_json(quantized / "config.json", lambda config: config.update(quantization_config=section))
+    with pytest.raises(CheckpointError, match=r"has no quant_algo, and .* has no hf_quant_config\.json"):
         load(quantized)
