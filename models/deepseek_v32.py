@@ -64,7 +64,8 @@ class DeepseekV32Config(DeepseekV3Config):
         return [True] * self.num_hidden_layers
 
     def mixer(self, layer: int, rotary: Any) -> LatentAttention:
-        return SelectiveAttention(self, rotary, indexed=self.indexed[layer])
+        predicts = layer >= self.num_hidden_layers
+        return SelectiveAttention(self, rotary, indexed=predicts or self.indexed[layer])
 
 
 class SelectiveAttention(LatentAttention):

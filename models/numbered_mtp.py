@@ -1,6 +1,8 @@
-"""The layer of DeepSeek-V3 and GLM-4.5 that predicts the token after the next one (MTP), as a separate model.
+"""The layer of DeepSeek and GLM that predicts the token after the next one (MTP), as a separate model.
 
 A checkpoint has it behind the model's last layer, under the next number. Of several such layers, this is the first.
+
+Where the model selects positions, this layer has an index of its own, whatever layers share in the model.
 
 Source: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; GLM-4.5 Team, *GLM-4.5*, 2025.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -17,7 +19,9 @@ from hal.nn import DecoderConfig, DecoderLayer, DraftLM, RMSNorm
 from hal.step import draft_batch
 
 from .deepseek import DeepseekV3Config
+from .deepseek_v32 import DeepseekV32Config, SelectiveDecoder
 from .glm4_moe import Glm4MoeConfig
+from .glm_moe_dsa import GlmMoeDsaConfig
 from .qwen3_mtp import Predictor
 
 
@@ -33,6 +37,7 @@ class NumberedMTP(DraftLM):
     decoder = Predictor
     base_name = "mtp"
     mtp: Predictor
+    keys: ClassVar[type[DeepseekV3Config | Glm4MoeConfig]]
 
     def __init__(self, config: DecoderConfig, layer: DecoderLayer, layers: int) -> None:
         super().__init__(config, [layer], norm=partial(RMSNorm, eps=config.rms_norm_eps))
@@ -51,16 +56,28 @@ class NumberedMTP(DraftLM):
         self.ignored_prefixes = (*others, "model.norm.", f"{own}embed_tokens.", f"{own}shared_head.head.")
         self.batch_type = draft_batch(config.hidden_size, torch.float32)
 
-
-class DeepseekV3MTP(NumberedMTP):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        keys = DeepseekV3Config.from_config(config)
+        keys = cls.keys.from_config(config)
         return cls(keys, keys.layer(keys.num_hidden_layers, keys.rotary()), keys.num_nextn_predict_layers)
+
+
+class DeepseekV3MTP(NumberedMTP):
+    keys = DeepseekV3Config
 
 
 class Glm4MoeMTP(NumberedMTP):
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        keys = Glm4MoeConfig.from_config(config)
-        return cls(keys, keys.layer(keys.num_hidden_layers, keys.rotary()), keys.num_nextn_predict_layers)
+    keys = Glm4MoeConfig
+
+
+class SelectivePredictor(SelectiveDecoder, Predictor):
+    """A predictor whose layer attends to the positions that its own index selects."""
+
+
+class DeepseekV32MTP(NumberedMTP):
+    decoder = SelectivePredictor
+    keys = DeepseekV32Config
+
+
+class GlmMoeDsaMTP(DeepseekV32MTP):
+    keys = GlmMoeDsaConfig

@@ -16,7 +16,7 @@ from helpers.comparison import randomize
 from helpers.random_hybrids import build
 
 HYBRIDS = {"Qwen3NextMTP": "Qwen3Next", "Qwen3_5MTP": "Qwen3_5Text", "Qwen3_5MoeMTP": "Qwen3_5MoeText"}
-NUMBERED = {"Glm4MoeMTP": "Glm4Moe", "DeepseekV3MTP": "DeepseekV3"}
+NUMBERED = {f"{family}MTP": family for family in ("Glm4Moe", "DeepseekV3", "DeepseekV32", "GlmMoeDsa")}
 FAMILIES = (*HYBRIDS, *NUMBERED)
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -47,6 +47,8 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+INDEX = {"index_topk": 7, "index_n_heads": 8, "index_head_dim": 16}
+"""With many heads, no two positions have a score of 0."""
 NAMES = {"fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm."}
 """The names of a layer that is numbered like the model's, by those of Qwen3-Next."""
 
@@ -67,7 +69,8 @@ class Reference(nn.Module):
     def forward(self, target: Any, tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         embedding = target.model.embed_tokens(torch.tensor(tokens))
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], -1))[None]
-        x = self.norm(self.layers[0](x, **attending(target, x))[0])
+        found = self.layers[0](x, **attending(target, x))
+        x = self.norm((found[0] if isinstance(found, tuple) else found)[0])
         return x, target.lm_head(x)
 
 
@@ -144,8 +147,9 @@ def saved(folder: Path, architecture: str) -> tuple[Any, Reference]:
 
 def _saved_numbered(folder: Path, family: str) -> tuple[Any, Reference]:
     """The predictor is behind the model's last layer, with copies of the embedding and the output projection."""
-    latent = LATENT if family == "DeepseekV3" else {"head_dim": 16, "use_qk_norm": True}
-    config = getattr(transformers, f"{family}Config")(**EXPERTS | latent)
+    own = {"head_dim": 16, "use_qk_norm": True} if family == "Glm4Moe" else LATENT
+    index = INDEX if family in ("DeepseekV32", "GlmMoeDsa") else {}
+    config = getattr(transformers, f"{family}Config")(**EXPERTS | own | index)
     target = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomize(target, 1)
     target.save_pretrained(folder)
