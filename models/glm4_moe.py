@@ -78,7 +78,7 @@ class Glm4MoeConfig(DecoderConfig):
         """Return the rotary embedding, which layers share."""
         return RotaryEmbedding(self.head_dim, self.rope)
 
-    def layer(self, index: int, rotary: RotaryEmbedding) -> DecoderLayer:
+    def layer(self, index: int, rotary: RotaryEmbedding | None) -> DecoderLayer:
         """Return a layer."""
         norm = partial(RMSNorm, eps=self.rms_norm_eps) if self.use_qk_norm else None
         attention = SelfAttention(self, rotary, bias=(self.attention_bias, False), norm=norm)
