@@ -113,29 +113,27 @@ class _Layer:
         """Return a tensor of ``lora`` with the axes of the declarations, behind that of adapters."""
         return tensor if self.module.num_experts is None else tensor.unflatten(0, (-1, self.experts))
 
-    def write(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+    def write(self, slot: int, values: Mapping[str, Tensor]) -> None:
         """Replace what a slot holds. Projections that the adapter does not change get zeros.
 
         Args:
-            values: the adapter's tensors by the model's names.
-            scales: the factors by projection.
+            values: the adapter's tensors by the model's names, B scaled.
         """
-        held = [self._shaped(each)[slot] for each in (self.lora.lora_a, self.lora.lora_b, self.lora.scale)]
-        a, b, scale = (torch.zeros(each.shape, dtype=each.dtype) for each in held)
+        held = [self._shaped(each)[slot] for each in (self.lora.lora_a, self.lora.lora_b)]
+        a, b = (torch.zeros(each.shape, dtype=each.dtype) for each in held)
         rank = b.shape[-2]
-        for part, piece in enumerate(self.a):
+        for piece in self.a:
             if (given := values.get(piece.source)) is not None:
                 rows = functional.pad(given, (0, 0, 0, rank - given.shape[0]))
                 piece.put(a, 0, rows[_slices(piece)])
-                scale.view(-1)[part] = scales[_module(piece.source)]
         for piece in self.b:
             if (given := values.get(piece.source)) is not None:
                 columns = functional.pad(given, (0, rank - given.shape[1]))
                 piece.put(b.mT, 0, columns[_slices(piece)])
-        for tensor, new in zip(held, (a, b, scale), strict=True):
+        for tensor, new in zip(held, (a, b), strict=True):
             tensor.copy_(new)
 
-    def difference(self, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> float:
+    def difference(self, slot: int, values: Mapping[str, Tensor]) -> float:
         """Return how much an adapter in a slot differs from its product with A and B merged into the weight.
 
         Relative to the largest element of the output, for random inputs. Of experts, the first that it changes.
@@ -156,10 +154,9 @@ class _Layer:
         merged, wide = output.float().cpu(), x.float().cpu()
         inputs = {piece.source: piece for piece in self.a}
         for piece in changed:
-            module = _module(piece.source)
-            source = f"{module}.{LORA_A}"
+            source = f"{_module(piece.source)}.{LORA_A}"
             a = values[source][:, slice(*inputs[source].taken[1])]
-            update = scales[module] * (values[piece.source][slice(*piece.taken[0])].float() @ a.float())
+            update = values[piece.source][slice(*piece.taken[0])] @ a.float()
             merged[:, slice(*piece.target[-2])] += wide @ update.t()
         largest = merged.abs().max().item()
         return (applied - merged).abs().max().item() / (largest or 1.0)
@@ -217,7 +214,7 @@ class Adapters:
             ConfigError: its rank is above ``adapters.rank``, or no slot is free.
         """
         files = AdapterFiles.open(folder)
-        values, scales = self._checked(files)
+        values = self._checked(files)
         with self._lock:
             former = self._named.get(name)
             slot = self._slot(name, former)
@@ -225,8 +222,8 @@ class Adapters:
                 token = self._backend.enter()
                 try:
                     for layer in self._layers:
-                        layer.write(slot, values, scales)
-                    self._compare(name, slot, values, scales)
+                        layer.write(slot, values)
+                    self._compare(name, slot, values)
                     self._backend.device.synchronize()
                 finally:
                     self._backend.leave(token)
@@ -265,7 +262,7 @@ class Adapters:
             for adapter in self._named.values():
                 read = self._checked(AdapterFiles.open(adapter.folder))
                 for layer in self._layers:
-                    layer.write(adapter.slot, *read)
+                    layer.write(adapter.slot, read)
                 adapter.number = next(_numbers)  # The files may have changed.
 
     def take(self, name: str) -> Adapter:
@@ -316,8 +313,8 @@ class Adapters:
             if not adapter.users and adapter.slot != kept:
                 self._free.append(adapter.slot)
 
-    def _checked(self, files: AdapterFiles) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return an adapter's tensors and scales by the model's names."""
+    def _checked(self, files: AdapterFiles) -> dict[str, Tensor]:
+        """Return an adapter's tensors by the model's names, B in float32, times its scale."""
         own = {name: name for name in files.tensors}
         stored = renamed(own, self._model, self._known.keys())
         if unknown := sorted(name for name in stored if name not in self._known):
@@ -349,17 +346,18 @@ class Adapters:
                 "use an adapter that was trained for this model",
             )
         values = files.read()
-        scales = {_module(name): files.scale_of(_module(old)) for name, old in stored.items()}
-        return {name: values[old] for name, old in stored.items()}, scales
+        scaled = {old: files.scale_of(_module(old)) for old in values if old.endswith(LORA_B)}
+        values |= {old: values[old].float() * scale for old, scale in scaled.items()}
+        return {name: values[old] for name, old in stored.items()}
 
-    def _compare(self, name: str, slot: int, values: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+    def _compare(self, name: str, slot: int, values: Mapping[str, Tensor]) -> None:
         """Warn if an adapter that is applied differs from a merged one, in a layer of each kind."""
         kinds: dict[tuple[str, ...], _Layer] = {}
         for layer in self._layers:
             if any(piece.source in values for piece in layer.a):
                 kinds.setdefault(tuple(layer.path.split(".")[-2:]), layer)
         for layer in kinds.values():
-            found, allowed = layer.difference(slot, values, scales), DEFAULT_TOLERANCE[layer.lora.lora_a.dtype][0]
+            found, allowed = layer.difference(slot, values), DEFAULT_TOLERANCE[layer.lora.lora_a.dtype][0]
             if not found <= allowed:
                 log.warning(
                     "the adapter %s, applied to %s, differs from merged weights by %.2g of the largest output, "

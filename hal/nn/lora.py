@@ -32,13 +32,11 @@ class Lora(nn.Module):
 
     Attributes:
         lora_a: ``[slots, num_parts, rank, in_features]``.
-        lora_b: ``[slots, rank, out_features]``.
-        scale: ``[slots, num_parts]``, float32.
+        lora_b: ``[slots, rank, out_features]``, times the adapter's scale.
     """
 
     lora_a: Tensor
     lora_b: Tensor
-    scale: Tensor
 
     def __init__(
         self,
@@ -56,7 +54,6 @@ class Lora(nn.Module):
         self.parts = parts
         self.register_buffer("lora_a", torch.zeros(slots, num_parts, rank, in_features, dtype=dtype, device=device))
         self.register_buffer("lora_b", torch.zeros(slots, rank, out_features, dtype=dtype, device=device))
-        self.register_buffer("scale", torch.zeros(slots, num_parts, device=device))
 
     def forward(self, output: Tensor, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """Return the projection's output with what the tokens' adapters add. Outside of a step, it stays as it is.
@@ -70,10 +67,10 @@ class Lora(nn.Module):
         if slots is None:
             return output
         if x.dim() == 2:
-            return ops.add_lora(output, x, self.lora_a, self.lora_b, self.scale, slots, self.parts)
+            return ops.add_lora(output, x, self.lora_a, self.lora_b, slots, self.parts)
         each = slots.view(-1, *[1] * (x.dim() - 2)).expand(x.shape[:-1]).flatten()
         flat = output.flatten(0, -2), x.flatten(0, -2)
-        return ops.add_lora(*flat, self.lora_a, self.lora_b, self.scale, each, self.parts).view(output.shape)
+        return ops.add_lora(*flat, self.lora_a, self.lora_b, each, self.parts).view(output.shape)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -28,14 +28,14 @@ def _lora_samples(draw: Draw) -> Iterator[Sample]:
         runs = part_runs(parts)
         count, out = 1 + max(part for part, _ in runs), sum(size for _, size in runs)
         lora_a = draw.normal(slots, count, rank, width, scale=width**-0.5)
-        lora_b, scale = draw.normal(slots, rank, out, scale=rank**-0.5), draw.normal(slots, count).float()
+        lora_b = draw.normal(slots, rank, out, scale=rank**-0.5)
         chosen = draw.integers(NO_ADAPTER, slots, tokens, dtype=torch.int32)
-        yield draw.normal(tokens, out), draw.normal(tokens, width), lora_a, lora_b, scale, chosen, parts
+        yield draw.normal(tokens, out), draw.normal(tokens, width), lora_a, lora_b, chosen, parts
         if tokens == 19:
             alike = torch.full_like(chosen, slots - 1)  # as a prompt's tokens have
-            yield draw.normal(out, tokens).t(), draw.normal(width, tokens).t(), lora_a, lora_b, scale, alike, parts
+            yield draw.normal(out, tokens).t(), draw.normal(width, tokens).t(), lora_a, lora_b, alike, parts
             none = torch.full_like(chosen, NO_ADAPTER)
-            yield draw.normal(tokens, out), draw.normal(tokens, width), lora_a, lora_b, scale, none, parts
+            yield draw.normal(tokens, out), draw.normal(tokens, width), lora_a, lora_b, none, parts
 
 
 @op(
@@ -45,7 +45,6 @@ def _lora_samples(draw: Draw) -> Iterator[Sample]:
         "x": "tokens in_features",
         "lora_a": "num_adapters num_parts rank in_features",
         "lora_b": "num_adapters rank out_features",
-        "scale": "num_adapters num_parts",
         "slots": "tokens",
         "return": "tokens out_features",
     },
@@ -54,17 +53,14 @@ def _lora_samples(draw: Draw) -> Iterator[Sample]:
         "x": "output",
         "lora_a": "output",
         "lora_b": "output",
-        "scale": torch.float32,
         "slots": torch.int32,
         "return": "output",
     },
     rowwise="tokens",
     tolerance={torch.bfloat16: (1.6e-2, 4e-2), torch.float16: (2e-3, 5e-3)},
 )
-def add_lora(
-    output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
-) -> Tensor:
-    """Return ``output + scale * (x @ A.T) @ B`` for each token, with A and B of the token's adapter.
+def add_lora(output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, slots: Tensor, parts: str) -> Tensor:
+    """Return ``output + (x @ A.T) @ B`` for each token, with A and B of the token's adapter.
 
     Accumulated in float32, and rounded once; a kernel may round ``x @ A.T`` and the second product, too. A token of the
     slot -1 keeps its output. Which adapters other tokens have does not matter.
@@ -75,8 +71,7 @@ def add_lora(
         output: ``[tokens, out_features]``, floating: the projection's.
         x: ``[tokens, in_features]``: the projection's input.
         lora_a: ``[num_adapters, num_parts, rank, in_features]``: A of each slot and part.
-        lora_b: ``[num_adapters, rank, out_features]``: B of each slot, transposed.
-        scale: ``[num_adapters, num_parts]``, float32: the factor of each slot and part.
+        lora_b: ``[num_adapters, rank, out_features]``: B of each slot, transposed, times the adapter's scale.
         slots: ``[tokens]``, int32: each token's slot; -1 for no adapter.
         parts: which part of A each run of ``out_features`` reads, and the run's length, in order, such as
             ``"0:64 1:32"``.
@@ -88,7 +83,7 @@ def add_lora(
     """
     numbers = slot_numbers(lora_a.shape[0], slots.device)
     wide = output.float(), x.float(), lora_a.float(), lora_b.float()
-    return compose(*wide, scale, slots, parts, numbers).to(output.dtype)
+    return compose(*wide, slots, parts, numbers).to(output.dtype)
 
 
 def slot_numbers(count: int, device: torch.device) -> Tensor:
@@ -101,7 +96,6 @@ def compose(
     x: Tensor,
     lora_a: Tensor,
     lora_b: Tensor,
-    scale: Tensor,
     slots: Tensor,
     parts: str,
     numbers: Tensor,
@@ -117,7 +111,7 @@ def compose(
     count, num_parts, rank, _ = lora_a.shape
     inner = functional.linear(x, lora_a.flatten(0, 2)).view(x.shape[0], count, num_parts, rank)
     others = (slots[:, None] != numbers)[:, :, None, None]
-    inner = (inner * scale.to(inner.dtype)[:, :, None]).masked_fill(others, 0.0)
+    inner.masked_fill_(others, 0.0)
     b = lora_b.flatten(0, 1)
     if num_parts == 1:
         return torch.addmm(output, inner.flatten(1), b)

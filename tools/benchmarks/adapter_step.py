@@ -37,8 +37,7 @@ def prepared(checkpoint: Path, batch: int, rank: int | None) -> tuple[hal.Runner
         for each in model.modules():
             if isinstance(each, Lora):
                 each.lora_a.normal_(0, each.lora_a.shape[-1] ** -0.5)
-                each.lora_b.normal_(0, 0.01)
-                each.scale.fill_(2.0)
+                each.lora_b.normal_(0, 0.02)
     return hal.Runner(model, backend, max_sequences=batch), backend
 
 

@@ -33,10 +33,9 @@ struct Group {
     int64_t first, count, slot;
 };
 
-// Writes the products of `count` tokens with `rows` rows of A, times the scale of each row's part.
+// Writes the products of `M` tokens with `rows` rows of A.
 template <class T, int M>
-void inner_products(const Lora& lora, const float* x, const T* a, const float* scale, int64_t row, int64_t rows,
-                    float* inner) {
+void inner_products(const Lora& lora, const float* x, const T* a, int64_t row, int64_t rows, float* inner) {
     const T* from[kRowsOfA];
     for (int64_t i = 0; i < kRowsOfA; i++) from[i] = a + (row + std::min(i, rows - 1)) * lora.in;
     Lanes sums[M][kRowsOfA] = {};
@@ -55,7 +54,7 @@ void inner_products(const Lora& lora, const float* x, const T* a, const float* s
             float sum = 0;
             for (int lane = 0; lane < kLanes; lane++) sum += sums[m][i][lane];
             for (int64_t rest = at; rest < lora.in; rest++) sum += x[m * lora.in + rest] * float(from[i][rest]);
-            inner[m * lora.rows() + row + i] = sum * scale[(row + i) / lora.rank];
+            inner[m * lora.rows() + row + i] = sum;
         }
     }
 }
@@ -110,8 +109,8 @@ const float* widened(const T* x, int64_t count, std::vector<float>& held) {
 }
 
 template <class T>
-void add(const Lora& lora, const T* output, const T* x, const T* a, const T* b, const float* scale,
-         const std::vector<Group>& groups, const Run* runs, int64_t num_runs, T* y) {
+void add(const Lora& lora, const T* output, const T* x, const T* a, const T* b, const std::vector<Group>& groups,
+         const Run* runs, int64_t num_runs, T* y) {
     thread_local std::vector<float> held, products;
     const float* wide_x = widened(x, lora.tokens * lora.in, held);
     if (int64_t(products.size()) < lora.tokens * lora.rows()) products.resize(lora.tokens * lora.rows());
@@ -128,12 +127,11 @@ void add(const Lora& lora, const T* output, const T* x, const T* a, const T* b, 
             const int64_t row = unit % blocks * kRowsOfA, taken = std::min(kRowsOfA, rows - row);
             const float* from = wide_x + group.first * lora.in;
             const T* own = a + group.slot * rows * lora.in;
-            const float* factor = scale + group.slot * lora.parts;
             float* to = inner + group.first * rows;
             if (group.count == kTokens)
-                inner_products<T, kTokens>(lora, from, own, factor, row, taken, to);
+                inner_products<T, kTokens>(lora, from, own, row, taken, to);
             else
-                inner_products<T, 1>(lora, from, own, factor, row, taken, to);
+                inner_products<T, 1>(lora, from, own, row, taken, to);
         }
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < count * columns; unit++) {
@@ -164,9 +162,9 @@ void add(const Lora& lora, const T* output, const T* x, const T* a, const T* b, 
 }  // namespace
 
 // Returns the number of the first token whose slot there is not, or 0.
-extern "C" int64_t add_lora(const void* output, const void* x, const void* a, const void* b, const float* scale,
-                            const int32_t* slots, const int64_t* runs, void* y, int dtype, int64_t tokens, int64_t in,
-                            int64_t out, int64_t num_slots, int64_t parts, int64_t rank, int64_t num_runs) {
+extern "C" int64_t add_lora(const void* output, const void* x, const void* a, const void* b, const int32_t* slots,
+                            const int64_t* runs, void* y, int dtype, int64_t tokens, int64_t in, int64_t out,
+                            int64_t num_slots, int64_t parts, int64_t rank, int64_t num_runs) {
     thread_local std::vector<Group> groups;
     groups.clear();
     for (int64_t token = 0; token < tokens; token++) {
@@ -181,7 +179,7 @@ extern "C" int64_t add_lora(const void* output, const void* x, const void* a, co
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         add(lora, static_cast<const T*>(output), static_cast<const T*>(x), static_cast<const T*>(a),
-            static_cast<const T*>(b), scale, groups, reinterpret_cast<const Run*>(runs), num_runs, static_cast<T*>(y));
+            static_cast<const T*>(b), groups, reinterpret_cast<const Run*>(runs), num_runs, static_cast<T*>(y));
     });
     return 0;
 }

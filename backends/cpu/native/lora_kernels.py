@@ -22,7 +22,7 @@ class LoraKernels(Bindings):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library)
-        self._add = self.function("add_lora", c_int64, *[c_void_p] * 8, c_int, *[c_int64] * 7)
+        self._add = self.function("add_lora", c_int64, *[c_void_p] * 7, c_int, *[c_int64] * 7)
 
     def add_lora(
         self,
@@ -30,7 +30,6 @@ class LoraKernels(Bindings):
         x: Tensor,
         lora_a: Tensor,
         lora_b: Tensor,
-        scale: Tensor,
         slots: Tensor,
         parts: str,
         *,
@@ -44,12 +43,11 @@ class LoraKernels(Bindings):
         (tokens, width), (count, num_parts, rank, inputs) = output.shape, lora_a.shape
         runs, size, known = _runs(parts)
         fits = x.shape == (tokens, inputs) and lora_b.shape == (count, rank, width)
-        fits = fits and scale.shape == (count, num_parts) and scale.dtype is torch.float32
         fits = fits and slots.shape == (tokens,) and size == width and known <= num_parts
         fits = fits and output.dtype is x.dtype is lora_a.dtype is lora_b.dtype
         slots = integers(slots, "adapter_slots")
-        require(fits, "add_lora", output, x, lora_a, lora_b, scale, indices=(slots,))
-        given = tuple(each.contiguous() for each in (output, x, lora_a, lora_b, scale))
+        require(fits, "add_lora", output, x, lora_a, lora_b, indices=(slots,))
+        given = tuple(each.contiguous() for each in (output, x, lora_a, lora_b))
         y = empty(output.shape, output) if out is None else out
         wrong = self._add(
             *addresses(*given, slots, runs, y),

@@ -216,16 +216,19 @@ class Sample:
 
 
 class AddLora:
-    """``add_lora``, in seven launches, or ten where projections are merged. The numbers of slots are constants."""
+    """``add_lora``, in four launches, or seven where projections are merged. The numbers of slots are constants.
+
+    Rows that are grouped by slot would take five: npu_moe_init_routing_v2 has no number for the slot -1, which one
+    launch replaces, then two of npu_grouped_matmul, one more for each merged projection, and npu_moe_finalize_routing.
+    npu_batch_gather_matmul takes one for each projection, but float16 on an A2 alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = slot_numbers(ADAPTERS, device)
 
-    def __call__(
-        self, output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
-    ) -> Tensor:
+    def __call__(self, output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, slots: Tensor, parts: str) -> Tensor:
         """See :func:`hal.ops.add_lora`."""
-        return compose(output, x, lora_a, lora_b, scale, slots, parts, self._numbers[: lora_a.shape[0]])
+        return compose(output, x, lora_a, lora_b, slots, parts, self._numbers[: lora_a.shape[0]])
 
 
 class MaskLogits:

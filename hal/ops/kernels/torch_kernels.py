@@ -70,11 +70,9 @@ def penalize(
     return penalized
 
 
-def add_lora(
-    output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor, slots: Tensor, parts: str
-) -> Tensor:
+def add_lora(output: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, slots: Tensor, parts: str) -> Tensor:
     """Compute as the reference does, in the dtype of ``output``."""
-    return compose(output, x, lora_a, lora_b, scale, slots, parts, slot_numbers(lora_a.shape[0], slots.device))
+    return compose(output, x, lora_a, lora_b, slots, parts, slot_numbers(lora_a.shape[0], slots.device))
 
 
 def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -285,23 +285,21 @@ def test_what_does_not_fit_is_refused(native: hal.Backend) -> None:
     attention = (row, cache, cache, table, starts, lens)
     x, gate_up, down, pairs = ones(3, 8), ones(4, 10, 8), ones(4, 8, 5), torch.zeros(3, 2, dtype=torch.int32)
     plain = None, None, GatedActivation()
-    y, slots, scale = ones(3, 8), torch.tensor([0, 1, -1]).int(), ones(2, 1)
+    y, slots = ones(3, 8), torch.tensor([0, 1, -1]).int()
     lora_a, lora_b = ones(2, 1, 2, 4), ones(2, 2, 8)
     calls = {
         "add_lora": [
-            (y, ones(3, 5), lora_a, lora_b, scale, slots, "0:8"),
-            (y, ones(2, 4), lora_a, lora_b, scale, slots, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b[:, :, :7], scale, slots, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, ones(2, 2), slots, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, scale.double(), slots, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots[:2], "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots + 1, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots - 1, "0:8"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots, "0:7"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots, "0:4 1:4"),
-            (y, ones(3, 4), lora_a, lora_b, scale, slots, "0:9 0:-1"),
-            (y, ones(3, 4), lora_a.half(), lora_b, scale, slots, "0:8"),
-            (y, ones(3, 4, device="meta"), lora_a, lora_b, scale, slots, "0:8"),
+            (y, ones(3, 5), lora_a, lora_b, slots, "0:8"),
+            (y, ones(2, 4), lora_a, lora_b, slots, "0:8"),
+            (y, ones(3, 4), lora_a, lora_b[:, :, :7], slots, "0:8"),
+            (y, ones(3, 4), lora_a, lora_b, slots[:2], "0:8"),
+            (y, ones(3, 4), lora_a, lora_b, slots + 1, "0:8"),
+            (y, ones(3, 4), lora_a, lora_b, slots - 1, "0:8"),
+            (y, ones(3, 4), lora_a, lora_b, slots, "0:7"),
+            (y, ones(3, 4), lora_a, lora_b, slots, "0:4 1:4"),
+            (y, ones(3, 4), lora_a, lora_b, slots, "0:9 0:-1"),
+            (y, ones(3, 4), lora_a.half(), lora_b, slots, "0:8"),
+            (y, ones(3, 4, device="meta"), lora_a, lora_b, slots, "0:8"),
         ],
         "topk_route": [
             (ones(3, 4), None, 5, False, True, 1.0, 1, 1, 1),
