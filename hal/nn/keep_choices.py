@@ -43,8 +43,9 @@ def keep_choices(model: CausalLM, *, record: Collection[str] = (), replay: Colle
     for argument, names in (("record", record), ("replay", replay)):
         if isinstance(names, str) or any(each not in declared or len(set(declared[each])) > 1 for each in names):
             known = sorted(name for name, each in declared.items() if len(set(each)) == 1)
+            chosen = ", ".join(known) or "nothing that hal computes"
             raise ConfigError(
-                f"{argument} is {names!r:.70}; layers of {type(model).__name__} choose {', '.join(known) or 'nothing'}",
+                f"{argument} is {names!r:.70}; layers of {type(model).__name__} choose {chosen}",
                 f"pass a list of these names: {', '.join(known)}" if known else f"leave {argument} out",
             )
     kinds = {name: declared[name][0] for name in dict.fromkeys((*record, *replay))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import secrets
@@ -13,9 +12,11 @@ from functools import cache
 from string import ascii_letters
 from typing import Any
 
+import attrs
 from tokenizers import Tokenizer
 
 from hal.generation.generate import Piece
+from hal.serve.request_fields import SentTensor
 
 JSON = dict[str, Any]
 json_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -92,15 +93,7 @@ class Answer(ABC):
 
     def _recorded(self, last: Piece) -> JSON:
         found = {name: last.choices[name] for name in self._record if name in last.choices}
-        shown = {
-            name: {
-                "shape": list(each.shape),
-                "dtype": str(each.dtype).removeprefix("torch."),
-                "data": base64.b64encode(each.numpy().tobytes()).decode(),
-            }
-            for name, each in found.items()
-        }
-        return {"recorded": shown} if shown else {}
+        return {"recorded": {name: attrs.asdict(SentTensor.of(each)) for name, each in found.items()}} if found else {}
 
     def _index(self, piece: Piece) -> int:
         return piece.prompt_index * self._n + piece.sample_index

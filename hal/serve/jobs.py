@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from hal.errors import BatchError, HalError, UnknownKey
 from hal.generation.generate import Piece
@@ -59,13 +60,32 @@ def completion_job(llm: LLM, asked: CompletionRequest, most: int) -> Job:
     tokens = None if asked.logprobs is None else TokenText(llm.tokenizer)
     answer = CompletionAnswer(asked.model, asked.n, tokens, asked.record)
     sampling = {**_sampling(asked), "max_new_tokens": asked.max_tokens, "logprobs": asked.logprobs}
+    alone = asked.echo and asked.max_tokens == 0
+    choices = _choices(llm, asked, alone) if asked.replay else None
     if not asked.echo:
         return _job(llm, asked, prompts, sampling, answer, most)
-    alone = asked.max_tokens == 0
-    echo = PromptEcho(llm, asked.prompt, prompts, asked.n, asked.logprobs, alone, adapter_of(llm, asked.model))
+    adapter = adapter_of(llm, asked.model)
+    echo = PromptEcho(llm, asked.prompt, prompts, asked.n, asked.logprobs, alone, adapter, choices)
     if alone:
         sampling["max_new_tokens"] = 1
     return _job(llm, asked, prompts, sampling, answer, most, echo)
+
+
+def _choices(llm: LLM, asked: CompletionRequest, alone: bool) -> list[dict[str, Tensor]]:
+    """Return what the model's layers choose for the prompts of a request that generates nothing."""
+    problem, remedy = None, "leave it out, or start the server with --replay"
+    if not {name for each in asked.replay for name in each} <= {*llm.replayed}:
+        names = ", ".join(sorted({name for each in asked.replay for name in each}))
+        problem = f"replay has {names:.70}, and the server replays {', '.join(llm.replayed) or 'nothing'}"
+    elif not alone:
+        problem, remedy = "replay is given, and the request generates text", "set echo to true and max_tokens to 0"
+    if problem is not None:
+        raise ApiError(400, problem, remedy, param="replay")
+    try:
+        return [{name: sent.tensor() for name, sent in each.items()} for each in asked.replay]
+    except (RuntimeError, ValueError) as error:
+        remedy = "send what an answer has as recorded"
+        raise ApiError(400, f"replay has no tensor: {error}", remedy, param="replay") from None
 
 
 def chat_job(llm: LLM, asked: ChatRequest, most: int, switches: Mapping[str, Any]) -> Job:
@@ -231,6 +251,7 @@ class PromptEcho:
         n: the number of texts of each prompt.
         top: how many of the most likely tokens each piece has; None for no log-probabilities.
         alone: whether nothing follows the prompt.
+        choices: what the model's layers choose for each prompt; None for what they choose themselves.
     """
 
     llm: LLM
@@ -240,6 +261,7 @@ class PromptEcho:
     top: int | None
     alone: bool
     adapter: str | None
+    choices: Sequence[Mapping[str, Tensor]] | None
 
     async def pieces(self) -> list[list[Piece]]:
         """Return the pieces of each prompt, a piece for each token, for each of its texts.
@@ -250,7 +272,9 @@ class PromptEcho:
         if self.top is None and not self.alone:
             scores: list[list[Logprob]] = [[(None, ())] * (len(each) - 1) for each in self.prompts]
         else:  # They check the prompts, too, if nothing else does.
-            scores = await self.llm.aprompt_logprobs(self.prompts, self.top or 0, adapter=self.adapter)
+            scores = await self.llm.aprompt_logprobs(
+                self.prompts, self.top or 0, adapter=self.adapter, choices=self.choices
+            )
         found = []
         for index, (given, tokens, score) in enumerate(
             zip(listed_prompts(self.given), self.prompts, scores, strict=True)

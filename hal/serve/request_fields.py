@@ -5,13 +5,17 @@ A field that hal does not have is an error, unless it has the value that asks fo
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import attrs
+import torch
+from torch import Tensor
 
 from hal.config import parse_json, read
 from hal.errors import AsleepError, BatchError, CheckpointError, ClosedError, ConfigError, HalError, ModelError
@@ -140,6 +144,38 @@ class StructuredOutputs:
     regex: str | None = None
 
 
+@attrs.frozen
+class SentTensor:
+    """A tensor of integers in JSON.
+
+    Attributes:
+        dtype: its name in torch.
+        data: its bytes in base64.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Literal["uint8", "int16", "int32", "int64"]
+    data: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SentTensor:
+        """Return what stands for a tensor on the CPU."""
+        name: Any = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), name, base64.b64encode(tensor.numpy().tobytes()).decode())
+
+    def tensor(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            ValueError: the data is not base64, or not of this shape and dtype.
+        """
+        data = bytearray(base64.b64decode(self.data, validate=True))
+        found: Tensor = torch.tensor(data, dtype=torch.uint8).view(getattr(torch, self.dtype))
+        if math.prod(self.shape) != found.numel() or min(self.shape, default=0) < 0:
+            raise ValueError(f"it has {found.numel()} numbers, and the shape is {list(self.shape)}")
+        return found.view(self.shape)
+
+
 @attrs.frozen(kw_only=True)
 class Request:
     """The fields of every request."""
@@ -194,6 +230,7 @@ class CompletionRequest(TextRequest):
     echo: bool = False
     max_tokens: int = 16
     logprobs: int | None = None
+    replay: tuple[dict[str, SentTensor], ...] = ()
 
 
 @attrs.frozen(kw_only=True)

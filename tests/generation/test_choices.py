@@ -204,6 +204,13 @@ def test_two_ranks_choose_alike(tmp_path: Path) -> None:
         assert torch.equal(one["own"], step.extra["experts"])
         assert torch.equal(one["given"], one["own"].roll(1, 0))
         assert not torch.allclose(one["logits"], one["other logits"])
+    found, other = in_ranks("replayed_texts", 2, folder=str(folder), prompt=PROMPTS[0], text=PROMPTS[1])
+    assert other is None
+    assert torch.equal(found["own"], found["plain"])
+    assert largest([found["altered"]], [found["plain"]]) > 1e-3
+    with opened(folder, "eager", replay=["experts"]) as llm:
+        (alone,) = llm.log_probabilities([PROMPTS[0]], [PROMPTS[1]], choices=[{"experts": found["experts"].flip(0)}])
+    assert largest([alone], [found["altered"]]) < 1e-4
 
 
 @thorough(FAMILY, "glm4_moe")
@@ -226,6 +233,13 @@ def test_layers_of_transformers_record_and_replay(family: str, tmp_path: Path) -
     assert found[0][:2] == found[1][:2]
     assert torch.equal(found[0][2], found[1][2])
     assert largest(found[0][3], found[1][3]) < 1e-4
+
+
+@thorough(FAMILY)
+def test_a_router_that_hal_does_not_compute_is_refused(tmp_path: Path) -> None:
+    transformers_families.model_of("phimoe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"record is \['experts'\]; .* choose nothing that hal computes"):
+        opened(tmp_path, "eager", record=["experts"])
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

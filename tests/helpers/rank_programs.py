@@ -364,6 +364,21 @@ def chosen(folder: str) -> dict[str, Tensor]:
             return {**found, "given": step.extra["experts"].clone(), "other logits": step.logits.clone()}
 
 
+def replayed_texts(folder: str, prompt: list[int], text: list[int]) -> dict[str, Tensor] | None:
+    """Return a text's recorded experts, and its log-probabilities plain, with them, and with others; on rank 0."""
+    config = {"parallel": {"tensor": 2}, "cache": {"num_tokens": 512}}
+    kept: Any = {"record": ["experts"], "replay": ["experts"]}
+    with hal.LLM(folder, backend="cpu", dtype="float32", compiler="eager", config=config, **kept) as llm:
+        if not llm.first:
+            return None
+        (made,) = llm.generate([[*prompt, *text]], max_new_tokens=1, temperature=0.0)
+        experts = made.choices["experts"]
+        found = {"experts": experts, "plain": llm.log_probabilities([prompt], [text])[0]}
+        for name, given in (("own", experts), ("altered", experts.flip(0))):
+            (found[name],) = llm.log_probabilities([prompt], [text], choices=[{"experts": given}])
+        return found
+
+
 def broadcast_weights(first: str, second: str) -> dict[str, Any]:
     """Send the second checkpoint's weights from rank 0 to a hal.LLM with the first's in rank 1, then wrong ones."""
     from hal.errors import CheckpointError

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hal.generation.generate import Piece
 from hal.generation.llm.serving_loop import Occupancy
 from hal.serve import request_fields
 from hal.serve.answers import ChatAnswer, CompletionAnswer, TokenText
+from hal.serve.request_fields import SentTensor
 from hal.serve.server_state import ServerMetrics
 
 CONFIG = {"cache": {"block_size": 16, "num_tokens": 4096}}
@@ -454,3 +456,37 @@ def test_what_the_model_records(chat: bool, llm: hal.LLM, url: str, trained_expe
         for index, text in enumerate(texts):
             values = np.frombuffer(base64.b64decode(found[index]["data"]), found[index]["dtype"])
             assert np.array_equal(values.reshape(found[index]["shape"]), text.choices["experts"].numpy())
+
+
+def test_recorded_choices_are_replayed(url: str, trained_experts: Path) -> None:
+    """Scores with given experts are those of hal.LLM. What cannot be replayed is refused in words."""
+    kept: Any = {"record": ["experts"], "replay": ["experts"]}
+    with hal.LLM(trained_experts, backend="cpu", config=CONFIG, max_sequences=4, **kept) as mixture:
+        prompts = [[5, 6, 7], [8, 9]]
+        texts = mixture.generate(prompts, max_new_tokens=5, temperature=0, ignore_eos=True)
+        whole = [[*text.prompt_token_ids, *text.token_ids] for text in texts]
+        choices = [{"experts": text.choices["experts"].flip(0)} for text in texts]
+        wanted = mixture.log_probabilities([each[:1] for each in whole], [each[1:] for each in whole], choices=choices)
+        asked = {"model": "tiny", "prompt": whole, "echo": True, "max_tokens": 0, "logprobs": 0}
+        sent = [{"experts": attrs.asdict(SentTensor.of(each["experts"]))} for each in choices]
+        cut = {**sent[0]["experts"], "data": sent[0]["experts"]["data"][:-4]}
+
+        def answer(replay: Any, to: str = "", **changes: Any) -> tuple[int, Any]:
+            body = json.dumps({**asked, "replay": replay, **changes}).encode()
+            return ask(to or address, "POST", "/v1/completions", body, Content_Type="application/json")[:2]
+
+        with served(mixture) as address:
+            _, found = answer(sent)
+            for replay, changes, problem in (
+                (sent, {"max_tokens": 4}, "replay is given, and the request generates text: set echo to true"),
+                (sent[:1], {}, "for 2 sequences"),
+                ([{"positions": cut}] * 2, {}, "replay has positions, and the server replays experts"),
+                ([{"experts": cut}] * 2, {}, "replay has no tensor: it has"),
+                ([{"experts": {**cut, "data": "?"}}] * 2, {}, "replay has no tensor"),
+                ([{"experts": {**cut, "dtype": "float32"}}] * 2, {}, "float32"),
+            ):
+                status, refused = answer(replay, **changes)
+                assert (status, problem in refused["error"]["message"]) == (400, True), refused
+    for each, logprobs in zip(found["choices"], wanted, strict=True):
+        assert each["logprobs"]["token_logprobs"][1:] == logprobs.tolist()
+    assert "the server replays nothing" in answer(sent, url)[1]["error"]["message"]

@@ -26,6 +26,7 @@ TOGETHER = "The most texts that are generated together."
 LENGTH = "The most tokens of a prompt and its text. By default, what the model takes and the cache holds."
 ADAPTER = "An adapter (LoRA) that peft saved, and its name, which requests give as their model. Repeatable."
 RECORD = "What requests may ask of the model's choices: experts, positions. Repeatable."
+REPLAY = "What of them requests may give for texts that are scored. Repeatable."
 SHUTDOWN = "How long requests may go on after SIGTERM or Ctrl-C."
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -53,6 +54,7 @@ log = logging.getLogger("hal.cli")
 @click.option("--revision", metavar="REVISION", help=REVISION)
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH", help=ADAPTER)
 @click.option("--record", multiple=True, metavar="NAME", help=RECORD)
+@click.option("--replay", multiple=True, metavar="NAME", help=REPLAY)
 @draft_options
 @configured(ranks=tensor_parallel())
 def command(
@@ -70,6 +72,7 @@ def command(
     revision: str | None,
     adapters: tuple[str, ...],
     record: tuple[str, ...],
+    replay: tuple[str, ...],
     draft: DraftConfig | None,
     settings: Settings,
 ) -> None:
@@ -100,7 +103,8 @@ def command(
         return
     listener = bound_socket(host, port) if rank() == 0 else None  # Before the weights: it may be taken.
     limits = {"max_sequences": max_sequences, "max_length": max_length}
-    with settings.llm(opened, **limits, draft=draft, adapters=folders, record=record) as llm:
+    kept = {"record": record, "replay": replay}
+    with settings.llm(opened, **limits, draft=draft, adapters=folders, **kept) as llm:
         if listener is None:
             return
         allowed = ServerOptions(

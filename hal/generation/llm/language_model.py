@@ -211,6 +211,12 @@ class LLM:
         kept = self._runner.model.choices
         return () if kept is None else kept.record
 
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """The names of what :meth:`log_probabilities` can be given of the model's choices."""
+        kept = self._runner.model.choices
+        return () if kept is None else kept.replay
+
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load an adapter (LoRA) that PEFT saved, or load it anew in the place of the one of this name.
 
@@ -375,9 +381,8 @@ class LLM:
         pairs = paired(prompts, continuations, lambda: self.tokenizer)
         whole = [[*prompt, *continuation] for prompt, continuation in pairs]
         self._check(whole)
-        given = None if choices is None else fields_of_choices(self._runner.model, choices, list(map(len, whole)))
         starts = [len(prompt) for prompt, _ in pairs]
-        scores = self._scoring(whole, starts, adapter=adapter, given=given).result().scores
+        scores = self._scoring(whole, starts, adapter=adapter, choices=choices).result().scores
         return [Score(token_logprobs(pair[1], each)) for pair, each in zip(pairs, scores, strict=True)]
 
     def log_probabilities(
@@ -477,12 +482,18 @@ class LLM:
         self._change(functools.partial(wake_all, part=part))
 
     async def aprompt_logprobs(
-        self, prompts: Prompt | Sequence[Prompt], top: int = 0, *, adapter: str | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        top: int = 0,
+        *,
+        adapter: str | None = None,
+        choices: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[list[Logprob]]:
         """Return the log-probabilities of prompts' second and later tokens, and of ``top`` likely ones, as score()."""
         encoded = await asyncio.to_thread(encoded_prompts, prompts, lambda: self.tokenizer)
         self._check(encoded)
-        return (await asyncio.wrap_future(self._scoring(encoded, [1] * len(encoded), top, adapter))).scores
+        scoring = self._scoring(encoded, [1] * len(encoded), top, adapter, choices)
+        return (await asyncio.wrap_future(scoring)).scores
 
     def embed(self, texts: Prompt | Sequence[Prompt], *, prompt_name: str | None = None) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``, float32, on the CPU.
@@ -526,8 +537,9 @@ class LLM:
         starts: Sequence[int],
         top: int = 0,
         adapter: str | None = None,
-        given: Sequence[Mapping[str, Tensor]] | None = None,
+        choices: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> Future[ScorePass]:
+        given = None if choices is None else fields_of_choices(self._runner.model, choices, list(map(len, prompts)))
         made = functools.partial(ScorePass, prompts=prompts, starts=starts, top=top, adapter=adapter, given=given)
         return self._loop.start(made)
 
