@@ -336,10 +336,6 @@ REFUSED = {
     f"kv_transfer_config={CONNECTED | {'kv_connector_extra_config': {'folder': 'a', 'fast': 1}}}": (
         "hal does not read fast in kv_connector_extra_config"
     ),
-    f"kv_transfer_config={CONNECTED}, tensor_parallel_size=2": "HalConnector does not support several ranks",
-    f"kv_transfer_config={CONNECTED}, speculative_config={{'method': 'ngram', 'num_speculative_tokens': 2}}": (
-        "HalConnector does not support speculative decoding"
-    ),
     "kv_offloading_size=1": "hal does not support vLLM's kv_offloading_size = 1",
     "pipeline_parallel_size=2": "hal does not support vLLM's pipeline_parallel_size = 2",
     "additional_config={'hal': {'parallel': {'tensor': 2}}}": "has parallel.tensor = 2, which vLLM decides",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.adapters import ALL, ATTENTION, adapter_of
+from helpers.distributions import installed
 from helpers.vllm_programs import found_by, needs_vllm
 from safetensors.torch import load_file
 
@@ -17,8 +18,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def check_adapters(tmp_path: Path, checkpoint: Path, *, runner: int, compiler: str = "graph", **vllm: Any) -> None:
+def check_adapters(
+    tmp_path: Path, checkpoint: Path, *, runner: int, compiler: str = "graph", backend: str = "cpu", **vllm: Any
+) -> None:
     """Check random requests, each with one of three adapters or none."""
+    on_cpu = backend == "cpu"
     weights, folders = load_file(checkpoint / "model.safetensors"), []
     for seed, kind in enumerate(KINDS):
         folders.append(tmp_path / f"adapter-{seed}")
@@ -29,13 +33,15 @@ def check_adapters(tmp_path: Path, checkpoint: Path, *, runner: int, compiler: s
         checkpoint,
         runner=runner,
         adapters=[str(each) for each in folders],
-        hal={"backend": "cpu", "cache": {"block_size": 16}, "compilation": {"compiler": compiler}},
-        vllm={"num_gpu_blocks_override": 32, **vllm},
-        dtype="float32",
+        hal={"backend": backend, "cache": {"block_size": 16 if on_cpu else 128}, "compilation": {"compiler": compiler}},
+        vllm={"num_gpu_blocks_override": 32 if on_cpu else 10, **vllm},
+        dtype="float32" if on_cpu else "float16",
+        stem=80 if on_cpu else 384,
         requests=60,
         seed=1,
     )
     assert found["wrong"] == {"random": [], "pinned": [], "replaced": []}, "seed 1"
+    assert found["ties"] <= (0 if on_cpu else 9)
     counts, room = found["counts"][0], vllm.get("max_cpu_loras", vllm["max_loras"])
     assert counts["ranks"] == vllm.get("tensor_parallel_size", 1)
     assert counts["together"] == 1 + vllm["max_loras"]
@@ -63,9 +69,12 @@ def test_requests_with_adapters_get_the_tokens_of_generate(
 
 @needs_vllm
 @pytest.mark.parametrize("runner", [1, 2])
-def test_adapters_give_way_to_others(trained: Path, tmp_path: Path, runner: int) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "npu"])
+def test_adapters_give_way_to_others(trained: Path, tmp_path: Path, backend: str, runner: int) -> None:
     """Graphs that were captured before compute with those that come into their slots."""
-    check_adapters(tmp_path, trained, runner=runner, max_loras=2)
+    if backend == "npu" and not installed("torch-npu"):
+        pytest.skip("torch_npu is not installed")
+    check_adapters(tmp_path, trained, runner=runner, backend=backend, max_loras=2)
 
 
 @needs_vllm

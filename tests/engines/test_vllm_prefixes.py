@@ -36,53 +36,68 @@ def shared_memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def run_roles(tmp_path: Path, checkpoint: Path, folder: Path, *roles: str, runner: int, **vllm: Any) -> dict[str, Any]:
+def run_instances(
+    tmp_path: Path, checkpoint: Path, folder: Path, *instances: tuple[str, str], runner: int
+) -> dict[str, Any]:
+    """Run instances with a role and a backend each. Blocks of the NPU are larger."""
+    crossed = any(backend == "npu" for _, backend in instances)
     return found_by(
         "vllm_prefixes.main",
         tmp_path,
         checkpoint,
         runner=runner,
-        roles=roles,
+        instances=instances,
         folder=str(folder),
-        hal={"backend": "cpu", "cache": {"block_size": BLOCK}, "compilation": {"compiler": "graph"}},
-        vllm={"num_gpu_blocks_override": 20, **vllm},
+        hal={"cache": {"block_size": 128 if crossed else BLOCK}, "compilation": {"compiler": "graph"}},
+        dtype="float16" if crossed else "float32",
+        blocks=10 if crossed else 20,
+        longest=400 if crossed else 200,
         requests=40,
         seed=1,
     )
 
 
-def check_continued(found: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> None:
+def check_continued(found: dict[str, Any], first: dict[str, Any], second: dict[str, Any], block: int = BLOCK) -> None:
     """Check that the second instance read all that the first one wrote, and what that took."""
-    shared = sum((each - 1) // BLOCK * BLOCK for each in found["prompts"])
-    assert second["tokens"] == first["tokens"], "seed 1"
+    shared = sum((each - 1) // block * block for each in found["prompts"])
     assert (first["read"], second["written"]) == (0, 0)
-    assert second["read"] >= shared  # more if a preempted request reads again
+    assert second["read"] >= shared > 1000  # more if a preempted request reads again
     print(f"{first['written'] / shared:.0f} bytes were moved for a token of {first['bytes of a token']} bytes")  # noqa: T201
     assert first["written"] >= shared * first["bytes of a token"]
 
 
 @needs_vllm
 @pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize(("producer", "consumer"), [("cpu", "cpu"), ("cpu", "npu"), ("npu", "cpu")])
 def test_an_instance_continues_what_another_has_computed(
-    trained: Path, tmp_path: Path, shared_memory: Path, runner: int
+    trained: Path, tmp_path: Path, shared_memory: Path, producer: str, consumer: str, runner: int
 ) -> None:
-    found = run_roles(tmp_path, trained, shared_memory, "kv_producer", "kv_consumer", runner=runner)
-    check_continued(found, *found["found"])
-    assert all(each["resumed"] for each in found["found"])
+    if "npu" in (producer, consumer) and not installed("torch-npu"):
+        pytest.skip("torch_npu is not installed")
+    instances = ("kv_producer", producer), ("kv_consumer", consumer)
+    found = run_instances(tmp_path, trained, shared_memory, *instances, runner=runner)
+    first, second = found["found"]
+    check_continued(found, first, second, BLOCK if producer == consumer else 128)
+    assert first["resumed"]
+    assert second["resumed"]
+    if producer == consumer:
+        assert second["tokens"] == first["tokens"], "seed 1"
+    assert found["differ"] == [], "seed 1"
 
 
 @needs_vllm
 def test_an_instance_in_another_process_continues(trained: Path, tmp_path: Path, shared_memory: Path) -> None:
     """One changed bit in each file, and all is computed."""
-    found = run_roles(tmp_path, trained, shared_memory, "kv_producer", runner=1)
+    found = run_instances(tmp_path, trained, shared_memory, ("kv_producer", "cpu"), runner=1)
     (first,) = found["found"]
-    (second,) = run_roles(tmp_path, trained, shared_memory, "kv_consumer", runner=1)["found"]
+    (second,) = run_instances(tmp_path, trained, shared_memory, ("kv_consumer", "cpu"), runner=1)["found"]
     check_continued(found, first, second)
+    assert second["tokens"] == first["tokens"], "seed 1"
     for file in shared_memory.iterdir():
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-    (third,) = run_roles(tmp_path, trained, shared_memory, "kv_consumer", runner=1)["found"]
+    (third,) = run_instances(tmp_path, trained, shared_memory, ("kv_consumer", "cpu"), runner=1)["found"]
     assert (third["tokens"], third["read"]) == (first["tokens"], 0)
 
 

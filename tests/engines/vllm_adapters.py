@@ -1,8 +1,8 @@
 """Runs random requests with adapters and without through vLLM, and compares their tokens with hal.generate's.
 
 The argument is JSON with ``checkpoint``, ``adapters`` (their folders), ``hal`` (hal's configuration), ``vllm`` (further
-arguments of ``vllm.LLM``), ``dtype``, ``seed``, ``requests``, and ``out``, the file for the result.
-test_vllm_adapters.py runs it in another process.
+arguments of ``vllm.LLM``), ``dtype``, ``stem`` (the longest common beginning), ``seed``, ``requests``, and ``out``, the
+file for the result. test_vllm_adapters.py runs it in another process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm_counts import resumed
+from vllm_requests import agree
 
 import hal
 from hal.engines.vllm.worker import HalWorker
@@ -65,16 +66,16 @@ def main() -> None:
     draw = random.Random(asked["seed"])
     folders: list[str] = asked["adapters"]
     config = json.loads((Path(asked["checkpoint"]) / "config.json").read_text(encoding="utf-8"))
-    stems = [[draw.randrange(5, config["vocab_size"]) for _ in range(80)] for _ in range(3)]
+    stems = [[draw.randrange(5, config["vocab_size"]) for _ in range(asked["stem"])] for _ in range(3)]
     prompts, chosen, lengths = [], [], []
     for _ in range(asked["requests"]):
-        stem = draw.choice(stems)[: draw.randint(0, 80)]
+        stem = draw.choice(stems)[: draw.randint(0, asked["stem"])]
         prompts.append([*stem, *(draw.randrange(5, config["vocab_size"]) for _ in range(draw.randint(1, 40)))])
         chosen.append(draw.choice((None, *range(len(folders)))))
         lengths.append(draw.choice((1, 8, 24)))
     engine = LLM(
         model=asked["checkpoint"],
-        max_model_len=256,
+        max_model_len=512,
         dtype=asked["dtype"],
         skip_tokenizer_init=True,
         worker_cls=f"{__name__}.{AdapterWorker.__name__}",
@@ -96,6 +97,7 @@ def main() -> None:
         found = engine.generate(given, params, lora_request=named, use_tqdm=False)
         return [[*each.outputs[0].token_ids] for each in found]
 
+    pinned = [None if each is None else 0 if each == 0 else 1 for each in chosen]
     found = {"random": tokens(chosen, known)}
     core, managed = engine.llm_engine, dict[str, Any]()
     managed["loaded"] = sorted(core.list_loras())
@@ -103,7 +105,7 @@ def main() -> None:
         core.remove_lora(number)
     managed["removed"] = [*sorted(core.list_loras()), core.remove_lora(1)]
     managed["added"] = [core.add_lora(known[0]), core.pin_lora(1), sorted(core.list_loras())]
-    found["pinned"] = tokens([None if each is None else 0 if each == 0 else 1 for each in chosen], known)
+    found["pinned"] = tokens(pinned, known)
     managed["pinned"] = 1 in core.list_loras()
     again = LoRARequest("adapter-0", 1, folders[1], load_inplace=True)  # another adapter in the place of the first
     core.add_lora(again)
@@ -130,16 +132,18 @@ def main() -> None:
             own[token.prompt_index].append(token.token_id)
         return own
 
-    wanted = {
-        "random": expected(chosen),
-        "pinned": expected([None if each is None else 0 if each == 0 else 1 for each in chosen]),
-        "replaced": expected([1] * len(chosen)),
-    }
+    named = {"random": chosen, "pinned": pinned, "replaced": [1] * len(chosen)}
+    wanted = {kind: expected(which) for kind, which in named.items()}
     plain = expected([None] * len(chosen))
-    wrong = {
-        kind: [f"{index}: {own}, not {other}" for index, (own, other) in enumerate(pairs) if own != other]
-        for kind, pairs in ((kind, zip(found[kind], wanted[kind], strict=True)) for kind in found)
-    }
+    wrong, ties = {kind: list[str]() for kind in found}, 0
+    for kind, which in named.items():
+        for index, (own, other, number) in enumerate(zip(found[kind], wanted[kind], which, strict=True)):
+            if own == other:
+                continue
+            if agree(asked["checkpoint"], prompts[index], own, other, None if number is None else folders[number]):
+                ties += 1
+            else:
+                wrong[kind].append(f"{index}: {own}, not {other}")
     changed = sum(own != other for own, other in zip(wanted["random"], plain, strict=True))
-    result = {"wrong": wrong, "changed": changed, "counts": counts, "managed": managed}
+    result = {"wrong": wrong, "changed": changed, "ties": ties, "counts": counts, "managed": managed}
     Path(asked["out"]).write_text(json.dumps(result), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Runs random requests through vLLM instances that leave prefixes for others in a folder, and reports their tokens.
 
-The argument is JSON with ``checkpoint``, ``roles`` (``kv_role`` of each instance, in order), ``folder``, ``hal`` (hal's
-configuration), ``vllm`` (further arguments of ``vllm.LLM``), ``seed``, ``requests``, and ``out``, the file for the
-result. test_vllm_prefixes.py runs it in another process.
+The argument is JSON with ``checkpoint``, ``instances`` (``kv_role`` and backend of each, in order), ``folder``, ``hal``
+(hal's configuration), ``dtype``, ``blocks`` (of the cache), ``longest`` (prompt), ``seed``, ``requests``, and ``out``,
+the file for the result. test_vllm_prefixes.py runs it in another process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm_counts import resumed
+from vllm_requests import agree
 
 from hal.engines.vllm.worker import HalWorker
 
@@ -45,38 +46,40 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     draw = random.Random(asked["seed"])
     config = json.loads((Path(asked["checkpoint"]) / "config.json").read_text(encoding="utf-8"))
-    prompts = [
-        [
-            draw.randrange(5, config["vocab_size"])
-            for _ in range(draw.choice((draw.randint(1, 40), draw.randint(1, 200))))
-        ]
-        for _ in range(asked["requests"])
-    ]
+    lengths = [draw.choice((draw.randint(1, 40), draw.randint(1, asked["longest"]))) for _ in range(asked["requests"])]
+    prompts = [[draw.randrange(5, config["vocab_size"]) for _ in range(length)] for length in lengths]
     params = [
         SamplingParams(temperature=0.0, max_tokens=draw.choice((1, 8, 48)), ignore_eos=True, detokenize=False)
         for _ in prompts
     ]
     given: Any = [{"prompt_token_ids": each} for each in prompts]
     found = []
-    for role in asked["roles"]:
+    for role, backend in asked["instances"]:
         engine = LLM(
             model=asked["checkpoint"],
-            max_model_len=256,
-            dtype="float32",
+            max_model_len=asked["longest"] + 56,
+            dtype=asked["dtype"],
             skip_tokenizer_init=True,
             worker_cls=f"{__name__}.{CountingWorker.__name__}",
-            additional_config={"hal": asked["hal"]},
+            additional_config={"hal": {**asked["hal"], "backend": backend}},
             max_num_seqs=8,
             max_num_batched_tokens=96,
+            num_gpu_blocks_override=asked["blocks"],
             kv_transfer_config={
                 "kv_connector": "HalConnector",
                 "kv_role": role,
                 "kv_connector_extra_config": {"folder": asked["folder"]},
             },
-            **asked["vllm"],
         )
         tokens = [[*each.outputs[0].token_ids] for each in engine.generate(given, params, use_tqdm=False)]
         (counts,) = engine.collective_rpc("counted")
         found.append({"tokens": tokens, **counts})
-    result = {"found": found, "prompts": [len(each) for each in prompts]}
+    first, *others = (each["tokens"] for each in found)
+    differ = [
+        index
+        for other in others
+        for index, (prompt, *pair) in enumerate(zip(prompts, first, other, strict=True))
+        if not agree(asked["checkpoint"], prompt, *pair)
+    ]
+    result = {"found": found, "prompts": lengths, "differ": differ}
     Path(asked["out"]).write_text(json.dumps(result), encoding="utf-8")

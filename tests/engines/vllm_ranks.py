@@ -21,7 +21,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm_requests import TIE, gap
+from vllm_requests import agree
 
 import hal
 
@@ -94,16 +94,8 @@ def replicas() -> None:
     for token in hal.generate(runner, prompts, params):
         expected[token.prompt_index].append(token.token_id)
     differ = [index for index, tokens in enumerate(found) if tokens != expected[index]]
-    ties = [index for index in differ if _tied(asked, prompts[index], found[index], expected[index])]
+    ties = [index for index in differ if agree(asked["checkpoint"], prompts[index], found[index], expected[index])]
     _write(asked, wrong=[index for index in differ if index not in ties], ties=ties, drawn=drawn, counts=counts)
-
-
-def _tied(asked: dict[str, Any], prompt: list[int], tokens: list[int], expected: list[int]) -> bool:
-    """Return whether the first tokens that differ have logits that rounding may turn."""
-    for at, (one, other) in enumerate(zip(tokens, expected, strict=True)):
-        if one != other:
-            return gap(asked["checkpoint"], prompt + tokens[:at], one, other) < TIE
-    return False
 
 
 def killed() -> None:
