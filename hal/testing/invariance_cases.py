@@ -14,7 +14,7 @@ from hal import ops
 from hal.drivers.backend import Backend
 from hal.errors import MissingKernel
 from hal.ops.declaration.operation import Operation
-from hal.ops.kernels.part_of_call import STARTS, Part, on_host, row_count, with_parts, with_rows
+from hal.ops.kernels.part_of_call import COUNTS, STARTS, Part, by_expert, on_host, row_count, with_parts, with_rows
 from hal.testing.case import Case, Failure, NotApplicable
 from hal.testing.compared_call import prepare_weights, same_bits
 from hal.testing.operation_calls import Call, clone_tensors, describe, sample_count, tensors
@@ -22,9 +22,6 @@ from hal.testing.target import Target, dtype_name
 
 ROWS = (2, 7, 66)
 """Numbers of rows of the calls that are compared, each drawn from the rows of a sample."""
-COUNTS = "counts"
-"""The argument that gives the rows of each expert."""
-ASSIGNMENTS = "assignments"
 
 
 def cases(target: Target) -> Iterator[Case]:
@@ -34,7 +31,7 @@ def cases(target: Target) -> Iterator[Case]:
     for name in sorted(target.backend.invariant):
         operation = ops.operation(name)
         if operation.collective or (
-            operation.rowwise is None and not _of_steps(operation) and not _by_expert(operation)
+            operation.rowwise is None and not _of_steps(operation) and not by_expert(operation)
         ):
             continue
         for dtype in target.backend.limits.dtypes:
@@ -69,7 +66,7 @@ def check_invariant(backend: Backend, call: Call) -> None:
         problems = [*_of_parts(operation, arguments)] if operation.fused else []
         if _of_steps(operation):
             problems += list(_of_sequences(operation, arguments))
-        elif _by_expert(operation):
+        elif by_expert(operation):
             problems += list(_of_experts(operation, arguments))
         else:
             problems += list(_of_rows(operation, arguments))
@@ -79,11 +76,6 @@ def check_invariant(backend: Backend, call: Call) -> None:
 
 def _of_steps(operation: Operation) -> bool:
     return STARTS in operation.signature.parameters
-
-
-def _by_expert(operation: Operation) -> bool:
-    """Return whether an operation's rows are sorted by expert."""
-    return any(ASSIGNMENTS in shape.names for _, shape in operation.constraints.shapes)
 
 
 def _run(operation: Operation, arguments: Mapping[str, Any]) -> list[torch.Tensor]:

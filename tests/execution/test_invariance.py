@@ -89,19 +89,10 @@ def test_compilers_that_compute_each_size_otherwise_are_refused() -> None:
 def test_an_operation_that_cannot_hold_it_is_refused_by_its_kernel() -> None:
     config: dict[str, Any] = {"backend": "cpu", "numerics": {"invariant": True}, "options": {"native": False}}
     backend = hal.open(config)
-    x, weight = torch.randn(3, 8), torch.randn(2, 4, 8)
-    with pytest.raises(MissingKernel, match=r"cpu computes grouped_linear with by_expert"):
-        backend.ops.grouped_linear(x, weight, torch.tensor([1, 2]))
-    assert same_bits(backend.ops.linear(x, weight[0])[1:2], backend.ops.linear(x[1:2], weight[0]))
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "kernel"),
-    [(EXPERTS, "expert_permute with the reference"), (HYBRID, "causal_conv1d with causal_conv1d")],
-)
-def test_experts_and_recurrent_layers_need_declared_kernels(checkpoint: Path, kernel: str) -> None:
-    with pytest.raises(MissingKernel, match=f"numerics.invariant is true, but cpu computes {kernel}"):
-        Model(checkpoint, texts(1, 1), ["eager"], dtype="float32", options={"native": False})
+    x, starts = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(MissingKernel, match=r"cpu computes packed_attention with packed,"):
+        backend.ops.packed_attention(x, x, x, starts, starts, 1.0, False)
+    assert same_bits(backend.ops.linear(x[:, 0], x[0])[1:2], backend.ops.linear(x[1:2, 0], x[0]))
 
 
 def test_models_of_another_source_are_refused() -> None:

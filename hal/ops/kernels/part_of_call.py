@@ -22,6 +22,8 @@ from hal.ops.declaration.operation import Operation
 from hal.ops.kernels.kernel_table import Kernel
 
 STARTS, LENGTHS = "query_start_loc", "kv_lens"
+ASSIGNMENTS, COUNTS = "assignments", "counts"
+"""The axis of rows that are sorted by expert, and the argument that gives the rows of each."""
 Part = tuple[int, int, int]
 """A sequence, its first new token that the part has, and the end."""
 
@@ -33,13 +35,25 @@ def row_by_row(operation: Operation, kernel: Kernel) -> Kernel | None:
     capture permits.
 
     Returns:
-        None if a row depends on others, or what a row writes is read by another.
+        None if a row depends on others.
     """
+    if operation.name == "expert_permute":
+        return kernel  # It moves rows, and computes nothing.
+    if operation.name == "expert_unpermute":
+        return _each_combination(kernel)
+    if by_expert(operation) and not operation.fused:
+        return _each_assignment(operation, kernel)
+    of_sequences = STARTS in operation.signature.parameters
+    if of_sequences and operation.mutates:
+        return _each_update(operation, kernel)
     if operation.rowwise is None or operation.collective:
         return None
-    if STARTS not in operation.signature.parameters:
-        return _each_row(operation, kernel)
-    return None if operation.mutates else _each_token(operation, kernel)
+    return (_each_token if of_sequences else _each_row)(operation, kernel)
+
+
+def by_expert(operation: Operation) -> bool:
+    """Return whether an operation's rows are sorted by expert."""
+    return any(ASSIGNMENTS in shape.names for _, shape in operation.constraints.shapes)
 
 
 def _each_row(operation: Operation, kernel: Kernel) -> Kernel:
@@ -58,6 +72,81 @@ def _each_row(operation: Operation, kernel: Kernel) -> Kernel:
     return run
 
 
+def _each_assignment(operation: Operation, kernel: Kernel) -> Kernel:
+    """Return a kernel that calls another one for each row that is sorted by expert, whose expert the counts say."""
+    names = tuple(operation.signature.parameters)
+
+    def run(*given: Any, out: Any = None) -> Any:
+        arguments = dict(zip(names, given, strict=True))
+        counts: Tensor = arguments[COUNTS]
+        of_rows = _with_dims(operation, arguments, ASSIGNMENTS)
+        rows = next(value.shape[dim] for _, value, dim in of_rows)
+        if rows == 0:
+            return _written(kernel(*given), out)
+        ends, row = counts.cumsum(0), torch.arange(rows, device=counts.device)[:, None]
+        owned = ((row >= ends - counts) & (row < ends)).to(counts.dtype)
+        found = []
+        for place in range(rows):
+            own = {name: _alone(value, dim, place) for name, value, dim in of_rows}
+            found.append(kernel(*{**arguments, **own, COUNTS: owned[place].clone()}.values()))
+        return _written(torch.cat(found), out)
+
+    return run
+
+
+def _each_combination(kernel: Kernel) -> Kernel:
+    """Return a kernel of ``expert_unpermute`` that calls another one for each token."""
+
+    def run(rows: Tensor, positions: Tensor, weights: Tensor, *, out: Any = None) -> Any:
+        tokens, top_k = weights.shape
+        if tokens == 0:
+            return _written(kernel(rows, positions, weights), out)
+        taken = rows.index_select(0, positions).unflatten(0, weights.shape)
+        own = torch.arange(top_k, device=positions.device, dtype=positions.dtype)
+        found = [kernel(taken[token].clone(), own, _alone(weights, 0, token)) for token in range(tokens)]
+        return _written(torch.cat(found), out)
+
+    return run
+
+
+def _each_update(operation: Operation, kernel: Kernel) -> Kernel:
+    """Return a kernel that calls another one, which updates a state of each sequence, for one token after the other.
+
+    The state after a token that is not kept is written where the last one will be.
+    """
+    names = tuple(operation.signature.parameters)
+
+    def run(*given: Any, out: Any = None) -> Any:
+        arguments = dict(zip(names, given, strict=True))
+        _refuse_capture(operation, given[0])
+        read, written, rows = arguments.get("read_slots"), arguments.get("write_slots"), list[Tensor]()
+        if written is None and read is not None:
+            written = read[:, None]
+        slot = torch.empty(0)
+        for sequence, (start, end) in enumerate(pairwise(on_host(arguments, STARTS))):
+            for at in range(end - start):
+                own = with_parts(operation, arguments, [(sequence, at, at + 1)])[0]
+                if written is not None:
+                    kept = max(written.shape[1] - (end - start - at), -1)
+                    own["read_slots"] = own["read_slots"] if at == 0 else slot.view(1)
+                    own["write_slots"] = slot = written[sequence, kept].view(1, 1)
+                rows.append(kernel(*own.values()))
+        if not rows:
+            return _written(kernel(*given), out)
+        rows += [torch.zeros_like(rows[0])] * (len(given[0]) - len(rows))  # of padding
+        return _written(torch.cat(rows), out)
+
+    return run
+
+
+def _refuse_capture(operation: Operation, given: Tensor) -> None:
+    if is_capturing() and not given.is_cpu:  # A tape of the CPU calls a kernel again in each replay.
+        raise CaptureError(
+            f"numerics.invariant calls {operation.name} for each token, by lengths that a capture cannot update",
+            "use the compiler eager, or piecewise with its default splitting_ops",
+        )
+
+
 def _each_token(operation: Operation, kernel: Kernel) -> Kernel:
     names = tuple(operation.signature.parameters)
 
@@ -68,11 +157,7 @@ def _each_token(operation: Operation, kernel: Kernel) -> Kernel:
                 f"{operation.name} is not causal, so that its tokens cannot be computed one at a time",
                 "set numerics.invariant to false for this model",
             )
-        if is_capturing() and not given[0].is_cpu:  # A tape of the CPU calls this function again in each replay.
-            raise CaptureError(
-                f"numerics.invariant calls {operation.name} for each token, by lengths that a capture cannot update",
-                "use the compiler eager, or piecewise with its default splitting_ops",
-            )
+        _refuse_capture(operation, given[0])
         starts: list[int] = on_host(arguments, STARTS)
         parts = [(s, at, at + 1) for s, (start, end) in enumerate(pairwise(starts)) for at in range(end - start)]
         rows = [kernel(*with_parts(operation, arguments, [part])[0].values()) for part in parts]
@@ -169,8 +254,12 @@ def _row(operation: Operation, arguments: Mapping[str, Any], row: int) -> dict[s
     """Return the arguments of a call with one row, as :func:`with_rows`, without indices that a capture would copy."""
     found = dict(arguments)
     for name, value, dim in _with_dims(operation, arguments, operation.rowwise or TOKENS):
-        found[name] = value.narrow(dim, row, 1).clone(memory_format=torch.contiguous_format)
+        found[name] = _alone(value, dim, row)
     return found
+
+
+def _alone(value: Tensor, dim: int, row: int) -> Tensor:
+    return value.narrow(dim, row, 1).clone(memory_format=torch.contiguous_format)
 
 
 def on_host(arguments: Mapping[str, Any], name: str) -> list[int]:
