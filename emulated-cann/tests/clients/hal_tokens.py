@@ -1,31 +1,36 @@
-"""Prints prompts and hal's greedy tokens on the CPU, as JSON: python hal_tokens.py CHECKPOINT."""
+"""Prints prompts, hal's greedy tokens on the CPU, and the tokens tied with them: python hal_tokens.py CHECKPOINT DTYPE.
+
+It prints JSON: ``prompts``, token ids, and ``allowed``, for each prompt and new token, the ids that rounding can put in
+hal's place, hal's own first. :mod:`hal.ops.rounding` has the rule. Run it with ``tests`` in PYTHONPATH.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
-from transformers import AutoTokenizer
+import torch
+from helpers.one_device import OneDevice
+from helpers.rank_programs import PROMPTS
 
 import hal
-
-NEW = 24
-TEXTS = (
-    "def read_file(path):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\nimport sys\n\n\ndef main(argv):\n" * 4,
-)
+from hal.ops.rounding import TIE_RATIO
 
 
 def main() -> None:
-    """Generate after three prompts of different lengths."""
-    prompts = [AutoTokenizer.from_pretrained(sys.argv[1])(text).input_ids for text in TEXTS]
-    found: list[list[int]] = [[] for _ in prompts]
-    with hal.open({"backend": "cpu", "dtype": "bfloat16", "cache": {"num_tokens": 1024}}) as backend:
-        runner = hal.Runner(hal.load_model(sys.argv[1], backend), backend)
-        for token in hal.generate(runner, prompts, hal.SamplingParams(max_new_tokens=NEW)):
-            found[token.prompt_index].append(token.token_id)
-    print(json.dumps({"prompts": prompts, "tokens": found}))  # noqa: T201
+    """Generate in the dtype, and along the same tokens in float32."""
+    checkpoint, dtype = sys.argv[1:]
+    tokenizer = hal.Checkpoint.open(checkpoint).tokenizer()
+    known = OneDevice.of(Path(checkpoint), dtype, None).known
+    allowed: list[list[list[int]]] = []
+    for row, runs in enumerate(zip(known.rounded, known.exact, strict=True)):
+        allowed.append([])
+        for at, logits in enumerate(torch.stack([run.double() for run in runs], dim=1)):
+            best = int(logits[0].argmax())
+            tied = (logits - logits[:, best, None]).abs().amax(0) <= TIE_RATIO * known.error(row, at)
+            allowed[-1].append([best, *(token for token in tied.nonzero()[:, 0].tolist() if token != best)])
+    print(json.dumps({"prompts": [tokenizer.encode(text).ids for text in PROMPTS], "allowed": allowed}))  # noqa: T201
 
 
 if __name__ == "__main__":

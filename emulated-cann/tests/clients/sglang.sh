@@ -1,10 +1,11 @@
 #!/bin/sh
 # Runs SGLang from PyPI, unmodified, on the emulated CANN, and compares its tokens with hal's on the CPU.
 #
-#     emulated-cann/tests/clients/sglang.sh VENV [CHECKPOINT]
+#     emulated-cann/tests/clients/sglang.sh VENV [FORM ...]
 #
 # Run it in the repository after `make check`. It installs SGLang, torch_npu and triton-ascend into VENV, with torch's CPU
-# build, and then runs the engine and the HTTP server, eager and in NPU graphs. PIP_ARGS are further arguments of pip.
+# build, and runs the engine, eager and in NPU graphs, in each FORM: dense (also by the HTTP server), float16, atb (without
+# FIA), sparse (Qwen3-MoE), latent (DeepSeek-V3) and ranks (tensor parallel 2). PIP_ARGS are further arguments of pip.
 #
 # What stands beside SGLang is no part of CANN:
 # - standins/sgl_kernel_npu: SGLang's operators for NPUs, compiled for hardware, in operators of torch;
@@ -13,8 +14,9 @@
 # - tools/engines/torchvision_declarations.py, where torchvision's CPU build cannot be had;
 # - numpy before 2.3, for Triton's interpreter, and SGLang's requirements without those for CUDA.
 set -e
+export PYTHONDONTWRITEBYTECODE=  # what is imported is compiled once
 venv=${1:?the folder of a virtual environment}
-checkpoint=${2:-checkpoints/tiny-python}
+shift
 here=$(dirname "$0")
 index=https://download.pytorch.org/whl/cpu
 pip() { "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check $PIP_ARGS "$@"; }
@@ -35,14 +37,25 @@ if ! [ -e "$venv/.installed" ]; then
     touch "$venv/.installed"
 fi
 
-expected=$(mktemp)
-trap 'rm -f "$expected"' EXIT
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv/bin/python "$here/hal_tokens.py" "$checkpoint" > "$expected"
-export TORCH_DEVICE_BACKEND_AUTOLOAD=0 TORCHDYNAMO_DISABLE=1 TRITON_INTERPRET=1 ASCEND_USE_FIA=${ASCEND_USE_FIA:-1}
-export PYTHONPATH="$here/standins"
-for way in engine http; do
-    for graphs in "" --graphs; do
-        "$venv/bin/emulated-cann" run --memory 32GiB -- \
-            "$venv/bin/python" -W ignore "$here/sglang_tokens.py" "$checkpoint" "$expected" "$way" $graphs
+made=$(mktemp -d)
+trap 'rm -r "$made"' EXIT
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 TORCHDYNAMO_DISABLE=1 TRITON_INTERPRET=1
+for form in ${*:-dense float16 atb sparse latent ranks}; do
+    checkpoint=checkpoints/tiny-python dtype=bfloat16 fia=1 ranks=1 ways=engine
+    case $form in
+    dense) ways="engine http" ;;
+    float16) dtype=float16 ;;
+    atb) fia=0 ;;
+    sparse | latent) checkpoint=$made/$form && .venv/bin/python "$here/checkpoint.py" $form "$checkpoint" ;;
+    ranks) ranks=2 ;;
+    *) echo "$form is no form" >&2 && exit 2 ;;
+    esac
+    PYTHONPATH=tests .venv/bin/python "$here/hal_tokens.py" "$checkpoint" $dtype > "$made/expected"
+    for way in $ways; do
+        for graphs in "" --graphs; do
+            printf '%s, ' "$form"
+            ASCEND_USE_FIA=$fia PYTHONPATH="$here/standins" "$venv/bin/emulated-cann" run --memory 32GiB --devices $ranks -- \
+                "$venv/bin/python" -W ignore "$here/sglang_tokens.py" "$checkpoint" "$made/expected" $dtype $ranks "$way" $graphs
+        done
     done
 done
