@@ -57,7 +57,7 @@ class Compressor(nn.Module):
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.states = {
             "entries": State(TOKEN, (dim,), group=group),
-            "tail": State(SEQUENCE, (span * group, 2 * features)),
+            "tail": State(SEQUENCE, (span * group, 2 * features), saved=True),
         }
 
     @property
@@ -70,7 +70,7 @@ class Compressor(nn.Module):
     ) -> None:
         """Store the entries that the tokens complete; ``starts`` are the angles of their groups' first tokens."""
         values, gate = self.kv_gate_proj(hidden).chunk(2, dim=-1)
-        tail = state["tail"], batch.slots, batch.query_start_loc, batch.kv_lens
+        tail = state["tail"], *batch.state_slots, batch.query_start_loc, batch.kv_lens
         pooled = ops.pool_groups(values, gate, self.position_bias, *tail, self.group, self.span)
         entries = turn(self.kv_norm(pooled).unsqueeze(1), *starts).squeeze(1)
         ops.store_index_cache(entries, state["entries"], slots)

@@ -61,7 +61,7 @@ class PooledAttention(SelectiveAttention):
             self.indexer.register_parameter(BIAS, bias)
             index, tail = (
                 State(TOKEN, (width,), group=self.group),
-                State(SEQUENCE, (self.group, 2 * width)),
+                State(SEQUENCE, (self.group, 2 * width), saved=True),
             )
             self.states = {**self.states, "index": index, "tail": tail}
 
@@ -80,8 +80,8 @@ class PooledAttention(SelectiveAttention):
                 shared["slots"] = batch.group_slots(self.group)
             key, gate = self.indexer["k_norm"](index[0]), self.indexer[GATE](hidden)
             lengths = batch.query_start_loc, batch.kv_lens
-            bias = self.indexer.get_parameter(BIAS)
-            pooled = ops.pool_groups(key, gate, bias, state["tail"], batch.slots, *lengths, self.group)
+            bias, (read, write) = self.indexer.get_parameter(BIAS), batch.state_slots
+            pooled = ops.pool_groups(key, gate, bias, state["tail"], read, write, *lengths, self.group)
             ops.store_index_cache(pooled, state["index"], shared["slots"])
             query = self.indexer["wq_b"](query).unflatten(1, (self.index_heads, -1))
             keys = state["index"], batch.block_table, *lengths

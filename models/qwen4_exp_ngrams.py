@@ -85,7 +85,7 @@ class NgramEmbedding(nn.Module):
         self.ngram_embedding = PartedEmbedding(rows, config.ple_embed_dim // len(sizes), config.split_ngram_parts)
         for name, values in self.constants.items():
             self.register_buffer(name, torch.empty(len(values), dtype=torch.int64))
-        self.states = {"tokens": State(SEQUENCE, (config.ngram_size - 1,), torch.int64)}
+        self.states = {"tokens": State(SEQUENCE, (config.ngram_size - 1,), torch.int64, saved=True)}
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -97,7 +97,7 @@ class NgramEmbedding(nn.Module):
         """Return the embeddings of a step's tokens, ``[tokens, ple_embed_dim]``."""
         hashes = self.multipliers, self.table_sizes, self.first_rows
         lengths = batch.query_start_loc, batch.kv_lens
-        rows = ops.hash_ngrams(batch.token_ids, state["tokens"], *hashes, batch.slots, *lengths, self.end)
+        rows = ops.hash_ngrams(batch.token_ids, state["tokens"], *hashes, *batch.state_slots, *lengths, self.end)
         return self.ngram_embedding(rows.flatten()).view(rows.shape[0], -1)
 
     if TYPE_CHECKING:
@@ -142,7 +142,10 @@ class NgramLayer(nn.Module):
         self.norm_key, self.norm_query, self.norm_conv = (StreamNorm(*norm) for _ in range(3))
         width = config.ple_conv_kernel_size
         self.conv1d = ShortConvolution([features], width, dilation=reach, shard=False)
-        self.states = {**self.ple_embedding.states, "values": State(SEQUENCE, ((width - 1) * reach, features))}
+        self.states = {
+            **self.ple_embedding.states,
+            "values": State(SEQUENCE, ((width - 1) * reach, features), saved=True),
+        }
 
     def forward(self, streams: Tensor, batch: SlotBatch, state: LayerState) -> Tensor:
         """Map the streams ``[tokens, count, hidden_size]`` to the same shape."""

@@ -117,8 +117,7 @@ class ShortConvolution(nn.Module):
             self.weight.squeeze(1),
             None,
             window,
-            batch.slots,
-            batch.saving_slots,
+            *batch.state_slots,
             batch.query_start_loc,
             batch.query_start_loc_host,
             True,
@@ -236,6 +235,7 @@ class GatedDeltaNet(nn.Module):
         query_key, value = mixed.split([2 * keys, values], dim=-1)
         query, key = ops.l2_norm(query_key.unflatten(1, (-1, key_dim)), L2_EPS).chunk(2, dim=1)
         decay, beta = ops.delta_rule_gates(a, b, self.decay_factor, self.dt_bias)
+        read_slots, write_slots = batch.state_slots
         output = ops.gated_delta_rule(
             query,
             key,
@@ -243,8 +243,8 @@ class GatedDeltaNet(nn.Module):
             decay,
             beta,
             state["matrix"],
-            batch.slots,
-            batch.saving_slots,
+            read_slots,
+            write_slots,
             batch.query_start_loc,
             batch.query_start_loc_host,
             key_dim**-0.5,

@@ -60,7 +60,10 @@ class GroupAttention(ChoosingAttention):
 
     @property
     def states(self) -> LayerStates:
-        index, tail = State(TOKEN, (self.index_dim,), group=self.group), State(SEQUENCE, (self.group, self.index_dim))
+        index, tail = (
+            State(TOKEN, (self.index_dim,), group=self.group),
+            State(SEQUENCE, (self.group, self.index_dim), saved=True),
+        )
         return {**super().states, "index": index, "tail": tail}
 
     def choose(self, hidden: Tensor, angles: Angles, batch: Any, state: LayerState, *further: Any) -> Tensor:
@@ -73,7 +76,8 @@ class GroupAttention(ChoosingAttention):
             ones = query.new_ones(query.shape[:2])
             shared |= {"slots": batch.group_slots(self.group), "starts": starts, "weights": ones}
         lengths = batch.query_start_loc, batch.kv_lens
-        pooled = ops.pool_groups(key, None, None, state["tail"], batch.slots, *lengths, self.group)
+        read_slots, write_slots = batch.state_slots
+        pooled = ops.pool_groups(key, None, None, state["tail"], read_slots, write_slots, *lengths, self.group)
         pooled = self.indexer["k_layernorm"](pooled).unsqueeze(1)
         pooled = self._turned(pooled, shared["starts"]).squeeze(1)
         ops.store_index_cache(pooled, state["index"], shared["slots"])

@@ -121,6 +121,7 @@ class KimiDeltaAttention(nn.Module):
             decay = factor * ops.pointwise(raw, "softplus")
         else:
             decay = self.lower_bound * ops.pointwise(-factor * raw, "sigmoid")
+        read_slots, write_slots = batch.state_slots
         output = ops.channel_delta_rule(
             query,
             key,
@@ -128,8 +129,8 @@ class KimiDeltaAttention(nn.Module):
             decay,
             ops.pointwise(self.b_proj(hidden), "sigmoid"),
             state["matrix"],
-            batch.slots,
-            batch.saving_slots,
+            read_slots,
+            write_slots,
             batch.query_start_loc,
             batch.query_start_loc_host,
             self.head_dim**-0.5,

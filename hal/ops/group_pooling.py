@@ -12,30 +12,33 @@ from hal.errors import OperationError
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
+from hal.ops.saved_states import SLOTS, last_tokens, slots_of_steps, write_states
 from hal.ops.selection import places_of
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
-    for query_lens, kv_lens, dim, group, span, kind in (
-        ([1], [1], 16, 4, 1, "gate and bias"),
-        ([5, 17, 1], [5, 17, 1], 32, 4, 1, "gate and bias"),  # prefill
-        ([3, 18], [21, 47], 64, 16, 1, "gate and bias"),  # chunks that begin in a group
-        ([1, 1, 1, 1], [32, 16, 7, 90], 128, 16, 1, "gate and bias"),  # decode
-        ([1, 1, 1], [20, 0, 0], 24, 4, 1, "mean"),  # decode with padding rows
-        ([9, 2, 0], [11, 24, 8], 40, 4, 1, "mean"),
-        ([2, 7, 1], [2, 29, 8], 48, 4, 2, "gate and bias"),  # with the group before
-        ([14, 3], [14, 131], 32, 3, 2, "gate"),
-        ([0, 0], [5, 0], 16, 4, 1, "gate and bias"),  # no tokens
+    for query_lens, kv_lens, dim, group, span, kind, saves in (
+        ([1], [1], 16, 4, 1, "gate and bias", 0),
+        ([5, 17, 1], [5, 17, 1], 32, 4, 1, "gate and bias", 0),  # prefill
+        ([3, 18], [21, 47], 64, 16, 1, "gate and bias", 0),  # chunks that begin in a group
+        ([1, 1, 1, 1], [32, 16, 7, 90], 128, 16, 1, "gate and bias", 0),  # decode
+        ([1, 1, 1], [20, 0, 0], 24, 4, 1, "mean", 0),  # decode with padding rows
+        ([9, 2, 0], [11, 24, 8], 40, 4, 1, "mean", 0),
+        ([2, 7, 1], [2, 29, 8], 48, 4, 2, "gate and bias", 0),  # with the group before
+        ([14, 3], [14, 131], 32, 3, 2, "gate", 0),
+        ([0, 0], [5, 0], 16, 4, 1, "gate and bias", 0),  # no tokens
+        ([3, 1], [9, 30], 32, 4, 1, "gate and bias", 3),  # the states after three tokens; the second sequence has one
+        ([4, 4], [21, 6], 24, 3, 2, "gate", 4),
+        ([11, 2], [11, 24], 40, 4, 1, "mean", 2),
     ):
         tokens, features = sum(query_lens), span * dim
         rows = draw.normal(tokens, 2 * features)
         gate = None if kind == "mean" else rows[:, features:]
         bias = draw.normal(group, features).float() if kind == "gate and bias" else None
-        stored = features if gate is None else 2 * features
-        tail = draw.normal(len(query_lens) + 2, span * group, stored)
-        slots = 1 + draw.permutation(len(query_lens) + 1)[: len(query_lens)]
-        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(draw.device)
-        yield rows[:, :features], gate, bias, tail, slots, starts, draw.tensor(kv_lens, torch.int32), group, span
+        tail = draw.normal(SLOTS + len(query_lens), span * group, features if gate is None else 2 * features)
+        read, write, starts, _ = slots_of_steps(draw, query_lens, saves, apart=kind != "mean")
+        lens = draw.tensor(kv_lens, torch.int32)
+        yield rows[:, :features], gate, bias, tail, read, write, starts, lens, group, span
 
 
 @op(
@@ -45,7 +48,6 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "gate": "tokens features",
         "bias": "group features",
         "tail": "num_slots span*group stored",
-        "slots": "sequences",
         "return": "tokens features//span",
     },
     dtypes={
@@ -53,7 +55,6 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "gate": "x",
         "bias": (torch.float32, "x"),
         "tail": "x",
-        "slots": torch.int32,
         "return": "x",
     },
     rowwise=None,
@@ -65,7 +66,8 @@ def pool_groups(
     gate: Tensor | None,
     bias: Tensor | None,
     tail: Tensor,
-    slots: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
     query_start_loc: Tensor,
     kv_lens: Tensor,
     group: int,
@@ -87,8 +89,9 @@ def pool_groups(
             for nothing.
         tail: ``[num_slots, span * group, stored]``, of x's dtype, written in place: the last rows of each sequence, the
             row of position ``p`` at ``p % (span * group)``. A row is that of ``x``, followed by that of ``gate``.
-        slots: ``[sequences]``, int32: the slot of each sequence. Sequences may share only slots that are never read
-            (padding), where the result is undefined.
+        read_slots: ``[sequences]``, int32: the slot of each sequence's tail.
+        write_slots: ``[sequences, saves]``, int32: slots of the tails after each of the last ``saves`` tokens, as of
+            :func:`causal_conv1d`; None for the slot that was read, after the last token.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
         group: the tokens of a group, 1 or more.
@@ -119,11 +122,11 @@ def pool_groups(
     # The tokens that complete a group, in front: sequence i has at most 1 + tokens of i // group of them.
     completes = (position >= 0) & ((position + 1) % group == 0)
     number = completes.long().cumsum(0) - 1
-    count = tokens // group + slots.shape[0]
+    count = tokens // group + read_slots.shape[0]
     last = starts.new_zeros(count + 1).scatter(0, torch.where(completes, number, count), token)[:count]
     back = torch.arange(1 - width, 1, device=x.device)
     new, place, owner = last[:, None] + back, position[last][:, None] + back, sequence[last][:, None]
-    kept = tail[slots.long()[owner], place % width]
+    kept = tail[read_slots.long()[owner], place % width]
     read = torch.where((new >= starts[owner]).unsqueeze(-1), rows[new.clamp(min=0)], kept).float()
 
     def series(read: Tensor) -> Tensor:
@@ -142,11 +145,20 @@ def pool_groups(
         pooled = (series(logits).masked_fill(before, float("-inf")).softmax(1) * values).sum(1)
     result = pooled[number.clamp(min=0)].masked_fill(~completes.unsqueeze(-1), 0.0)
 
+    if write_slots is not None:
+        token, has = last_tokens(query_start_loc, write_slots.shape[1])  # [sequences, saves]
+        position = kv_lens.long()[:, None] - starts[1:, None] + token
+        token = token[..., None] - (position[..., None] - torch.arange(width, device=x.device)) % width
+        kept = tail[read_slots.long()][:, None]
+        after = torch.where((token >= starts[:-1, None, None]).unsqueeze(-1), rows[token.clamp(min=0)], kept)
+        write_states(tail, write_slots, after, has & (kv_lens[:, None] > 0))
+        return result[:tokens].to(x.dtype)
+
     # Of the tokens that share a place of the tail, all write the row of the last one. Those of no sequence write what
     # the last token of all does, or what is there if that is padding.
     writes = torch.where(position >= 0, token, starts[-1] - 1).clamp(min=0)
     owner = sequence[writes]
     source = writes + (starts[owner + 1] - 1 - writes).clamp(min=0) // width * width
-    at = slots.long()[owner], position[writes] % width
+    at = read_slots.long()[owner], position[writes] % width
     tail[at] = torch.where((position[writes] >= 0).unsqueeze(-1), rows[source], tail[at])
     return result[:tokens].to(x.dtype)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from hal.errors import OperationError
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.operation import op
+from hal.ops.saved_states import SLOTS, last_tokens, slots_of_steps, write_states, written_slots
 from hal.ops.selection import places_of
 
 VOCABULARY = 50
@@ -18,26 +19,27 @@ VOCABULARY = 50
 
 
 def _samples(draw: Draw) -> Iterator[Sample]:
-    for query_lens, kv_lens, longest, heads in (
-        ([1], [1], 3, 8),
-        ([5, 17, 1], [5, 17, 1], 3, 2),  # prefill
-        ([3, 16], [4, 48], 4, 2),  # chunks, one of which begins at the second token
-        ([1, 1, 1, 1], [2, 16, 3, 90], 3, 4),  # decode
-        ([1, 1, 1], [20, 0, 0], 2, 1),  # decode with padding rows
-        ([0, 2], [7, 2], 5, 3),
-        ([0, 0], [7, 2], 3, 2),
+    for query_lens, kv_lens, longest, heads, saves in (
+        ([1], [1], 3, 8, 0),
+        ([5, 17, 1], [5, 17, 1], 3, 2, 0),  # prefill
+        ([3, 16], [4, 48], 4, 2, 0),  # chunks, one of which begins at the second token
+        ([1, 1, 1, 1], [2, 16, 3, 90], 3, 4, 0),  # decode
+        ([1, 1, 1], [20, 0, 0], 2, 1, 0),  # decode with padding rows
+        ([0, 2], [7, 2], 5, 3, 0),
+        ([0, 0], [7, 2], 3, 2, 0),
+        ([3, 1], [9, 4], 4, 2, 3),  # the states after three tokens; the second sequence has one
+        ([2, 2, 5], [2, 9, 30], 3, 2, 2),
     ):
-        tables, sequences = (longest - 1) * heads, len(query_lens)
+        tables = (longest - 1) * heads
         token_ids = draw.integers(0, VOCABULARY, sum(query_lens)).long()
-        window = draw.integers(0, VOCABULARY, sequences + 2, longest - 1).long()
+        window = draw.integers(0, VOCABULARY, SLOTS + heads, longest - 1).long()
         multipliers = 2 * draw.integers(0, (1 << 31) - 1, longest).long() * 40_000_000 + 1
         sizes = 100 + draw.integers(0, 100, tables).long()
-        slots = 1 + draw.permutation(sequences + 1)[:sequences]
-        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32).to(draw.device)
-        hashing = multipliers, sizes, sizes.cumsum(0) - sizes
-        yield token_ids, window, *hashing, slots, starts, draw.tensor(kv_lens, torch.int32), 7
+        read, write, starts, _ = slots_of_steps(draw, query_lens, saves)
+        hashing, lens = (multipliers, sizes, sizes.cumsum(0) - sizes), draw.tensor(kv_lens, torch.int32)
+        yield token_ids, window, *hashing, read, write, starts, lens, 7
         # With few tokens, many of them end the text.
-        yield token_ids % 3, window % 3, *hashing, slots, starts, draw.tensor(kv_lens, torch.int32), 2
+        yield token_ids % 3, window % 3, *hashing, read, write, starts, lens, 2
 
 
 @op(
@@ -48,12 +50,10 @@ def _samples(draw: Draw) -> Iterator[Sample]:
         "multipliers": "longest",
         "sizes": "tables",
         "first_rows": "tables",
-        "slots": "sequences",
         "return": "tokens tables",
     },
     dtypes={
         **dict.fromkeys(("token_ids", "window", "multipliers", "sizes", "first_rows", "return"), torch.int64),
-        "slots": torch.int32,
     },
     rowwise=None,
     state=("window",),
@@ -65,7 +65,8 @@ def hash_ngrams(
     multipliers: Tensor,
     sizes: Tensor,
     first_rows: Tensor,
-    slots: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None,
     query_start_loc: Tensor,
     kv_lens: Tensor,
     end: int,
@@ -83,8 +84,9 @@ def hash_ngrams(
         multipliers: ``[longest]``, int64: one for each token of the longest n-gram. Products with tokens fit int64.
         sizes: ``[tables]``, int64: the rows of each table, 1 or more.
         first_rows: ``[tables]``, int64.
-        slots: ``[sequences]``, int32: the slot of each sequence. Sequences may share only slots that are never read
-            (padding), where the result is undefined.
+        read_slots: ``[sequences]``, int32: the slot of each sequence's window.
+        write_slots: ``[sequences, saves]``, int32: slots of the windows after each of the last ``saves`` tokens, as of
+            :func:`causal_conv1d`; None for the slot that was read, after the last token.
         query_start_loc: ``[sequences + 1]``, int32, ascending from 0.
         kv_lens: ``[sequences]``, int32, in tokens, including the new ones.
         end: the token that ends a text.
@@ -103,7 +105,7 @@ def hash_ngrams(
             f"hash_ngrams has {tables} tables for {kept} numbers of tokens of an n-gram",
             "give each number, from 2 on, the same number of tables",
         )
-    starts, before = query_start_loc.long(), window[slots.long()]  # [sequences, kept]
+    starts, before = query_start_loc.long(), window[read_slots.long()]  # [sequences, kept]
     new = functional.pad(token_ids, (0, 1))  # with one that is never read, so that there is one
     sequence, position = places_of(token_ids.shape[0], query_start_loc, kv_lens)
     token = torch.arange(token_ids.shape[0], device=token_ids.device)
@@ -124,6 +126,9 @@ def hash_ngrams(
     by_length = torch.stack(numbers, 1).repeat_interleave(tables // kept, 1)
     rows = by_length.remainder(sizes) + first_rows
 
-    last, every = starts[1:] - 1, torch.arange(slots.shape[0], device=slots.device)
-    window[slots.long()] = torch.stack([back(last, every, count) for count in range(kept - 1, -1, -1)], 1)
+    columns = written_slots(read_slots, write_slots)
+    last, has = last_tokens(query_start_loc, columns.shape[1])
+    owner = torch.arange(last.shape[0], device=last.device)[:, None].expand_as(last)
+    after = torch.stack([back(last, owner, count) for count in range(kept - 1, -1, -1)], 2)
+    write_states(window, columns, after, has)
     return rows

@@ -1,12 +1,11 @@
 """Recurrent layers: a causal convolution and gated delta rules, which keep a state per sequence.
 
-Both read a sequence's state from one slot, and write the states after its last tokens to others. Reading and writing
-one slot is the usual step. A step that writes a slot for each of several tokens can be rolled back by a choice of slot.
+:mod:`hal.ops.saved_states` says which slots they read and write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from hal.ops.attention import owners
 from hal.ops.declaration.constraints import Draw, Sample
 from hal.ops.declaration.dtypes import FLOATING
 from hal.ops.declaration.operation import op
+from hal.ops.saved_states import SLOTS, last_tokens, slots_of_steps, write_states, written_slots
 
 _RULE_DTYPES: dict[str, Any] = {
     "query": FLOATING,
@@ -24,47 +24,6 @@ _RULE_DTYPES: dict[str, Any] = {
     "decay": torch.float32,
     "state": (torch.float32, "query"),
 }
-SLOTS = 12
-"""Slots of the samples, enough for different ones of all reads and writes."""
-
-
-def _steps(
-    draw: Draw, lengths: Sequence[int], saves: int = 0, *, apart: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return slots to read and to write, and ``query_start_loc`` with its host twin, for samples.
-
-    Args:
-        draw: the source of the slots.
-        lengths: the number of tokens of each sequence.
-        saves: columns of ``write_slots``; 0 for None.
-        apart: whether all slots differ; else the last one of a sequence is the one that it reads.
-    """
-    slots = 1 + draw.permutation(SLOTS - 1)
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    write = slots[: len(lengths) * saves].view(len(lengths), saves).clone() if saves else None
-    read = slots[-len(lengths) :].clone()
-    if write is not None and not apart:
-        write[:, -1] = read
-    return read, write, starts.to(draw.device), starts
-
-
-def _last_tokens(query_start_loc: Tensor, saves: int) -> tuple[Tensor, Tensor]:
-    """Return the last ``saves`` tokens of each sequence, ``[sequences, saves]``, and which of them it has."""
-    starts = query_start_loc.long()
-    token = starts[1:, None] + torch.arange(-saves, 0, device=starts.device)
-    return token, token >= starts[:-1, None]
-
-
-def _columns(read_slots: Tensor, write_slots: Tensor | None) -> Tensor:
-    """Return the slots to write, ``[sequences, saves]``."""
-    return read_slots.unsqueeze(-1) if write_slots is None else write_slots
-
-
-def _write(state: Tensor, write_slots: Tensor, values: Tensor, kept: Tensor) -> None:
-    """Write values ``[sequences, saves, ...]`` into their slots where ``kept``, ``[sequences, saves]``, says so."""
-    slots = write_slots.long()
-    kept = kept.view(*kept.shape, *[1] * (state.dim() - 1))
-    state[slots] = torch.where(kept, values.to(state.dtype), state[slots])
 
 
 def _conv_samples(draw: Draw) -> Iterator[Sample]:
@@ -81,13 +40,13 @@ def _conv_samples(draw: Draw) -> Iterator[Sample]:
         tokens = sum(lengths)
         bias = draw.normal(channels) if width == 3 else None
         weight, window = draw.normal(width, channels), draw.normal(SLOTS, width - 1, channels)
-        steps = _steps(draw, lengths, saves, apart=apart)
+        steps = slots_of_steps(draw, lengths, saves, apart=apart)
         yield draw.normal(tokens, channels), weight, bias, window, *steps, width != 2, 1
     rows = draw.normal(6, 64)[:, 16:48]  # a part of a projection
-    yield rows, draw.normal(4, 32), None, draw.normal(SLOTS + 2, 3, 32), *_steps(draw, [4, 2]), True, 1
+    yield rows, draw.normal(4, 32), None, draw.normal(SLOTS + 2, 3, 32), *slots_of_steps(draw, [4, 2]), True, 1
     for lengths, width, dilation, saves in (([1, 1, 1], 4, 3, 0), ([20, 1, 3], 4, 3, 0), ([5, 2], 3, 2, 3)):
         weight, window = draw.normal(width, 24), draw.normal(SLOTS, (width - 1) * dilation, 24)
-        yield draw.normal(sum(lengths), 24), weight, None, window, *_steps(draw, lengths, saves), True, dilation
+        yield draw.normal(sum(lengths), 24), weight, None, window, *slots_of_steps(draw, lengths, saves), True, dilation
 
 
 @op(
@@ -168,11 +127,11 @@ def causal_conv1d(
     if bias is not None:
         total = total + bias.float()
 
-    columns = _columns(read_slots, write_slots)
-    last, kept = _last_tokens(query_start_loc, columns.shape[1])
+    columns = written_slots(read_slots, write_slots)
+    last, kept = last_tokens(query_start_loc, columns.shape[1])
     sequence = torch.arange(sequences, device=x.device)[:, None].expand_as(last)
     values = torch.stack([rows(last, sequence, back) for back in range(kept_rows - 1, -1, -1)], dim=2)
-    _write(window, columns, values, kept)
+    write_states(window, columns, values, kept)
     return (functional.silu(total) if silu else total).to(x.dtype)
 
 
@@ -247,7 +206,7 @@ def _delta_rule_samples(draw: Draw) -> Iterator[Sample]:
             decay,
             torch.sigmoid(draw.normal(tokens, value_heads).float()).to(draw.dtype),
             state if index in (1, 7, 8) else state.float(),
-            *_steps(draw, lengths, saves, apart=apart),
+            *slots_of_steps(draw, lengths, saves, apart=apart),
             key_dim**-0.5,
         )
 
@@ -438,8 +397,8 @@ def _delta_rule(
     result: Tensor = recalled(q)
     result = result + products(q) @ change
 
-    columns = _columns(read_slots, write_slots)
-    last, kept = _last_tokens(query_start_loc, columns.shape[1])
+    columns = written_slots(read_slots, write_slots)
+    last, kept = last_tokens(query_start_loc, columns.shape[1])
     at = last.clamp(min=0)
     left = (total[:, at + 1].unsqueeze(3) - total[:, None, None, 1:]).float()  # [heads, sequences, saves, tokens, ...]
     seen = own[:, None] & (token <= last.unsqueeze(-1))
@@ -447,6 +406,6 @@ def _delta_rule(
     old = (total[:, at + 1] - total[:, query_start_loc.long()[:-1], None]).float().exp()
     added = torch.einsum("hsjtk,htv->sjhvk", left * k[:, None, None], change)
     after = old.permute(1, 2, 0, 3).unsqueeze(-2) * before[:, None] + added
-    _write(state, columns, after.masked_fill(lost[:, None, None, None, None], float("nan")), kept)
+    write_states(state, columns, after.masked_fill(lost[:, None, None, None, None], float("nan")), kept)
     result = (result * scale).transpose(0, 1).masked_fill(broken[:, None, None], float("nan"))
     return result.to(query.dtype)

@@ -30,9 +30,9 @@ class SlotBatch(Batch):
     slots: Tensor = field("sequences", torch.int32, pad=DUMMY_SLOT)
 
     @property
-    def saving_slots(self) -> Tensor | None:
-        """``write_slots`` of the operations of recurrent layers; None where a step keeps the last states only."""
-        return None
+    def state_slots(self) -> tuple[Tensor, Tensor | None]:
+        """``read_slots`` and ``write_slots`` of operations; the latter None where a step keeps the last states only."""
+        return self.slots, None
 
 
 @lru_cache(maxsize=64)
@@ -52,8 +52,8 @@ def rollback_batch(base: type[SlotBatch], saves: int) -> type[SlotBatch]:
         write_slots: Tensor = field(f"sequences {saves}", torch.int32, pad=DUMMY_SLOT)
 
         @property
-        def saving_slots(self) -> Tensor | None:
-            return self.write_slots
+        def state_slots(self) -> tuple[Tensor, Tensor | None]:
+            return self.slots, self.write_slots
 
     RollbackBatch.saves = saves
     RollbackBatch.__name__ = RollbackBatch.__qualname__ = base.__name__

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import published_configs
 from helpers.comparison import their_hidden
 from helpers.random_hybrids import build
 from helpers.random_predictors import FAMILIES, saved, saved_eagle
@@ -23,8 +24,10 @@ import hal
 from hal.errors import ConfigError
 from hal.generation.drafting.draft_length import AGAIN, DraftLength
 from hal.generation.drafting.draft_model import UNDRAFTED, ModelDrafter
+from hal.generation.drafting.drafter import Drafts
 from hal.generation.drafting.ngram import NgramOptions, TextIndex
 
+SEED = random.randrange(1 << 30)
 CHECKPOINTS = Path("checkpoints")
 DENSE, HYBRID, SPARSE, LATENT = (CHECKPOINTS / f"tiny-python{kind}" for kind in ("", "-hybrid", "-moe", "-latent"))
 TEXTS = (
@@ -179,6 +182,41 @@ def test_drafts_of_a_layer_that_reads_hidden_states(tmp_path: Path, architecture
                 states, logits = reference(target, [*tokens[1:], *drafts[:count]], hidden)
                 assert logits[-1].max() - logits[-1, drafted] < 1e-3, (tokens, drafts, count)
                 hidden = torch.cat([hidden, states[-1:]])
+
+
+@thorough(FAMILY, "graph-[DQ]|eager-G")
+@pytest.mark.parametrize("family", ["GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next"])
+@pytest.mark.parametrize("compiler", ["eager", "graph"])
+def test_states_of_groups_and_n_grams_are_rolled_back(tmp_path: Path, family: str, compiler: str) -> None:
+    """Rejected drafts have written the rows of an incomplete group, completed groups, and the tokens of n-grams."""
+    path, draw = published_configs.write(tmp_path / "model", family), random.Random(SEED)
+    print(f"seed {SEED}")  # noqa: T201 - pytest prints it with a failure
+    prompts = [[5, 9, 3, 7, 11], [4], list(range(2, 40)), [8, 1, 8, 2]]
+    given = {"backend": "cpu", "dtype": "float32", "compiler": compiler, "max_length": 128}
+    params = hal.SamplingParams(max_new_tokens=60, temperature=0, ignore_eos=True)
+    with hal.LLM(path, **given) as llm:
+        expected = [each.token_ids for each in llm.generate(prompts, params)]
+    texts = [(*prompt, *made) for prompt, made in zip(prompts, expected, strict=True)]
+
+    def partly_right(requests: Any, most: int) -> Drafts:
+        """Propose the text's next tokens, of which one may be wrong."""
+        tokens = []
+        for each in requests:
+            own = tuple(each.tokens)
+            (text,) = (text for text in texts if text[: len(own)] == own)
+            right = list(text[len(own) : len(own) + draw.randint(0, most)])
+            if right:
+                at = draw.randrange(len(right))
+                right[at] = (right[at] + draw.randint(0, 1)) % 40
+            tokens.append(right)
+        return Drafts(list(map(len, tokens)), tokens)
+
+    with hal.LLM(path, draft=NGRAM, **given) as llm:
+        assert llm._speculation is not None
+        llm._speculation.drafter.propose = partly_right  # type: ignore[method-assign]
+        assert [each.token_ids for each in llm.generate(prompts, params)] == expected
+        assert llm.acceptance is not None
+        assert 40 < sum(llm.acceptance.accepted) < sum(llm.acceptance.drafted)
 
 
 def test_prefixes_and_few_blocks() -> None:

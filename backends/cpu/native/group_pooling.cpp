@@ -49,15 +49,17 @@ void pool(const std::vector<Row<T, B>>& rows, int64_t dim, T* to) {
 
 }  // namespace
 
-// Returns the number, from 1, of the first sequence whose slot or tokens do not exist, or 0. Rows of `x`, `gate` and
-// `bias` have unit stride; the others are contiguous.
+// Returns the number, from 1, of the first sequence whose slots or tokens do not exist, or 0. Rows of `x`, `gate` and
+// `bias` have unit stride; the others are contiguous. `written` has `saves` slots of each sequence.
 extern "C" int64_t pool_groups(const void* x, const void* gate, const void* bias, void* tail, const int32_t* slots,
-                               const int32_t* starts, const int32_t* lengths, void* y, int dtype, int wide_bias,
-                               int64_t tokens, int64_t sequences, int64_t num_slots, int64_t dim, int64_t group,
-                               int64_t span, int64_t stride, int64_t gate_stride) {
+                               const int32_t* written, const int32_t* starts, const int32_t* lengths, void* y,
+                               int dtype, int wide_bias, int64_t tokens, int64_t sequences, int64_t saves,
+                               int64_t num_slots, int64_t dim, int64_t group, int64_t span, int64_t stride,
+                               int64_t gate_stride) {
+    auto exists = [&](int32_t slot) { return slot >= 0 && slot < num_slots; };
     for (int64_t row = 0; row < sequences; row++)
-        if (slots[row] < 0 || slots[row] >= num_slots || starts[row] < 0 || starts[row] > starts[row + 1] ||
-            starts[row + 1] > tokens)
+        if (!exists(slots[row]) || !std::all_of(written + row * saves, written + (row + 1) * saves, exists) ||
+            starts[row] < 0 || starts[row] > starts[row + 1] || starts[row + 1] > tokens)
             return row + 1;
     const int64_t width = span * group, features = span * dim, stored = gate ? 2 * features : features;
     std::vector<int32_t> owner(tokens, -1);
@@ -97,11 +99,18 @@ extern "C" int64_t pool_groups(const void* x, const void* gate, const void* bias
 #pragma omp for
             for (int64_t row = 0; row < sequences; row++) {
                 if (lengths[row] <= 0) continue;
-                for (int64_t token = std::max<int64_t>(starts[row], starts[row + 1] - width); token < starts[row + 1];
-                     token++) {
-                    T* to = kept + (slots[row] * width + position(token) % width) * stored;
-                    std::copy_n(values + token * stride, features, to);
-                    if (gate) std::copy_n(gates + token * gate_stride, features, to + features);
+                const T* from = kept + slots[row] * width * stored;
+                for (int64_t save = 0; save < saves; save++) {
+                    const int64_t end = starts[row + 1] - saves + save + 1;
+                    if (end <= starts[row]) continue;  // the sequence has fewer tokens
+                    T* slot = kept + written[row * saves + save] * width * stored;
+                    // A slot that is read may be written before the last: later tokens replace what that changes.
+                    if (slot != from) std::copy_n(from, width * stored, slot);
+                    for (int64_t token = std::max<int64_t>(starts[row], end - width); token < end; token++) {
+                        T* to = slot + position(token) % width * stored;
+                        std::copy_n(values + token * stride, features, to);
+                        if (gate) std::copy_n(gates + token * gate_stride, features, to + features);
+                    }
                 }
             }
         }

@@ -35,7 +35,7 @@ class RecurrentKernels(Bindings):
         self._conv = function("causal_conv1d", c_int64, *pointers[:8], c_int, c_int, *sizes)
         self._delta = function("gated_delta_rule", c_int64, *pointers, *[c_int] * 3, *[c_int64] * 15, c_float)
         self._gates = function("delta_rule_gates", None, *pointers[:6], c_int, *sizes[:4])
-        self._pool = function("pool_groups", c_int64, *pointers[:8], c_int, c_int, *sizes[:8])
+        self._pool = function("pool_groups", c_int64, *pointers[:9], c_int, c_int, *sizes, c_int64)
         self._l2 = function("l2_norm", None, *pointers[:2], c_int, *sizes[:5], c_float)
         self._gated = function("gated_rms_norm", None, *pointers[:4], c_int, c_int, *sizes[:7], c_float)
 
@@ -143,7 +143,8 @@ class RecurrentKernels(Bindings):
         gate: Tensor | None,
         bias: Tensor | None,
         tail: Tensor,
-        slots: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
         query_start_loc: Tensor,
         kv_lens: Tensor,
         group: int,
@@ -156,14 +157,17 @@ class RecurrentKernels(Bindings):
         Raises:
             OperationError: a slot is outside the state, or shapes or dtypes differ.
         """
-        (tokens, features), (sequences,) = x.shape, slots.shape
-        fits = features % span == 0 and query_start_loc.shape == (sequences + 1,) and kv_lens.shape == (sequences,)
+        written, saves = _written(read_slots, write_slots)
+        (tokens, features), (sequences,) = x.shape, read_slots.shape
+        fits = features % span == 0 and kv_lens.shape == (sequences,)
+        fits = fits and _same_sequences(read_slots, written, saves, query_start_loc)
         fits = fits and (gate is None or (gate.shape == x.shape and gate.dtype is x.dtype))
         fits = fits and tail.shape[1:] == (span * group, features * (1 if gate is None else 2))
         fits = fits and tail.dtype is x.dtype and tail.is_contiguous()
         fits = fits and (bias is None or (bias.shape == (group, features) and bias.dtype in (torch.float32, x.dtype)))
         fits = fits and (bias is None or gate is not None)
-        indices = integers(slots, "slots"), integers(query_start_loc, "query_start_loc"), integers(kv_lens, "kv_lens")
+        given = read_slots, written, query_start_loc
+        indices = (*(each.contiguous() for each in given), integers(kv_lens, "kv_lens"))
         require(fits, "pool_groups", x, tail, *filter(torch.is_tensor, (gate, bias)), indices=indices)
         x, (_, stride, _) = rows(x)
         gate, (_, gate_stride, _) = (None, (0, 0, 0)) if gate is None else rows(gate)
@@ -173,9 +177,9 @@ class RecurrentKernels(Bindings):
             *addresses(x, gate, bias, tail, *indices, y),
             DTYPES[x.dtype],
             bias is not None and bias.dtype is torch.float32,
-            *(tokens, sequences, tail.shape[0], features // span, group, span, stride, gate_stride),
+            *(tokens, sequences, saves, tail.shape[0], features // span, group, span, stride, gate_stride),
         )
-        _check("pool_groups", wrong, indices[0], indices[0][None], indices[1], tail.shape[0])
+        _check("pool_groups", wrong, *given, tail.shape[0])
         return y
 
     def delta_rule_gates(
