@@ -4,8 +4,8 @@
 #     emulated-cann/tests/clients/vllm_ascend.sh VENV [FORM ...]
 #
 # Run it in the repository after `make check`. It installs vLLM without its kernels, vllm-ascend without its own, torch_npu
-# and triton-ascend into VENV, with torch's CPU build, and runs the engine, eager and in NPU graphs, in each FORM: dense
-# (Qwen3) and sparse (Qwen3-MoE). PIP_ARGS are further arguments of pip.
+# and triton-ascend into VENV, with torch's CPU build, and runs the engine, eager, in each FORM: dense (Qwen3) and sparse
+# (Qwen3-MoE). PIP_ARGS are further arguments of pip.
 #
 # What stands beside vllm-ascend is no part of CANN:
 # - standins/vllm_ascend_C.py: its compiled operators that these models call, npu_add_rms_norm_bias and moe_gating_top_k,
@@ -56,9 +56,7 @@ for form in ${*:-dense sparse}; do
     *) echo "$form is no form" >&2 && exit 2 ;;
     esac
     PYTHONPATH=tests .venv/bin/python "$here/hal_tokens.py" "$checkpoint" bfloat16 > "$expected"
-    for graphs in "" --graphs; do
-        printf '%s, ' "$form"
-        "$venv/bin/emulated-cann" run --memory 32GiB -- \
-            "$venv/bin/python" -W ignore "$here/vllm_tokens.py" "$checkpoint" "$expected" $graphs
-    done
+    printf '%s, ' "$form"
+    "$venv/bin/emulated-cann" run --memory 32GiB -- \
+        "$venv/bin/python" -W ignore "$here/vllm_tokens.py" "$checkpoint" "$expected"
 done

@@ -1,4 +1,4 @@
-"""Compares vllm-ascend's tokens on NPUs with a file's: python vllm_tokens.py CHECKPOINT FILE [--graphs].
+"""Compares vllm-ascend's tokens on NPUs with a file's: python vllm_tokens.py CHECKPOINT FILE.
 
 The file is what hal_tokens.py prints. `vllm_ascend.sh` calls both.
 """
@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from compare import compare
 
@@ -18,10 +17,9 @@ def main() -> None:
     """Generate, compare, and print a line."""
     from vllm import LLM, SamplingParams
 
-    checkpoint, file, *rest = sys.argv[1:]
+    checkpoint, file = sys.argv[1:]
     expected = json.loads(Path(file).read_text(encoding="utf-8"))
     started = time.monotonic()
-    graphs: dict[str, Any] = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
     llm = LLM(
         checkpoint,
         dtype="bfloat16",
@@ -29,13 +27,13 @@ def main() -> None:
         max_num_seqs=4,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=2**28,
-        **({"compilation_config": graphs} if rest else {"enforce_eager": True}),
+        enforce_eager=True,
     )
     sampling = [SamplingParams(temperature=0, max_tokens=len(row), ignore_eos=True) for row in expected["allowed"]]
     found = llm.generate([{"prompt_token_ids": ids} for ids in expected["prompts"]], sampling, use_tqdm=False)
     seconds = time.monotonic() - started
     texts = [list(each.outputs[0].token_ids) for each in found]
-    compare("NPU graphs" if rest else "eager", texts, expected["allowed"], seconds)
+    compare("eager", texts, expected["allowed"], seconds)
 
 
 if __name__ == "__main__":
