@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from .activation import DRIVER, OPERATIONS, RUNTIME
+from .libraries import DRIVER, OPERATIONS, RUNTIME
 
 SOURCES = Path(__file__).parent / "src"
 TORCH, CUDA = "2.11", "13."

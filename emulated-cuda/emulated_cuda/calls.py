@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from .activation import RUNTIME, libraries
+from .libraries import RUNTIME, libraries
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 """cudaStreamCaptureModeGlobal, ThreadLocal and Relaxed."""

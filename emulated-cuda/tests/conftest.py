@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from emulated_cuda.activation import is_active
 from emulated_cuda.calls import Calls
+from emulated_cuda.libraries import is_active
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..activation import OPERATIONS, libraries
+from ..libraries import OPERATIONS, libraries
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..activation import RUNTIME, libraries
+from ..libraries import RUNTIME, libraries
 
 ASSERTED, FAILED = 710, 719
 """cudaErrorAssert and cudaErrorLaunchFailure."""
