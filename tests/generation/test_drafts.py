@@ -293,14 +293,6 @@ def test_what_is_refused(draft: dict[str, Any], error: str) -> None:
         hal.LLM(DENSE, backend="cpu", draft=draft, progress=never)
 
 
-@thorough(FAMILY, "Glm5Next")
-@pytest.mark.parametrize("family", ["Qwen4ExpText", "Glm5Next"])
-def test_states_from_which_drafts_cannot_be_dropped(family: str, tmp_path: Path) -> None:
-    build(tmp_path, family, 1)
-    with pytest.raises(ConfigError, match="per sequence, from which rejected drafts cannot be dropped"):
-        hal.LLM(tmp_path, backend="cpu", dtype="float32", draft="ngram")
-
-
 def test_a_checkpoint_without_its_layer(tmp_path: Path) -> None:
     build(tmp_path, "Qwen3Next", 1)
     with pytest.raises(ConfigError, match=r"has no tensors of a layer .* \(mtp\.fc\.weight\)"):

@@ -115,6 +115,12 @@ def test_prefixes_are_not_shared_by_a_model_with_slots(tmp_path: Path) -> None:
         hal.Runner(model, backend)
 
 
+def test_drafts_are_refused_by_a_model_whose_states_cannot_be_dropped(tmp_path: Path) -> None:
+    folder = toys.checkpoint(tmp_path / "model", "RecurrentForCausalLM")
+    with pytest.raises(ConfigError, match="keeps matrix per sequence, from which rejected drafts cannot be dropped"):
+        hal.LLM(folder, backend="cpu", draft="ngram")
+
+
 def test_a_compiler_of_another_package(tmp_path: Path) -> None:
     backend = opened("LatentForCausalLM", "counting")
     assert "counting" in backend.compilers
