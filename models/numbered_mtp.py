@@ -2,7 +2,7 @@
 
 A checkpoint has it behind the model's last layer, under the next number. Of several such layers, this is the first.
 
-Where the model selects positions, this layer has an index of its own, whatever layers share in the model.
+Where the model selects positions, this layer has its own index, even if the model's layers share theirs.
 
 Source: DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024; GLM-4.5 Team, *GLM-4.5*, 2025.
 """

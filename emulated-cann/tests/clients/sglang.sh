@@ -5,8 +5,8 @@
 #
 # Run it in the repository after `make check`. It installs SGLang, torch_npu and triton-ascend into VENV, with torch's CPU
 # build, and runs the engine, eager and in NPU graphs, in each FORM: dense (also by the HTTP server), float16, atb (without
-# FIA), sparse (Qwen3-MoE), ranks (tensor parallel 2), and latent (DeepSeek-V3), whose prompts are refused: SGLang's query of
-# FIA is not contiguous there, as its document demands. PIP_ARGS are further arguments of pip.
+# FIA), sparse (Qwen3-MoE), ranks (tensor parallel 2), and latent (DeepSeek-V3), whose prompts are refused: FIA's document
+# demands a contiguous query, and SGLang's is not. PIP_ARGS are further arguments of pip.
 #
 # What stands beside SGLang is no part of CANN:
 # - standins/sgl_kernel_npu: SGLang's operators for NPUs, compiled for hardware, in operators of torch;
