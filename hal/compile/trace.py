@@ -10,6 +10,7 @@ import copy
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from hal import ops
 from hal.compile.fx.make_graph import make_graph
 from hal.compile.recognize.rotations import polar
+from hal.compile.repeated_layers import ChangesItself, RepeatedLayers
 from hal.drivers.compiler import Outputs
 from hal.errors import CompileError
 from hal.nn import CausalLM, Encoder
@@ -320,18 +322,25 @@ def _trace(
             for each in states.values()
         ]
 
-    def run(*flat: Tensor) -> Outputs:
+    def run(arrange: Callable[[M], None], *flat: Tensor) -> Outputs:
         rest = iter(flat[len(inputs) :])
         replaced = {id(weight): each for weight, each in zip(weights.values(), rest, strict=False)}
-        return step(copy_model(model, replaced), flat[: len(inputs)], rest)  # type: ignore[arg-type]
+        copied: M = copy_model(model, replaced)  # type: ignore[assignment]
+        arrange(copied)
+        return step(copied, flat[: len(inputs)], rest)
 
     def kept(operation: Operation) -> Kernel:
         return kept_or_traced(operation, whole, kept)
 
+    table = {**(select_decomp_table() if decompose else {}), torch.ops.aten.polar.default: polar}
     try:
         with ops.intercepted(lambda each, _: kept(each)):
-            table = select_decomp_table() if decompose else {}
-            graph = make_graph(run, fakes, mode, {**table, torch.ops.aten.polar.default: polar})
+            try:
+                layers = RepeatedLayers(mode, table)
+                graph = make_graph(partial(run, layers.replace), fakes, mode, table)
+                layers.expand(graph.graph)
+            except ChangesItself:
+                graph = make_graph(partial(run, lambda copied: None), fakes, mode, table)
     except Exception as error:
         raise CompileError(
             f"{type(model).__name__} cannot be traced{_where(error)}: {str(error).partition(chr(10))[0]}",

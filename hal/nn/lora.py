@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hal import ops
 from hal.ops.lora import NO_ADAPTER
 
-_slots: ContextVar[Tensor | None] = ContextVar("hal_adapter_slots", default=None)
+STEP_SLOTS: ContextVar[Tensor | None] = ContextVar("hal_adapter_slots", default=None)
 """The slot of each token in the step that this thread runs or traces."""
 
 
@@ -63,7 +63,7 @@ class Lora(nn.Module):
             x: ``[tokens, ..., in_features]``.
             slots: ``[tokens]``, int32; None for those of the step.
         """
-        slots = _slots.get() if slots is None else slots
+        slots = STEP_SLOTS.get() if slots is None else slots
         if slots is None:
             return output
         if x.dim() == 2:
@@ -87,7 +87,7 @@ def slots_of_experts(experts: Tensor, positions: Tensor, num_experts: int) -> Te
     Returns:
         ``[tokens * top_k]``, int32; None outside of a step.
     """
-    slots = _slots.get()
+    slots = STEP_SLOTS.get()
     if slots is None:
         return None
     each = (slots[:, None] * num_experts + experts).masked_fill(slots[:, None] < 0, NO_ADAPTER)
@@ -96,9 +96,9 @@ def slots_of_experts(experts: Tensor, positions: Tensor, num_experts: int) -> Te
 
 def begin_step(model: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Give the slots of a step's tokens to the projections of ``model(batch, states)``: a hook before the call."""
-    _slots.set(arguments[0].adapter_slots)
+    STEP_SLOTS.set(arguments[0].adapter_slots)
 
 
 def end_step(model: nn.Module, arguments: tuple[Any, ...], found: Any) -> None:
     """End what :func:`begin_step` began: a hook after the call, also if it raises."""
-    _slots.set(None)
+    STEP_SLOTS.set(None)
