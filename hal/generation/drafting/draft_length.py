@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_low
 
 import attrs
 
@@ -13,9 +13,17 @@ MEMORY = 0.98
 TIMES = 7
 """The latest times of a kind of step, whose median counts."""
 FIRST = 3
-"""How many times each kind of step is measured before it is compared."""
-AGAIN, SELDOM = 32, 1024
-"""After how many steps a length that does not pay is tried again, at first and at most."""
+"""How many plain steps are measured before tokens are drafted."""
+AGAIN, SELDOM = 32, 256
+"""After how many steps the other choice, to draft or not, is tried again, at first and at most."""
+SHARE = 0.02
+"""The part of the time that drafts which do not pay may cost."""
+MARGIN = 1.03
+"""How much faster steps with drafts have to be. Measured times differ by as much."""
+START, MOST_SAVED = 1.0, 16.0
+"""The plain steps that drafts may cost at first, and that they may cost at most after they saved as many."""
+MOST_COST = 8.0
+"""The plain steps that count at most for one step. Other programs may have delayed it."""
 
 
 @attrs.frozen
@@ -53,12 +61,44 @@ class Acceptance:
         return Acceptance(drafted, accepted, self.steps - before.steps)
 
 
+@attrs.define
+class Pace:
+    """What is known of the steps of about as many texts.
+
+    Attributes:
+        times: the latest seconds of steps by length.
+        left: the steps until the next trial.
+        between: the steps between trials.
+        trial: the length that is tried, until a step has it; None for none.
+        last: the length of the last step.
+    """
+
+    times: dict[int, deque[float]] = attrs.field(factory=lambda: defaultdict(lambda: deque(maxlen=TIMES)))
+    left: int = AGAIN
+    between: int = AGAIN
+    trial: int | None = None
+    last: int = 0
+
+    def seconds(self, length: int) -> float:
+        """Return the time of a step. Between lengths that were measured it is theirs; longer ones take no longer."""
+        known = sorted(each for each, found in self.times.items() if found)
+        below = max(each for each in known if each <= length)
+        above = min((each for each in known if each >= length), default=below)
+        low, high = median_low(self.times[below]), median_low(self.times[above])
+        return low if below == above else low + (high - low) * (length - below) / (above - below)
+
+    def wait(self) -> None:
+        """End a trial. The next one is after twice as many steps."""
+        self.between = self.left = min(2 * self.between, SELDOM)
+
+
 class DraftLength:
     """Counts what is accepted, and chooses the number of tokens to draft that gives most tokens a second.
 
     For each number of texts in a step, rounded up to a power of two, it compares the lengths by the tokens to expect
-    and the median time. A length that was not measured has the time between its neighbours'. A length that does not
-    pay is measured again now and then, ever more seldom.
+    and the median time. The first steps are plain, then one has the fewest drafts. A choice that does not pay is tried
+    again now and then, ever more seldom. An account in plain steps has what drafts saved or cost: while they cost more
+    than ``SHARE`` of all steps, nothing is drafted.
 
     Args:
         lengths: the lengths to choose from, ascending, with the most as the last.
@@ -70,8 +110,9 @@ class DraftLength:
         self._lengths, self._adapt = sorted({0, *lengths}), adapt
         self._drafted, self._accepted, self._steps = [0] * self.most, [0] * self.most, 0
         self._recent = [[0.5, 1.0] for _ in range(self.most)]  # accepted and drafted, both weighted
-        self._times: dict[int, dict[int, deque[float]]] = defaultdict(lambda: defaultdict(lambda: deque(maxlen=TIMES)))
-        self._waits: dict[int, tuple[int, int]] = {}  # steps until the next trial, and between trials
+        self._paces: dict[int, Pace] = defaultdict(Pace)
+        self._saved = START
+        self._right = 0  # in the step that is not measured yet
 
     @property
     def acceptance(self) -> Acceptance:
@@ -82,30 +123,46 @@ class DraftLength:
         """Return how many tokens to draft for each of some texts."""
         if not self._adapt:
             return self.most
-        times = self._times[_kind(texts)]
-        for each in (self.most, 0):
-            if len(times[each]) < FIRST:
-                return each
-        best = max(self._lengths, key=lambda length: self._expected(length) / self._seconds(times, length))
-        left, between = self._waits.get(_kind(texts), (AGAIN, AGAIN))
-        if best and left:  # Drafting is measured as it goes, so that plain steps are tried only.
-            self._waits[_kind(texts)] = left - 1, between
-            return best
-        if left:
-            self._waits[_kind(texts)] = left - 1, between
+        pace = self._paces[_kind(texts)]
+        if len(pace.times[0]) < FIRST or self._saved < 0:
             return 0
-        self._waits[_kind(texts)] = (twice := min(2 * between, SELDOM)), twice
-        return 0 if best else next((each for each in self._lengths if each), self.most)
+        fewest = self._lengths[1]
+        if not any(found for length, found in pace.times.items() if length):
+            return fewest
+        paying = [
+            MARGIN if not each else self._expected(each) * pace.seconds(0) / pace.seconds(each)
+            for each in self._lengths
+        ]
+        best = self._lengths[paying.index(max(paying))]
+        pace.left -= 1
+        pace.trial = None if pace.left >= 0 else 0 if best else fewest
+        return best if pace.trial is None else pace.trial
 
     def measured(self, texts: int, length: int, seconds: float) -> None:
         """Note the time of a step with a length, and of drafting for it."""
-        self._times[_kind(texts)][length].append(seconds)
+        pace, right = self._paces[_kind(texts)], self._right / texts
+        begins, pace.last, self._right = bool(length and not pace.last), length, 0
+        known, plain = pace.times[length], pace.times[0]
+        # A model that drafts first runs the tokens of the plain steps.
+        if not (begins and known and seconds > median_low(known)):
+            known.append(seconds)
+        if not length:
+            self._saved = max(self._saved, min(self._saved + SHARE, START))
+            if pace.trial == 0:
+                pace.wait()
+        elif plain:
+            cost, usual = (each / median_low(plain) for each in (seconds, median_low(known)))
+            self._saved = min(self._saved + 1 + right - min(cost if begins else usual, MOST_COST), MOST_SAVED)
+            if pace.trial and 1 + right <= usual:  # Else it goes on.
+                pace.wait()
+        pace.trial = None
 
     def counted(self, drafted: int, accepted: int) -> None:
         """Count the drafted tokens of one text in a step, and how many of them the model agreed with."""
         if not drafted:
             return
         self._steps += 1
+        self._right += accepted
         for place in range(min(drafted, self.most)):
             self._drafted[place] += 1
             self._accepted[place] += place < accepted
@@ -121,12 +178,6 @@ class DraftLength:
             reached *= some / all_
             total += reached
         return total
-
-    def _seconds(self, times: dict[int, deque[float]], length: int) -> float:
-        known = sorted(each for each, found in times.items() if found)
-        below, above = max(each for each in known if each <= length), min(each for each in known if each >= length)
-        low, high = median(times[below]), median(times[above])
-        return low if below == above else low + (high - low) * (length - below) / (above - below)
 
 
 def _kind(texts: int) -> int:

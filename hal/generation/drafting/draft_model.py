@@ -20,7 +20,7 @@ from hal.generation.request import Request
 from hal.nn import DraftLM
 from hal.step import ALL, LAST, NONE, Wanted, to_device
 
-UNDRAFTED = 72
+UNDRAFTED = 8
 """The steps without drafts after which a text gets no more drafts from a model that would need all hidden states."""
 
 
