@@ -106,7 +106,6 @@ class NpuBackend(Backend):
         table = kernels(device.torch, generation, attention=options.attention) | quantized.kernels(device.torch)
         sparse = selection.SparseAttention(device.torch, generation)
         table |= {**recurrence.kernels(device.torch, generation), **sparse.kernels}
-        table |= hyper_connections.kernels(generation)
         self._prepare: dict[Kernel, Prepare] = {table["causal_conv1d"]: recurrence.prepared}
         for name, forms in form_kernels(device.torch, generation, nz=options.nz_weights).items():
             table[name] = FormKernels(name, [(each.takes, each.kernel) for each in forms])
@@ -124,6 +123,7 @@ class NpuBackend(Backend):
         table |= quantized_cache.kernels(device.torch, FusedAttention(device.torch))
         if options.triton:
             table |= triton_kernels.kernels()
+        table |= hyper_connections.kernels(generation)
         if options.nz_cache:
             table |= fractal.kernels(device.torch)
             limits = attrs.evolve(limits, head_dims=(fractal.HEAD_DIM,))

@@ -45,9 +45,9 @@ class NpuOptions:
         nz_cache: store the KV cache in FRACTAL_NZ, with a kernel for ``split_qkv_rmsnorm_rope_cache`` that requires
             this format. Supports a head dimension of 128 on A2 and A3. Off by default: the kernel is untested on
             hardware, and CANN 8.5 lacks it.
-        triton: run norms of recurrent layers, and the norms, rotation and cache write of heads, in one launch each of
-            the Triton kernels that CUDA has. Needs triton-ascend, and on an emulated NPU ``TRITON_INTERPRET=1``. Off by
-            default: no NPU has run them yet.
+        triton: run norms of recurrent layers, hyper-connections where CANN has no operators for them, and the norms,
+            rotation and cache write of heads, in one launch each of the Triton kernels that CUDA has. Needs
+            triton-ascend, and on an emulated NPU ``TRITON_INTERPRET=1``. Off by default: no NPU has run them yet.
         mc2_rows: the fewest rows, such as tokens of a step, for which a projection and the collective beside it are one
             launch. CANN's documents say to use such kernels in prefill and not in decode, without a number; 1000 is
             vllm-ascend's for sequence parallelism.

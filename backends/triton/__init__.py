@@ -29,6 +29,7 @@ from .recurrent.convolution import causal_conv1d
 from .recurrent.delta_rule import gated_delta_rule
 from .recurrent.row_norms import delta_rule_gates, gated_rms_norm, l2_norm
 from .rotary import rotary_embedding, split_qkv_rmsnorm_rope, split_qkv_rmsnorm_rope_cache
+from .streams import collapse_streams, expand_streams
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
@@ -37,11 +38,13 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
         "add_rms_norm_quantize": add_rms_norm_quantize,
         "causal_conv1d": causal_conv1d,
         "clipped_silu_and_mul": clipped_silu_and_mul,
+        "collapse_streams": collapse_streams,
         "delta_rule_gates": delta_rule_gates,
         "dynamic_quantize": dynamic_quantize,
         "expert_mlp": expert_mlp,
         "expert_permute": expert_permute,
         "expert_unpermute": expert_unpermute,
+        "expand_streams": expand_streams,
         "gated_delta_rule": gated_delta_rule,
         "gated_rms_norm": gated_rms_norm,
         "gelu_and_mul": gelu_and_mul,

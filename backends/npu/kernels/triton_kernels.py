@@ -9,8 +9,11 @@ from hal.ops.kernels.kernel_table import Kernel
 
 from ..emulation import emulated_cann, is_active
 
-OPERATIONS = ("gated_rms_norm", "l2_norm", "split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache")
-"""Those that take several launches of CANN's operators with a canonical cache."""
+OPERATIONS = (
+    *("collapse_streams", "expand_streams", "gated_rms_norm", "l2_norm"),
+    *("split_qkv_rmsnorm_rope", "split_qkv_rmsnorm_rope_cache"),
+)
+"""Those that take several launches of CANN's operators on A2 and A3 with a canonical cache."""
 
 
 def kernels() -> dict[str, Kernel]:

@@ -207,7 +207,7 @@ def test_every_operation_has_a_kernel_where_triton_is() -> None:
     # A quantized cache is refused when a model is loaded.
     sparse = {"attend_chosen", "attend_selected", "pool_groups", "select_blocks", "select_keys", "store_index_cache"}
     composed = {"multi_head_latent_attention", "select_and_attend"}
-    of_v4 = {"attend_compressed", "collapse_streams", "expand_streams", "softplus_route"}
+    of_v4 = {"attend_compressed", "softplus_route"}
     ngrams = {"hash_ngrams"}
     quantized = {"quantized_paged_attention", "store_quantized_kv_cache"}
     assert of_one_rank() - set(found) == {*quantized, *sparse, *composed, *of_v4, *ngrams}

@@ -15,7 +15,7 @@ from helpers.triton_checking import EXPERTS, RECURRENT
 from helpers.triton_compiling import Compiling, check_fits, check_product, compiled, empty
 
 from hal.bench.plan import SHAPES
-from hal.ops import AttentionOptions
+from hal.ops import AttentionOptions, HyperConnectionOptions
 
 pytest_plugins = ("helpers.triton_compiling",)
 
@@ -36,7 +36,7 @@ def attend(
 
 
 def rows() -> dict[str, tuple[Any, ...]]:
-    """Arguments of the size that Qwen3-8B has, of every kernel of single rows and of the cache."""
+    """Arguments of the size that Qwen3-8B has, and four streams, of every kernel of single rows and of the cache."""
     config = SHAPES["qwen3-8b"]
     heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -46,12 +46,16 @@ def rows() -> dict[str, tuple[Any, ...]]:
     query, key, value = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), 1)
     cache, slots = empty(2, 64, kv_heads, head_dim), torch.zeros(TOKENS, dtype=torch.int32)
     split = qkv, norm, norm, angles, angles, 1e-6, heads, kv_heads
+    streams, options = empty(TOKENS, 4, hidden), HyperConnectionOptions(1e-6, 1e-6, 20)
+    projection = torch.zeros(options.rows(4), 4 * hidden)
     return {
         "add_rms_norm": (x, x, weight, 1e-6),
         "add_rms_norm_dynamic_quantize": (x, x, weight, 1e-6),
         "add_rms_norm_quantize": (x, x, weight, 1e-6, scale, offset),
         "clipped_silu_and_mul": (merged, 1.702, 7.0, False),
+        "collapse_streams": (streams, projection, projection[:, 0], torch.ones(3), options),
         "dynamic_quantize": (x,),
+        "expand_streams": (streams, x, torch.zeros(TOKENS, 4), torch.zeros(TOKENS, 4, 4)),
         "gelu_and_mul": (merged, "tanh"),
         "quantize": (x, scale, offset),
         "rms_norm": (query, norm, 1e-6),

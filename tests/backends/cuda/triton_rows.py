@@ -54,6 +54,21 @@ def test_any_width(width: int) -> None:
         check("silu_and_mul_dynamic_quantize", dtype, (merged,))
 
 
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_streams_wider_than_a_tile(count: int) -> None:
+    """And without tokens, and that are not contiguous."""
+    options, width = ops.HyperConnectionOptions(1e-5, 1e-3, 3), 1500
+    draw, rows = Draw(torch.bfloat16, seed=count), options.rows(count)
+    projection = draw.normal(rows, count * width, scale=0.02).float()
+    weights = draw.normal(2, count).float(), draw.normal(2, count, count).float()
+    streams, output = draw.normal(2, width, count).transpose(1, 2), draw.normal(2, 2 * width)[:, :width]
+    for end in (0, 2):
+        given = projection, draw.normal(rows).float(), draw.normal(3).float(), options
+        check("collapse_streams", torch.bfloat16, (streams[:end], *given))
+        each = (tensor[:end] for tensor in (output, *weights))
+        check("expand_streams", torch.bfloat16, (streams[:end], *each))
+
+
 def test_rows_that_are_not_contiguous() -> None:
     dtype = torch.bfloat16
     draw = Draw(dtype, seed=1)

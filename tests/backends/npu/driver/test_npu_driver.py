@@ -44,8 +44,8 @@ def refused(**config):
 """
 
 
-def on_a_soc(name: str, program: str) -> str:
-    return processes.python("-c", ON_A_SOC % (name, program)).stdout
+def on_a_soc(name: str, program: str, **environ: str) -> str:
+    return processes.python("-c", ON_A_SOC % (name, program), **environ).stdout
 
 
 class TestOptions:
@@ -212,8 +212,12 @@ for columns in (256, 512):
         ]
 
     @thorough(PROCESSES)
-    def test_hyper_connections_on_a_950(self) -> None:
-        """Three launches each, unless the operators do not take the streams."""
+    @pytest.mark.parametrize("name", ["Ascend950PR_9599", "Ascend910B3"])
+    def test_hyper_connections(self, name: str) -> None:
+        """One launch or two of CANN's, unless its operators do not take the streams; or one of Triton's."""
+        triton = {} if name == "Ascend950PR_9599" else {"HAL_NPU_TRITON": "1", "TRITON_INTERPRET": "1"}
+        if triton:
+            pytest.importorskip("triton", reason="Triton is not installed, whose interpreter runs the kernels")
         program = """
 from hal.ops import Draw, operation
 from hal.ops.tolerance import assert_agree
@@ -223,15 +227,16 @@ for name in ("collapse_streams", "expand_streams"):
     for given in operation(name).samples(Draw(torch.bfloat16, "npu")):
         with backend.counting_launches() as launches:
             found = getattr(hal.ops, name)(*given)
-        own = {each: count for each, count in launches.items() if each.startswith("Mhc")}
-        taken += own in ({"MhcPreV2": 1, "MhcSinkhorn": 1}, {"MhcPost": 1})
+        fused = name if backend.options.triton else "Mhc"
+        own = {each: count for each, count in launches.items() if each.startswith(fused)}
+        taken += own in ({"MhcPreV2": 1, "MhcSinkhorn": 1}, {"MhcPost": 1}, {name: 1})
         on_cpu = [each.cpu() if isinstance(each, torch.Tensor) else each for each in given]
         expected = operation(name).reference(*on_cpu)
         for one, other in zip(*((each if isinstance(each, tuple) else (each,)) for each in (found, expected))):
             assert_agree(operation(name), one.dtype, one.cpu(), other)
 print(taken)
 """
-        assert on_a_soc("Ascend950PR_9599", program) == "5\n"
+        assert on_a_soc(name, program, **triton) == ("8\n" if triton else "5\n")
 
     @thorough(PROCESSES)
     def test_a_310p(self) -> None:
