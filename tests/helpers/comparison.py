@@ -22,6 +22,7 @@ from torch import Tensor
 import hal
 from hal.step import ALL
 from helpers.reference import open_runner
+from helpers.toys import poison_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
@@ -85,10 +86,10 @@ def rewritten(path: Path, folder: Path, change: Callable[[dict[str, Any]], objec
 
 
 def empty(runner: hal.Runner) -> None:
-    """Fill the cache with NaN."""
+    """Fill the cache with NaN, and with numbers of no token."""
     with torch.inference_mode():
         for _, cache in runner.states.tensors():
-            cache[1:] = math.nan
+            cache[1:] = poison_of(cache)
 
 
 def draw_rope(draw: random.Random, rope_type: str) -> dict[str, Any]:
@@ -150,6 +151,13 @@ def spell_as_before_version_5(config: dict[str, Any], draw: random.Random) -> No
     config["torch_dtype"] = config.pop("dtype")
 
 
+def their_model(config: Any) -> Any:
+    """Return the model of a configuration in transformers; Glm5Next has none for texts alone."""
+    images = config.model_type == "glm5_next"
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    return auto.from_config(config).eval()
+
+
 def build(
     config: Any, seed: int, path: Path, older: Callable[[dict[str, Any], random.Random], None] | None = None
 ) -> Case:
@@ -158,7 +166,7 @@ def build(
     ``older``, if given, rewrites its config.json half of the time, in the spelling of older checkpoints.
     """
     draw = random.Random(1000 + seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = their_model(config)
     randomize(model, seed)
     sharded = draw.random() < 0.5
     model.save_pretrained(path, max_shard_size="20KB" if sharded else "1GB")
@@ -169,10 +177,12 @@ def build(
         (path / "config.json").write_text(json.dumps(keys))
 
     count, block_size = draw.choice((3, 5, 6, 7)), draw.choice((1, 4, 7, 16))  # not a bucket
+    text = config.get_text_config()
+    if any(hasattr(text, key) for key in ("compress_rates", "index_kpool", "indexer_compress_ratio")):
+        block_size = 16  # a multiple of the tokens of a group
     lengths = [draw.randint(1, 45) for _ in range(count)]
     lengths[-1] = 45  # longer than every window
-    vocab_size = config.get_text_config().vocab_size
-    sequences = [[draw.randrange(vocab_size) for _ in range(length + STEPS)] for length in lengths]
+    sequences = [[draw.randrange(text.vocab_size) for _ in range(length + STEPS)] for length in lengths]
     cuts = [draw.randrange(length) for length in lengths]
     needed = [math.ceil(len(sequence) / block_size) for sequence in sequences]
     # Half of the sequences have adjacent blocks, half have random ones.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.comparison import randomize
+from helpers.comparison import randomize, their_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is the reference")
 
@@ -214,9 +214,7 @@ def _qwen4(draw: random.Random, types: list[str]) -> dict[str, Any]:
 
 def build(folder: Path, family: str, seed: int, **changes: Any) -> Any:
     """Write a random checkpoint, and return its model in transformers."""
-    config = draw_config(family, seed, **changes)
-    auto = transformers.AutoModelForImageTextToText if family == "Glm5Next" else transformers.AutoModelForCausalLM
-    model = auto.from_config(config).eval()
+    model = their_model(draw_config(family, seed, **changes))
     randomize(model, seed)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # some heads remember for long, others hardly
