@@ -93,8 +93,9 @@ class RepeatedLayers:
             hidden = forward()
             for now, old in zip(dicts, before, strict=True):
                 left.append({key: each for key, each in now.items() if key not in old or each is not old[key]})
-                now.clear()
-                now.update(old)
+                if old.keys() <= now.keys():  # else the dict stays, and shows that the layer took something out
+                    now.clear()
+                    now.update(old)
             return [hidden, *(each for each in tree_leaves(left) if isinstance(each, Tensor))]
 
         with disable_proxy_modes_tracing():

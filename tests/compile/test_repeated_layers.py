@@ -134,3 +134,27 @@ def test_layers_leave_tensors_for_the_next(
     trace_step(model, states_of(model), StepSizes(None), whole=ops.catalogue(), decompose=False)
     assert len(traced_layers) == 2
     check(model, monkeypatch)
+
+
+class Takes(DecoderLayer):
+    """A layer that takes what the first one left for it, and leaves nothing."""
+
+    def forward(self, hidden: Tensor, *args: Any) -> Tensor:
+        *known, shared = args
+        scale = shared.pop("scale", 2.0)
+        return super().forward(hidden, *known) * scale
+
+
+def test_layers_that_take_from_others_are_all_traced(
+    trained: Path, traced_layers: list[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(model: DecoderLM) -> None:
+        for layer in model.base.layers:
+            layer.__class__ = Takes
+        count = len(model.base.layers)
+        monkeypatch.setattr(type(model.base), "further", lambda self, *_: [({"scale": 3.0},)] * count)
+
+    model = model_of(trained, change)
+    trace_step(model, states_of(model), StepSizes(None), whole=ops.catalogue(), decompose=False)
+    assert len(traced_layers) == 1 + len(model.base.layers)
+    check(model, monkeypatch)
